@@ -1,0 +1,1 @@
+"""The zrpc command line."""
