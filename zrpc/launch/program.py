@@ -1,0 +1,130 @@
+"""Running a task as the main program of this process, as a fresh interpreter would.
+
+Everything here leaves by returning or raising: the interpreter then ends as it always does, with
+its exit code, its traceback, its exit handlers and its wait for threads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.machinery
+import io
+import os
+import pickle
+import pkgutil
+import runpy
+import sys
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from .task import Task
+
+
+def run(task: Task) -> None:
+    """Run `task` as ``__main__``, and return or raise as it does.
+
+    To be called at the very bottom of the stack. An error's traceback is shown without the
+    frames of this package.
+    """
+    try:
+        if task.kind == "script":
+            _run_script(task)
+        elif task.kind == "module":
+            _run_module(task)
+        else:
+            _run_function(task)
+    except BaseException:
+        _hide_our_frames()
+        raise
+
+
+def _run_script(task: Task) -> None:
+    path = task.target
+    _set_arguments(path, task.argv, [path])
+    if _is_bundle(path):  # a directory or zip file with a __main__.py
+        _set_main(ModuleType("__main__"))
+        sys.path.insert(0, path)
+        runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, script_directory(path))
+    main = ModuleType("__main__")
+    absolute = os.path.abspath(path)
+    main.__file__ = absolute
+    vars(main).update(__cached__=None, __annotations__={})
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", absolute)
+    _set_main(main)
+    exec(_code_of(path, absolute), main.__dict__)
+
+
+def _run_module(task: Task) -> None:
+    _set_arguments("-m", task.argv, ["-m", task.target])  # runpy puts the path in later
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    _set_main(ModuleType("__main__"))
+    runpy._run_module_as_main(task.target)  # type: ignore[attr-defined]
+
+
+def _run_function(task: Task) -> None:
+    _set_arguments("", task.argv, [])
+    _set_main(ModuleType("__main__"))
+    module, _, name = task.target.partition(":")
+    function: Any = importlib.import_module(module)
+    for attribute in name.split("."):
+        function = getattr(function, attribute)
+    args, kwargs = pickle.loads(task.payload)
+    sys.exit(function(*args, **kwargs))
+
+
+def _set_arguments(name: str, argv: tuple[str, ...], program: list[str]) -> None:
+    sys.argv = [name, *argv]
+    sys.orig_argv = [sys.executable, *program, *argv]
+
+
+def _set_main(main: ModuleType) -> None:
+    # Like the interpreter's own, and kept in sys.modules, so that functions and classes defined
+    # in it pickle by name and multiprocessing's spawn finds the file again.
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+
+
+def script_directory(path: str) -> str:
+    """What ``sys.path[0]`` is for the script `path`; links are followed."""
+    return os.path.dirname(os.path.realpath(path))
+
+
+def _is_bundle(path: str) -> bool:
+    if os.path.isdir(path):
+        return True
+    finder = pkgutil.get_importer(path)
+    return finder is not None and not isinstance(finder, importlib.machinery.FileFinder)
+
+
+def _code_of(path: str, shown: str) -> CodeType:
+    with io.open_code(path) as file:
+        compiled: CodeType | None = pkgutil.read_code(file)  # a .pyc file
+    if compiled is not None:
+        return compiled
+    with io.open_code(path) as file:
+        return compile(file.read(), shown, "exec")
+
+
+def _hide_our_frames() -> None:
+    """Show the error that is on its way out as if the user's code were at the bottom.
+
+    The hook is in place only while the interpreter reports that one error. KeyboardInterrupt
+    and SystemExit thus keep their own ways out: death by SIGINT, the exit code.
+    """
+    hook = getattr(sys, "excepthook", sys.__excepthook__)
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        sys.excepthook = hook
+        while trace is not None and trace.tb_frame.f_globals is not globals():
+            trace = trace.tb_next
+        while trace is not None and trace.tb_frame.f_globals is globals():
+            trace = trace.tb_next
+        sys.last_traceback = trace
+        hook(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = show

@@ -1,0 +1,86 @@
+"""What a new worker process is to run: a script, a module or a function."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Task:
+    """One program for a new process, and the surroundings that it finds.
+
+    Make one with `script`, `module` or `function`.
+
+    Attributes:
+        kind: Which of the three ways `target` is to be read.
+        target: Path of the script, name of the module, or ``module:qualname``.
+        argv: The program's own arguments, without its name.
+        payload: Pickled ``(args, kwargs)`` of a function. Only the new process unpickles it.
+        cwd: Working directory; None for the one of the server.
+        env: The whole environment; None for the one of the server.
+        sys_path: ``sys.path`` without the entry of the script itself; None for what a fresh
+            interpreter has.
+        line_buffered: Whether standard output is flushed after each line, though it is no
+            terminal.
+
+    Example:
+        >>> Task.script("train.py", ["--epochs", "3"]).argv
+        ('--epochs', '3')
+    """
+
+    kind: Literal["script", "module", "function"]
+    target: str
+    argv: tuple[str, ...] = ()
+    payload: bytes = b""
+    cwd: str | None = None
+    env: dict[str, str] | None = None
+    sys_path: tuple[str, ...] | None = None
+    line_buffered: bool = False
+
+    @classmethod
+    def script(cls, path: str, argv: Sequence[str] = ()) -> Task:
+        """A task that runs the file `path` as ``python path argv…`` would."""
+        return cls("script", path, tuple(argv))
+
+    @classmethod
+    def module(cls, name: str, argv: Sequence[str] = ()) -> Task:
+        """A task that runs the module `name` as ``python -m name argv…`` would."""
+        return cls("module", name, tuple(argv))
+
+    @classmethod
+    def function(cls, target: str, *args: Any, **kwargs: Any) -> Task:
+        """A task that ends the process with ``sys.exit(function(*args, **kwargs))``.
+
+        Args:
+            target: The function, as ``module:qualname``. It goes by name, so that the server
+                needs not have imported it.
+            *args: Its arguments; they must pickle.
+            **kwargs: Its keyword arguments; they must pickle.
+
+        Raises:
+            ValueError: `target` is not of that form.
+        """
+        module, colon, name = target.partition(":")
+        if not (module and colon and name):
+            raise ValueError(f"expected 'module:qualname' for a function, but got {target!r}")
+        return cls("function", target, payload=pickle.dumps((args, kwargs)))
+
+    def within(
+        self,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        sys_path: Sequence[str] | None = None,
+        line_buffered: bool = False,
+    ) -> Task:
+        """The same program in other surroundings; see the class for their meaning."""
+        return replace(
+            self,
+            cwd=cwd,
+            env=None if env is None else dict(env),
+            sys_path=None if sys_path is None else tuple(sys_path),
+            line_buffered=line_buffered,
+        )
