@@ -1,1 +1,53 @@
-"""TBD."""
+"""Meshes of zrpc workers for tests: as threads of one process, or as processes.
+
+In pytest, the plugin (`zrpc.testing.plugin`, loaded by itself) has the fixtures ``mesh``,
+``make_mesh`` and ``no_leaks``, and the marker ``zrpc``. Elsewhere, use `local_mesh`.
+
+Importing this package imports neither torch nor zmq; its names are imported when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zrpc.testing.failure import WorkerExited, WorkerFailed, WorkerTraceback
+    from zrpc.testing.leaks import LeakError, no_leaks
+    from zrpc.testing.mesh import Mesh, local_mesh
+    from zrpc.testing.spec import MeshSpec
+    from zrpc.testing.watchdog import MeshTimeout
+
+__all__ = [
+    "LeakError",
+    "Mesh",
+    "MeshSpec",
+    "MeshTimeout",
+    "WorkerExited",
+    "WorkerFailed",
+    "WorkerTraceback",
+    "local_mesh",
+    "no_leaks",
+]
+
+_MODULES = {
+    "LeakError": "leaks",
+    "Mesh": "mesh",
+    "MeshSpec": "spec",
+    "MeshTimeout": "watchdog",
+    "WorkerExited": "failure",
+    "WorkerFailed": "failure",
+    "WorkerTraceback": "failure",
+    "local_mesh": "mesh",
+    "no_leaks": "leaks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,3 +3,238 @@
 pytest imports this module in every run on a machine where zrpc is installed, so it imports
 neither torch nor zmq, nor zrpc's core: the fixtures do, when a test first asks for one.
 """
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from zrpc.testing.spec import MeshSpec
+
+if TYPE_CHECKING:
+    from zrpc.testing.mesh import Mesh
+    from zrpc.testing.watchdog import Watchdog
+
+__all__ = ["MakeMesh", "make_mesh", "mesh", "no_leaks"]
+
+_MARKER = (
+    "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True): how many workers the "
+    "test's mesh has, whether they are processes (else threads), how many seconds the test may "
+    "take, arguments for ZmqRpcBackendOptions, and whether to report what is left behind."
+)
+# Of a session that can't go on, as pytest's own for an internal error.
+_EXIT_STATUS = 3
+
+_failed = pytest.StashKey[bool]()
+_watchdog: pytest.StashKey[Watchdog] = pytest.StashKey()
+
+
+class MakeMesh(Protocol):
+    """What the fixture ``make_mesh`` is."""
+
+    def __call__(
+        self,
+        workers: int | None = None,
+        *,
+        processes: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Mesh:
+        """Starts a mesh; what is None is as the test's marker says, options are added."""
+
+
+@pytest.fixture
+def mesh(make_mesh: MakeMesh) -> Mesh:
+    """The test's mesh of workers; ``@pytest.mark.zrpc(...)`` says what it is like.
+
+    See `zrpc.testing.Mesh` for what it can do, and `make_mesh` for when it ends.
+
+    Example::
+
+        @pytest.mark.zrpc(workers=3)
+        def test_names(mesh):
+            assert mesh.run(0, zrpc.rpc_sync, "worker2", max, args=(1, 2)) == 2
+    """
+    return make_mesh()
+
+
+@pytest.fixture
+def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
+    """A function that starts a mesh, for tests that need several, or none at first.
+
+    At the end of the test the meshes are shut down: gracefully where it passed, else by
+    force. Then what is left behind in this process is an error of the test, unless its
+    marker says ``leaks=False``.
+
+    Example::
+
+        def test_two_meshes(make_mesh):
+            first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
+    """
+    from zrpc.testing.mesh import start_mesh
+    from zrpc.testing.watchdog import Watchdog
+
+    item: pytest.Item = request.node
+    spec = _spec_of(item)
+    if spec.processes:
+        _start_server()
+    if spec.leaks:
+        request.getfixturevalue("no_leaks")
+
+    with Watchdog(spec.timeout, give_up=lambda report: _exit(item, report)) as watchdog:
+        item.stash[_watchdog] = watchdog
+        # Until the end of this phase of the test; the hooks below do the same for the others.
+        watchdog.allow_interrupt()
+
+        def make(
+            workers: int | None = None,
+            *,
+            processes: bool | None = None,
+            options: Mapping[str, Any] | None = None,
+        ) -> Mesh:
+            return start_mesh(
+                spec.replace(workers, processes, options),
+                watchdog,
+                by_value=[request.module.__name__],
+                capture=request.config.getoption("capture") != "no",
+            )
+
+        yield make
+        watchdog.forbid_interrupt()
+        passed = not item.stash.get(_failed, False)
+        try:
+            with contextlib.ExitStack() as stack:
+                for mesh in watchdog.meshes:
+                    stack.callback(mesh.shutdown, graceful=passed)
+            if watchdog.timed_out is not None and passed:
+                raise watchdog.timed_out  # the test has caught it, but that is no success
+        except BaseException:
+            item.stash[_failed] = True
+            raise
+
+
+@pytest.fixture
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Makes it an error of a passing test if it leaves something behind in this process.
+
+    That is: threads, child processes, descriptors, ZeroMQ contexts, and socket files of
+    agents that were made after this fixture was set up, and are still there two seconds after
+    it was torn down. Tests with a mesh have it already.
+
+    Example::
+
+        @pytest.mark.usefixtures("no_leaks")
+        def test_start_and_stop(): ...
+    """
+    from zrpc.testing import leaks
+
+    try:
+        with leaks.no_leaks():
+            yield
+            if request.node.stash.get(_failed, False):
+                raise _Failed  # its traceback keeps alive what the test was using
+    except _Failed:
+        pass
+    except leaks.LeakError as error:
+        pytest.fail(str(error), pytrace=False)  # where it was found tells nothing
+
+
+class _Failed(Exception):
+    """The test has failed, which is all that is to be said."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the marker."""
+    config.addinivalue_line("markers", _MARKER)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuses markers with wrong arguments before the first test runs."""
+    for item in items:
+        _spec_of(item)
+
+
+# Of the wrappers of a phase ours are the innermost, so that an interruption hits nothing but
+# the fixtures and the test.
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Ends what the fixture `make_mesh` has begun."""
+    try:
+        return (yield)
+    finally:
+        if _watchdog in item.stash:
+            item.stash[_watchdog].forbid_interrupt()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Lets the deadline of a test with a mesh interrupt the test."""
+    with _interruptible(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
+    """Lets the deadline of a test with a mesh interrupt the fixtures that end before it."""
+    with _interruptible(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Notes whether the test has failed, and shows what worker processes have printed."""
+    report = yield
+    if call.excinfo is not None:
+        item.stash[_failed] = True
+    if _watchdog in item.stash:
+        for mesh in item.stash[_watchdog].meshes:
+            for name, text in mesh.new_output():
+                report.sections.append((f"Captured stdout and stderr of {name} {call.when}", text))
+    if call.when == "teardown":
+        with contextlib.suppress(KeyError):
+            del item.stash[_watchdog]
+    return report
+
+
+def _start_server() -> None:
+    """Starts the fork server before the deadline's time begins, as it is not the test's."""
+    from zrpc.testing.processes import warm_server
+
+    warm_server()
+
+
+@contextlib.contextmanager
+def _interruptible(item: pytest.Item) -> Iterator[None]:
+    if _watchdog not in item.stash:
+        yield
+        return
+    with item.stash[_watchdog].interruptible():
+        yield
+
+
+def _spec_of(item: pytest.Item) -> MeshSpec:
+    try:
+        return MeshSpec.from_marks(item.iter_markers("zrpc"))
+    except (TypeError, ValueError) as error:
+        raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.zrpc: {error}") from None
+
+
+def _exit(item: pytest.Item, report: str) -> None:
+    """Ends the session, whose main thread nothing can interrupt. In the watchdog's thread."""
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    if capture is not None:
+        capture.suspend_global_capture(in_=True)
+    print(
+        f"\n{item.nodeid}: {report}\nThe main thread can't be interrupted: ending the session.",
+        file=sys.__stderr__,
+        flush=True,
+    )
+    os._exit(_EXIT_STATUS)

@@ -1,0 +1,125 @@
+"""The worker's side of a mesh of processes: does what comes over a socket, one by one.
+
+The requests, and the replies, one for each, in order:
+
+    ("start",)             join the mesh
+    ("call", pickled)      pickled is (fn, args, kwargs)
+    ("shutdown", graceful) leave it; the value is a list of what is left behind
+    ("exit",)              end the process; no reply
+
+    (True, value)
+    (False, error, traceback as text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from zrpc.testing.failure import WorkerFailed, traceback_of
+from zrpc.testing.leaks import Resources
+
+__all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
+
+# Has the stacks of all threads written, whatever they are doing.
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker process has to know.
+
+    Args:
+        name: its name.
+        rank: its rank.
+        world_size: how many workers there are.
+        options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
+        socket: the descriptor of the socket for requests and replies.
+        stacks_path: the file for stacks, written on `STACKS_SIGNAL`.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    options: Mapping[str, Any]
+    socket: int
+    stacks_path: str
+
+
+def main(settings: WorkerSettings) -> int:
+    """The life of a worker process; returns its exit code.
+
+    It ends when the test is over, or the test's process is gone.
+    """
+    worker = _WorkerProcess(settings)
+    connection = Connection(settings.socket)
+    with contextlib.suppress(EOFError, ConnectionError):
+        while (request := pickle.loads(connection.recv_bytes()))[0] != "exit":
+            connection.send_bytes(worker.do(*request))
+            del request  # it would live until the next one
+    return 0
+
+
+class _WorkerProcess:
+    """One worker. All of it runs in the process's main thread."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        # What kills the process says where in its output.
+        faulthandler.enable()
+        stacks = os.open(settings.stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        self._before = Resources.now()
+
+    def do(self, request: str, *args: Any) -> bytes:
+        """Does what is requested; returns the reply."""
+        try:
+            value = getattr(self, f"_{request}")(*args)
+        except BaseException as error:  # SystemExit and pytest's outcomes too: all the test's
+            return _failure(error)
+        try:
+            data: bytes = cloudpickle.dumps((True, value))
+        except Exception as error:
+            return _failure(WorkerFailed(f"the result can't be pickled: {value!r}: {error}"))
+        return data
+
+    def _start(self) -> None:
+        from zrpc import api
+        from zrpc.options import ZmqRpcBackendOptions
+
+        api.init_rpc(
+            self._settings.name,
+            rank=self._settings.rank,
+            world_size=self._settings.world_size,
+            rpc_backend_options=ZmqRpcBackendOptions(**self._settings.options),
+        )
+
+    def _call(self, pickled: bytes) -> Any:
+        fn, args, kwargs = pickle.loads(pickled)
+        return fn(*args, **kwargs)
+
+    def _shutdown(self, graceful: bool) -> list[str]:
+        from zrpc import api
+
+        api.shutdown(graceful=graceful)
+        return self._before.left_behind()
+
+
+def _failure(error: BaseException) -> bytes:
+    text = traceback_of(error, skip=2)
+    try:
+        data: bytes = cloudpickle.dumps((False, error, text))
+        pickle.loads(data)  # many exceptions can be pickled, but not be made anew
+    except Exception as reason:
+        substitute = WorkerFailed(f"{type(error).__name__}: {error} (it can't be sent: {reason})")
+        data = cloudpickle.dumps((False, substitute, text))
+    return data

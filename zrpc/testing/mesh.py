@@ -1,0 +1,364 @@
+"""Mesh: the workers of a test, and functions that run on them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from zrpc.testing.failure import add_others
+from zrpc.testing.leaks import LeakError
+from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
+from zrpc.testing.watchdog import Watchdog, print_and_go_on
+from zrpc.testing.worker import Worker
+
+if TYPE_CHECKING:
+    from zrpc.agent import Agent
+    from zrpc.testing.processes import ProcessWorker
+
+__all__ = ["Mesh", "local_mesh", "start_mesh"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# One worker's failure often makes the others fail: how long to wait for theirs, in seconds.
+_OTHERS_FAIL_WITHIN = 0.5
+# How long a worker may take to end once it has been told to, or was killed, in seconds.
+_ENDS_WITHIN = 5.0
+# A worker that fails to start is reported at once, but in a mesh of threads the others wait
+# for it until the end of init_timeout: keep that short. In seconds.
+_INIT_TIMEOUT = 10.0
+
+
+class Mesh:
+    """N workers that are connected with each other, for a test.
+
+    Get one from the fixtures ``mesh`` and ``make_mesh``, or outside of pytest from
+    `local_mesh`. Each worker runs the functions that it is given one after another: in a
+    thread of this process with the worker's agent as the current one, or in the main thread
+    of the worker's own process. How a function gets there has nothing to do with zrpc, so
+    that a mesh also serves to find out why zrpc is broken.
+
+    No wait outlives the deadline of the test: then the stacks of all workers are printed,
+    the workers are ended, and what waits raises `MeshTimeout`.
+
+    All methods may be called from any thread.
+
+    Example:
+        >>> import zrpc
+        >>> from zrpc.testing import local_mesh
+        >>> with local_mesh(3) as mesh:
+        ...     mesh.run("worker0", zrpc.rpc_sync, "worker2", max, args=(1, 2))
+        2
+    """
+
+    def __init__(
+        self,
+        spec: MeshSpec,
+        workers: Sequence[Worker],
+        clean_up: Callable[[], list[str]] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._workers = list(workers)
+        self._clean_up = clean_up
+        self._shut_down = False
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __repr__(self) -> str:
+        kind = "processes" if self._spec.processes else "threads"
+        return f"<Mesh of {len(self)} {kind}>"
+
+    @property
+    def names(self) -> list[str]:
+        """The workers' names, by rank."""
+        return [worker.name for worker in self._workers]
+
+    def run(self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs ``fn(*args, **kwargs)`` on a worker and returns the result.
+
+        Args:
+            worker: its name or its rank.
+            fn: in a mesh of processes it is pickled, by value where it comes from the test's
+                module or can't be imported. Each time its module's globals go with it: keep
+                a worker's state elsewhere, as in an attribute of a module that is imported.
+            args: its arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            MeshTimeout: the test's deadline passed.
+            WorkerExited: the worker's process ended.
+            LookupError: there is no such worker.
+            Exception: what ``fn`` raised, of its own type; a `WorkerTraceback` as the last
+                of its causes tells the worker and the traceback there.
+        """
+        __tracebackhide__ = True
+        return self.submit(worker, fn, *args, **kwargs).result()
+
+    def run_all(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Runs ``fn(*args, **kwargs)`` on all workers at once.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            Exception: as `run` does, of the worker that failed first. The `WorkerTraceback`
+                names the others that failed. A worker that still runs ``fn`` is not waited
+                for.
+        """
+        __tracebackhide__ = True
+        return _gather(self._workers, [w.submit(fn, args, kwargs) for w in self._workers])
+
+    def submit(
+        self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Has ``fn(*args, **kwargs)`` run on a worker, after what it was given before.
+
+        Args: see `run`.
+
+        Returns:
+            A future with the result, or with what `run` would raise. It can't be cancelled.
+
+        Raises:
+            LookupError: there is no such worker.
+        """
+        return self._worker(worker).submit(fn, args, kwargs)
+
+    def agent(self, worker: str | int) -> Agent:
+        """The agent of a worker of a mesh of threads.
+
+        Raises:
+            TypeError: the mesh is one of processes.
+            RuntimeError: the agent is shut down.
+        """
+        from zrpc.testing.threads import ThreadWorker
+
+        found = self._worker(worker)
+        if not isinstance(found, ThreadWorker):
+            raise TypeError(
+                f"the agent of {found.label} is in another process; expected a mesh of threads. "
+                "Use mesh.run(worker, fn) and find it there"
+            )
+        return found.agent
+
+    def pid(self, worker: str | int) -> int:
+        """The process id of a worker of a mesh of processes.
+
+        Raises:
+            TypeError: the mesh is one of threads.
+        """
+        return self._process(worker).pid
+
+    def kill(self, worker: str | int) -> None:
+        """Kills a worker of a mesh of processes (SIGKILL), and waits until it is dead.
+
+        What waits for it, and what it is given later, fails with `WorkerExited`. The mesh is
+        then not shut down gracefully.
+
+        Raises:
+            TypeError: the mesh is one of threads.
+        """
+        self._process(worker).kill(_ENDS_WITHIN)
+
+    def output(self, worker: str | int) -> str:
+        """What a worker process has written to stdout and stderr, where that is captured.
+
+        Raises:
+            TypeError: the mesh is one of threads.
+        """
+        return self._process(worker).output()
+
+    def shutdown(self, graceful: bool = True) -> None:
+        """Ends the mesh; what it does after the first call is nothing.
+
+        Args:
+            graceful: have the workers agree on the end and look for what they leave behind.
+                Else their processes are killed, and their agents in this process closed.
+
+        Raises:
+            MeshTimeout: the test's deadline passed meanwhile.
+            WorkerExited: a process ended that should not have.
+            LeakError: a worker process had something left after its shutdown.
+            Exception: what the agent's shutdown raised.
+        """
+        if self._shut_down:
+            return
+        self._shut_down = True
+        left: list[str] = []
+        if graceful:
+            try:
+                left = self._leave()
+            except BaseException:
+                self._end(by_force=True)
+                raise
+        left += self._end(by_force=not graceful)
+        if graceful and left and self._spec.leaks:
+            raise LeakError(left)
+
+    def new_output(self) -> list[tuple[str, str]]:
+        """The name and new output of each worker process that wrote some since the last call."""
+        outputs = [(worker.name, worker.new_output()) for worker in self._workers]
+        return [(name, text) for name, text in outputs if text]
+
+    # What the watchdog calls, in its own thread.
+
+    def busy(self) -> list[str]:
+        """What is under way on which worker, a line for each."""
+        return [f"{w.label} {what}" for w in self._workers for what in w.busy()[:1]]
+
+    def stacks(self) -> str:
+        """The stacks of all threads of all workers; takes a second at most."""
+        for worker in self._workers:
+            worker.ask_for_stacks()
+        return "\n".join(f"---- stacks of {w.label} ----\n{w.stacks()}" for w in self._workers)
+
+    def abort(self, error: BaseException) -> None:
+        """Ends all workers and fails what waits for them with ``error``; does not block."""
+        for worker in self._workers:
+            worker.abort(error)
+
+    def _start(self) -> None:
+        try:
+            _gather(self._workers, [worker.start() for worker in self._workers])
+        except BaseException:
+            self._shut_down = True
+            self._end(by_force=True)
+            raise
+
+    def _leave(self) -> list[str]:
+        workers = [worker for worker in self._workers if not worker.killed]
+        # A graceful shutdown is agreed upon by all, which the dead can't.
+        graceful = len(workers) == len(self._workers)
+        futures = [worker.shutdown(graceful) for worker in workers]
+        left = _gather(workers, futures)
+        return _labelled(workers, left)
+
+    def _end(self, by_force: bool) -> list[str]:
+        if by_force:
+            self.abort(RuntimeError("the mesh is shut down"))
+        end = time.monotonic() + _ENDS_WITHIN
+        left = []
+        for worker in self._workers:
+            worker.fail(RuntimeError("the mesh is shut down"))
+            left.append(worker.close(max(0.0, end - time.monotonic())))
+        return _labelled(self._workers, left) + (self._clean_up() if self._clean_up else [])
+
+    def _worker(self, worker: str | int) -> Worker:
+        for candidate in self._workers:
+            if worker in (candidate.name, candidate.rank) and not isinstance(worker, bool):
+                return candidate
+        raise LookupError(
+            f"expected a worker's name ({', '.join(self.names)}) or rank (0 to {len(self) - 1}), "
+            f"but got {worker!r}"
+        )
+
+    def _process(self, worker: str | int) -> ProcessWorker:
+        from zrpc.testing.processes import ProcessWorker
+
+        found = self._worker(worker)
+        if not isinstance(found, ProcessWorker):
+            raise TypeError(
+                f"{found.label} has no process of its own; expected a mesh of processes. "
+                "Mark the test with @pytest.mark.zrpc(processes=True)"
+            )
+        return found
+
+
+def start_mesh(
+    spec: MeshSpec, watchdog: Watchdog, *, by_value: Iterable[str] = (), capture: bool = False
+) -> Mesh:
+    """Starts a mesh and returns it once all workers have joined.
+
+    Args:
+        spec: what it is like; its ``timeout`` is the watchdog's business.
+        watchdog: ends the mesh at its deadline.
+        by_value: the modules whose functions are sent to worker processes by value.
+        capture: whether the output of worker processes is kept for `Mesh.output`.
+
+    Raises:
+        MeshTimeout: the deadline passed.
+        Exception: what a worker failed with; the others are ended.
+    """
+    timeout = max(0.1, min(_INIT_TIMEOUT, 0.8 * watchdog.remaining()))
+    spec = spec.replace(options={"init_timeout": timeout, **spec.options})
+    if spec.processes:
+        from zrpc.testing.processes import process_workers
+
+        mesh = Mesh(spec, *process_workers(spec, by_value=by_value, capture=capture))
+    else:
+        from zrpc.testing.threads import thread_workers
+
+        mesh = Mesh(spec, thread_workers(spec))
+    watchdog.watch(mesh)
+    mesh._start()
+    return mesh
+
+
+@contextlib.contextmanager
+def local_mesh(
+    workers: int = DEFAULT_WORKERS,
+    *,
+    processes: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Mesh]:
+    """A mesh for the length of a ``with`` statement, for scripts, notebooks and doctests.
+
+    It is shut down gracefully at the end of the statement, and by force after an error.
+
+    Args:
+        workers: how many workers; they are named ``worker0``, ``worker1``, …
+        processes: whether each worker is a process; else it is a thread of this process.
+        timeout: seconds that the whole statement may take.
+        options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
+
+    Raises:
+        MeshTimeout: the statement was not over within ``timeout``.
+        LeakError: a worker process had something left after its shutdown.
+        Exception: what a worker failed with.
+
+    Example:
+        >>> import zrpc
+        >>> with local_mesh(2) as mesh:
+        ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
+        ['worker0', 'worker1']
+    """
+    spec = MeshSpec(workers, processes, timeout, options or {})
+    with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
+        with watchdog.interruptible():
+            mesh = start_mesh(spec, watchdog)
+        try:
+            with watchdog.interruptible():
+                yield mesh
+        except BaseException:
+            mesh.shutdown(graceful=False)
+            raise
+        mesh.shutdown()
+
+
+def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:
+    return [f"{w.label}: {line}" for w, its in zip(workers, lines, strict=True) for line in its]
+
+
+def _gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
+    """The results of all futures, or the first failure, which tells of the others."""
+    __tracebackhide__ = True
+    done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+    first = next((f for f in futures if f in done and f.exception() is not None), None)
+    if first is not None:
+        wait(rest, timeout=_OTHERS_FAIL_WITHIN)
+        others = {
+            worker.label: error
+            for worker, future in zip(workers, futures, strict=True)
+            if future is not first and future.done() and (error := future.exception())
+        }
+        error = first.exception()
+        assert error is not None  # it is what makes it the first
+        raise add_others(error, others)
+    return [future.result() for future in futures]

@@ -1,0 +1,107 @@
+"""What a mesh for a test is like: the arguments of the marker, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Protocol
+
+__all__ = ["MeshSpec"]
+
+DEFAULT_WORKERS = 2
+DEFAULT_TIMEOUT = 30.0
+
+
+class _Mark(Protocol):
+    """The part of ``pytest.Mark`` that is used here."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class MeshSpec:
+    """How many workers a mesh has, of what kind, and what a test with it may take.
+
+    Args:
+        workers: how many workers; they are named ``worker0``, ``worker1``, …
+        processes: whether each worker is a process; else it is a thread of this process.
+        timeout: seconds that the whole test may take, the mesh's start and end included.
+        options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
+        leaks: whether a passing test becomes an error where it leaves something behind.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a number out of its range.
+
+    Immutable, hence safe in any thread.
+    """
+
+    workers: int = DEFAULT_WORKERS
+    processes: bool = False
+    timeout: float = DEFAULT_TIMEOUT
+    options: Mapping[str, Any] = field(default_factory=dict)
+    leaks: bool = True
+
+    def __post_init__(self) -> None:
+        expected: dict[str, type | tuple[type, ...]] = {
+            "workers": int,
+            "processes": bool,
+            "timeout": (int, float),
+            "options": Mapping,
+            "leaks": bool,
+        }
+        for name, types in expected.items():
+            value = getattr(self, name)
+            if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+                wanted = types.__name__ if isinstance(types, type) else "number"
+                raise TypeError(f"{name} must be a {wanted}, but got {value!r}")
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, but got {self.workers}")
+        # Above a year it is no deadline, and what waits for it in C overflows.
+        if not 0 < self.timeout < 3e7:
+            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
+
+    @classmethod
+    def from_marks(cls, marks: Iterable[_Mark]) -> MeshSpec:
+        """The spec that a test's markers ask for, the nearest marker first.
+
+        What the nearest marker does not say is taken from the next one: a class or module
+        can set a timeout for tests that set their own number of workers.
+
+        Raises:
+            TypeError: a positional or unknown argument, or one of the wrong type.
+            ValueError: a number out of its range.
+        """
+        asked: dict[str, Any] = {}
+        known = [f.name for f in fields(cls)]
+        for mark in marks:
+            if mark.args:
+                raise TypeError(f"it takes keyword arguments only, but got {mark.args!r}")
+            for name, value in mark.kwargs.items():
+                if name not in known:
+                    raise TypeError(f"it takes {', '.join(known)}, but got {name!r}")
+                asked.setdefault(name, value)
+        return cls(**asked)
+
+    def replace(
+        self,
+        workers: int | None = None,
+        processes: bool | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> MeshSpec:
+        """This spec with other values for what is not None; `options` are added to."""
+        return replace(
+            self,
+            workers=self.workers if workers is None else workers,
+            processes=self.processes if processes is None else processes,
+            options={**self.options, **(options or {})},
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """The workers' names, by rank."""
+        return [f"worker{rank}" for rank in range(self.workers)]

@@ -1,0 +1,64 @@
+"""What the threads of this process are doing, as text."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+
+__all__ = ["other_stacks", "stacks_of"]
+
+# Where a test's stack begins with.
+_RUNNERS = r"[/\\](_pytest|pluggy)[/\\]"
+
+
+def stacks_of(worker: str) -> str:
+    """The stacks of the threads whose names hold the worker's name as a word.
+
+    Args:
+        worker: the worker's name; ``worker1`` does not find the threads of ``worker10``.
+
+    May be called from any thread.
+    """
+    return _format(lambda thread: _belongs(thread, worker)) or "no threads\n"
+
+
+def other_stacks(workers: Iterable[str]) -> str:
+    """The stacks of all other threads, save the calling one, which only looks.
+
+    Args:
+        workers: the names whose threads are left out.
+
+    May be called from any thread.
+    """
+    names = list(workers)
+    me = threading.current_thread()
+    return _format(
+        lambda thread: thread is not me and not any(_belongs(thread, name) for name in names)
+    )
+
+
+def _belongs(thread: threading.Thread, worker: str) -> bool:
+    word = rf"(?<![A-Za-z0-9_]){re.escape(worker)}(?![A-Za-z0-9_])"
+    return re.search(word, thread.name) is not None
+
+
+def _format(wanted: Callable[[threading.Thread], bool]) -> str:
+    frames = sys._current_frames()
+    parts = []
+    for thread in filter(wanted, threading.enumerate()):
+        if thread.ident in frames:
+            stack = traceback.extract_stack(frames[thread.ident])
+            text = "".join(traceback.format_list(_without_runners(stack)))
+            parts.append(f"Thread {thread.name}, most recent call last:\n{text}")
+    return "".join(parts)
+
+
+def _without_runners(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """The stack without the outermost calls, which are the same in every thread and test."""
+    frames = list(stack)
+    outer = [i for i, frame in enumerate(frames) if re.search(_RUNNERS, frame.filename)]
+    for_threads = [i for i, frame in enumerate(frames[:3]) if frame.filename == threading.__file__]
+    return frames[max([*outer, *for_threads], default=-1) + 1 :] or frames
