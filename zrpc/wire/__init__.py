@@ -1,1 +1,1 @@
-"""TBD."""
+"""What travels: message header, pickles, tensors. No sockets in here."""

@@ -1,0 +1,659 @@
+"""One member of a mesh: it sends calls, receives them, and has them run.
+
+Threads. Any thread sends, directly, through the mailbox of the peer. One thread, the I/O
+thread, receives: it reads headers, settles calls, and hands requests to the pool; it never
+unpickles, never runs what a user wrote, and never waits for a peer. Handlers run in the pool.
+A future for which no thread waits is completed by a second pool of one thread, so that user
+code that follows a reply can't hold up the I/O thread.
+
+Upper layers (RRef) plug in from above, as `Layer` objects: they register handlers for
+messages of their own kinds, and are told when a peer is lost and when the agent closes.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+import zmq
+
+from zrpc.calls import PendingCall, PendingCalls
+from zrpc.errors import NotInitializedError, ProtocolError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.event_loop import EventLoop
+from zrpc.execution import Execution, Outlet, remaining_time
+from zrpc.futures import Future
+from zrpc.membership import Membership
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout
+from zrpc.pool import WorkerPool, in_pool
+from zrpc.rendezvous import Card, exchange, master_host, meet
+from zrpc.termination import Outgoing, Step, Termination, TerminationMessage
+from zrpc.transport.address import host_key, interface_towards, is_alive, supports_ipc
+from zrpc.transport.network import Network
+from zrpc.wire.exceptions import dump_exception, load_exception
+from zrpc.wire.header import Message, parse
+from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.worker_info import WorkerInfo
+
+__all__ = ["UNSET_RPC_TIMEOUT", "Agent", "Kind", "Layer", "current_agent", "set_default_agent"]
+
+logger = logging.getLogger(__name__)
+
+UNSET_RPC_TIMEOUT = -1.0
+
+# How often the I/O thread looks after deadlines, peers and threads while nothing arrives, in
+# seconds; the second number is for an agent that is shutting down.
+_TICK = 0.1
+_TICK_AT_SHUTDOWN = 0.005
+# How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
+_JOIN_TIMEOUT = 5.0
+_LINGER = 2.0
+
+
+class Kind(IntEnum):
+    """The kinds of messages, by the number in the header."""
+
+    CALL = 1  # (function, args, kwargs): run it and answer
+    RESULT = 2  # the answer
+    ERROR = 3  # the answer where the function failed
+    TERMINATION = 8  # of a graceful shutdown
+    REMOTE = 16  # a call whose result stays with the callee, as an RRef
+    FETCH = 17  # the value of an RRef
+    METHOD = 18  # a call of a method of an RRef's value
+    REFERENCE = 19  # reference counting
+
+
+Handler = Callable[[Message], None]
+
+
+class Layer(Protocol):
+    """Something that plugs into an agent from above."""
+
+    def lose(self, rank: int) -> None:
+        """A peer is gone. Called in the I/O thread."""
+
+    def quiet(self) -> bool:
+        """Whether the layer has nothing under way. Called in the I/O thread."""
+
+    def flush(self) -> None:
+        """Sends what finalizers have left to send. Called in the I/O thread, often."""
+
+    def settle(self) -> None:
+        """The worker begins a graceful shutdown: let go of what others hold for it."""
+
+    def close(self) -> None:
+        """The agent closes; nothing can be sent any more."""
+
+
+class Agent:
+    """One member of a mesh. Make one with `Agent.start`; several may live in one process.
+
+    All methods may be called from any thread unless they say otherwise.
+
+    Attributes:
+        worker_info: this worker's name and rank.
+        membership: all workers.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        context: of the threads that run handlers; `current_agent` is this one there.
+        pool: runs handlers.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        options: ZmqRpcBackendOptions,
+        store: dist.Store,
+    ) -> None:
+        self.membership = membership
+        self.worker_info = membership.info
+        self.rpc_timeout = options.rpc_timeout
+        self.layers: list[Layer] = []
+        self._network = network
+        # Rank 0 may host the store, and the others must be able to finish their start.
+        self._store = store
+        self._calls = PendingCalls()
+        self._received = [0] * len(membership.infos)
+        # Requests that are not answered yet. Single operations on a set are atomic.
+        self._executing: set[int] = set()
+        self._handlers: dict[int, Handler] = {
+            Kind.CALL: self._on_call,
+            Kind.RESULT: self._on_answer,
+            Kind.ERROR: self._on_answer,
+            Kind.TERMINATION: self._on_termination,
+        }
+        self._extension_handlers: dict[int, Callable[[int, bytes], Any]] = {}
+        self.context = contextvars.Context()
+        self.context.run(_current.set, self)
+        name = f"zrpc-{self.worker_info.name}"
+        self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
+        self._completions = WorkerPool(1, f"{name}-completion", self.context)
+        self._loop = EventLoop(f"{name}-asyncio", self.context)
+        self._io_thread = threading.Thread(
+            target=self.context.copy().run, args=(self._serve,), name=f"{name}-io", daemon=True
+        )
+        # What other threads want done in the I/O thread.
+        self._errands: deque[Callable[[], None]] = deque()
+        self._termination: Termination | None = None
+        # Set once the whole mesh has nothing left to do.
+        self._terminated = threading.Event()
+        # Guards the change to closed.
+        self._closing_lock = threading.Lock()
+        self._closed = False
+        self._stopping = False
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        *,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        options: ZmqRpcBackendOptions | None = None,
+        layers: Sequence[Callable[[Agent], Layer]] = (),
+        init_method: str = "",
+    ) -> Agent:
+        """Meets the other workers and starts to serve them.
+
+        Args:
+            name: this worker's name, unlike all others'.
+            rank: from 0 to ``world_size - 1``, unlike all others'.
+            world_size: how many workers there are.
+            store: the store that they all use.
+            options: default: those of `ZmqRpcBackendOptions`.
+            layers: what to plug in before the first message is read.
+            init_method: where the store is, for the choice of a network interface.
+
+        Raises:
+            RendezvousError: the others did not come within ``options.init_timeout`` seconds,
+                or don't fit together.
+            RuntimeError: the name has a form that is not allowed.
+        """
+        options = options or ZmqRpcBackendOptions()
+        info = WorkerInfo(name, rank)
+        ipc = supports_ipc() and options.transport != "tcp"
+        token = secrets.token_hex(16)
+        network = Network(Card.identity_of(token), rank, world_size, ipc)
+        try:
+            card = Card(
+                name=info.name,
+                rank=rank,
+                world_size=world_size,
+                token=token,
+                host_key=host_key(),
+                directory=str(network.directory.path) if network.directory else "",
+                main=_main_key(),
+            )
+            membership = Membership(meet(store, card, options.init_timeout), rank)
+            network.connect(_endpoints(network, membership, store, options, init_method))
+            agent = cls(network, membership, options, store)
+        except BaseException:
+            network.close(linger=0, lost=())
+            raise
+        agent.layers.extend(layer(agent) for layer in layers)
+        agent._io_thread.start()
+        return agent
+
+    @contextmanager
+    def as_current(self) -> Iterator[Agent]:
+        """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    # -- plugging in ---------------------------------------------------------------------
+
+    def register(self, kind: Kind, handler: Handler) -> None:
+        """Has messages of ``kind`` given to ``handler``, in the I/O thread.
+
+        The handler must neither wait nor unpickle. Before the agent serves only.
+        """
+        self._handlers[kind] = handler
+
+    def register_extension(self, tag: int, handler: Callable[[int, bytes], Any]) -> None:
+        """Has extensions with ``tag`` read by ``handler(sender, data)``, in the I/O thread.
+
+        What it returns is ``message.attachments[tag]``. Before the agent serves only.
+        """
+        self._extension_handlers[tag] = handler
+
+    # -- sending -------------------------------------------------------------------------
+
+    def call(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        *,
+        extension: tuple[int, bytes] | None = None,
+        holds: Any = None,
+    ) -> Any:
+        """Sends a request and waits for the answer's value; see `call_async`."""
+        call, message = self._prepare(to, kind, obj, timeout, extension, holds)
+        self._send_call(call, message)
+        call.wait()
+        return self._decode(call.claim())
+
+    def call_async(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        *,
+        extension: tuple[int, bytes] | None = None,
+        holds: Any = None,
+    ) -> Future[Any]:
+        """Sends a request and returns a future of the answer's value.
+
+        Args:
+            to: a member.
+            kind: what kind of request.
+            obj: the body, to be pickled.
+            timeout: seconds; 0 for none, negative for the default.
+            extension: a tag and bytes that travel outside of the pickle.
+            holds: lives until the call is settled.
+
+        Raises:
+            SerializationError: ``obj`` can't be pickled.
+            NotInitializedError: the agent is closed.
+        """
+        call, message = self._prepare(to, kind, obj, timeout, extension, holds)
+        future: Future[Any] = Future.of_call(call, self._decode, self._completions.submit)
+        self._send_call(call, message)
+        return future
+
+    def post(self, rank: int, message: Message, counted: bool = True) -> None:
+        """Sends a message that has no answer; does nothing where the peer or we are gone."""
+        if rank in self.membership.lost:
+            return
+        try:
+            self._network.send(rank, message.first_frame(), message.buffers, counted)
+        except zmq.ZMQError as error:
+            logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
+
+    def answer(self, request: Message, value: Any) -> None:
+        """Answers a request with a value, or with an error where it can't be pickled."""
+        reply = Message(Kind.RESULT, request.call_id)
+        try:
+            self.encoder(request.sender).pack(value, reply)
+        except Exception as error:
+            self.answer_error(request, error)
+            return
+        self.post(request.sender, reply)
+        self._executing.discard(id(request))
+
+    def answer_error(self, request: Message, error: BaseException) -> None:
+        """Answers a request with an error."""
+        body = dump_exception(error, repr(self.worker_info))
+        self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
+        self._executing.discard(id(request))
+
+    def encoder(self, rank: int) -> Encoder:
+        """For packing a message to ``rank``."""
+        return Encoder(self, rank, self.membership.same_main(rank))
+
+    def _prepare(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        extension: tuple[int, bytes] | None,
+        holds: Any,
+    ) -> tuple[PendingCall, Message]:
+        if self._closed:
+            raise _not_initialized()
+        message = Message(kind)
+        encoder = self.encoder(to.id)
+        if extension is not None:
+            encoder.extension(extension[0]).extend(extension[1])
+        encoder.pack(obj, message)
+        timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
+        remaining = remaining_time()
+        if remaining is not None:
+            timeout = min(timeout or remaining, remaining)
+        message.deadline = timeout
+        call = self._calls.add(to.id, timeout, holds)
+        message.call_id = call.call_id
+        return call, message
+
+    def _send_call(self, call: PendingCall, message: Message) -> None:
+        try:
+            self._network.send(call.peer, message.first_frame(), message.buffers)
+        except zmq.ZMQError:
+            self._fail_calls(_not_initialized)
+        if call.peer in self.membership.lost:
+            self._fail_calls(partial(self._died, call.peer), call.peer)
+
+    def _fail_calls(self, error: Callable[[], Exception], peer: int | None = None) -> None:
+        self._calls.fail(error, peer)
+
+    def _died(self, rank: int) -> WorkerDied:
+        info = self.membership.infos[rank]
+        return WorkerDied(
+            f"worker {info.name} (rank {rank}) is gone: its process ended, or it left the mesh; "
+            "calls to it fail until the mesh is started anew"
+        )
+
+    def _decode(self, outcome: Any) -> Any:
+        """The value of a call's outcome, or its error, raised; the same each time."""
+        if isinstance(outcome, Exception):
+            raise type(outcome)(*outcome.args)
+        if outcome.kind == Kind.ERROR:
+            raise load_exception(outcome.body)
+        return Decoder(self, outcome).unpack()
+
+    # -- executing -----------------------------------------------------------------------
+
+    def execute(
+        self, request: Message, outlet: Outlet, resolve: Callable[[], tuple[Any, Any, Any]]
+    ) -> None:
+        """Runs a function for a request, in the pool; see `Execution`."""
+        self._executing.add(id(request))
+        execution = Execution(outlet, self._loop, self.pool.submit)
+        self.pool.submit(partial(execution.run, request.deadline, resolve))
+
+    def answering(self, request: Message) -> Outlet:
+        """An outlet that answers the request with the function's outcome."""
+        return _Answer(self, request)
+
+    def unpack(self, message: Message) -> Any:
+        """The object in a message. It runs what the sender chose: never in the I/O thread."""
+        return Decoder(self, message).unpack()
+
+    def log_failure(self, error: BaseException) -> None:
+        """Tells this worker's log that a handler failed."""
+        logger.error("On %s: a call failed", self.worker_info, exc_info=error)
+
+    def _on_call(self, request: Message) -> None:
+        self.execute(request, _Answer(self, request), partial(self.unpack, request))
+
+    def _on_answer(self, message: Message) -> None:
+        call = self._calls.pop(message.call_id)
+        if call is not None:
+            call.settle(message)
+
+    # -- the I/O thread ------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        """The life of the I/O thread."""
+        next_tick = 0.0
+        while not self._stopping:
+            now = time.monotonic()
+            wait = min(next_tick, self._calls.earliest_deadline) - now
+            received = self._network.receive(max(0.0, wait))
+            try:
+                if received is not None:
+                    self._dispatch(*received)
+                self._run_errands()
+                now = time.monotonic()
+                if now >= self._calls.earliest_deadline:
+                    self._calls.expire(now)
+                if now >= next_tick:
+                    self._tick()
+                    next_tick = now + (_TICK if self._termination is None else _TICK_AT_SHUTDOWN)
+            except Exception:
+                logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
+
+    def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[zmq.Frame]) -> None:
+        sender = self.membership.rank_of(identity)
+        if sender is None:
+            return  # the waker, or a stranger: nothing of it is read
+        try:
+            message = parse(first, buffers, sender)
+            handler = self._handlers.get(message.kind)
+            if handler is None:
+                raise ProtocolError(f"expected a known kind of message, found {message.kind}")
+        except ProtocolError as error:
+            logger.error("%s: a message from %s: %s", self.worker_info, sender, error)
+            return
+        if message.kind != Kind.TERMINATION:
+            self._received[sender] += 1
+        if message.extensions:
+            message.attachments = {
+                tag: self._extension_handlers[tag](sender, data)
+                for tag, data in message.extensions
+                if tag in self._extension_handlers
+            }
+        handler(message)
+
+    def _run_errands(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
+        for layer in self.layers:
+            layer.flush()
+
+    def _tick(self) -> None:
+        for rank in self.membership.newly_lost(is_alive):
+            logger.info("%s: worker %s is gone", self.worker_info, self.membership.infos[rank])
+            self._fail_calls(partial(self._died, rank), rank)
+            for layer in self.layers:
+                layer.lose(rank)
+            if self._termination is not None:
+                self._post_termination(self._termination.lose(rank))
+        self.pool.relieve()
+        self._completions.relieve()
+        if self._termination is not None and self._termination.asked and self._idle():
+            living = self.membership.living
+            sent = self._network.sent(living)
+            received = sum(self._received[rank] for rank in living)
+            self._post_termination(self._termination.idle(sent, received))
+
+    def _idle(self) -> bool:
+        """Whether this worker does nothing and waits for nothing."""
+        return not (
+            self._executing
+            or len(self._calls)
+            or self.pool.active
+            or self._completions.active
+            or not all(layer.quiet() for layer in self.layers)
+        )
+
+    # -- the end -------------------------------------------------------------------------
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """Leaves the mesh, and ends all that this agent has started. Idempotent.
+
+        Args:
+            graceful: first wait until all workers have called this and nothing is under way
+                anywhere. Otherwise this worker leaves at once, and calls that its peers have
+                under way to it fail.
+            timeout: for the graceful wait, in seconds; 0 means none. A worker that dies
+                meanwhile is not waited for.
+
+        Raises:
+            RpcTimeoutError: the others did not come in time; this agent is closed all the same.
+            RpcError: called from a handler with ``graceful``, which would wait for itself.
+        """
+        if self._closed:
+            return
+        timeout = checked_timeout("timeout", timeout)
+        if graceful and in_pool(self.pool):
+            raise RpcError(
+                "a graceful shutdown waits for all handlers and can't be called from one: call "
+                "it in the main thread, or with graceful=False"
+            )
+        try:
+            if graceful:
+                self._terminate(timeout)
+        finally:
+            self.close()
+
+    def _terminate(self, timeout: float) -> None:
+        for layer in self.layers:
+            layer.settle()
+        self.in_io_thread(self._begin_termination)
+        if not self._terminated.wait(timeout or None):
+            missing = self._termination.missing if self._termination is not None else []
+            who = f"; ranks {missing} have not begun to shut down" if missing else ""
+            raise RpcTimeoutError(
+                f"a graceful shutdown of {self.worker_info} took longer than {timeout:g} s{who}"
+            )
+
+    def in_io_thread(self, errand: Callable[[], None]) -> None:
+        """Has something done in the I/O thread soon. Not for finalizers: it takes locks."""
+        self._errands.append(errand)
+        self._network.wake()
+
+    def _begin_termination(self) -> None:
+        if self._termination is None:
+            self._make_termination()
+        assert self._termination is not None
+        self._post_termination(self._termination.begin())
+
+    def _make_termination(self) -> Termination:
+        self._termination = Termination(self.worker_info.id, self.membership.living)
+        return self._termination
+
+    def _on_termination(self, message: Message) -> None:
+        termination = self._termination or self._make_termination()
+        content = TerminationMessage.parse(message.body)
+        self._post_termination(termination.receive(message.sender, content))
+
+    def _post_termination(self, outgoing: Outgoing) -> None:
+        for rank, content in outgoing:
+            self.post(rank, Message(Kind.TERMINATION, body=content.pack()), counted=False)
+        if self._termination is not None and self._termination.done:
+            self._terminated.set()
+
+    def close(self) -> None:
+        """Leaves at once: as `shutdown` with ``graceful=False``."""
+        with self._closing_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._stopping = True
+        self._network.wake()
+        if threading.current_thread() is not self._io_thread:
+            self._io_thread.join(_JOIN_TIMEOUT)
+        self._calls.fail(lambda: RpcError("this worker has shut down before the call was answered"))
+        for layer in self.layers:
+            layer.close()
+        self._loop.close(_JOIN_TIMEOUT)
+        self._completions.close(_JOIN_TIMEOUT)
+        if not self.pool.close(0.0 if self._executing else _JOIN_TIMEOUT):
+            logger.warning(
+                "%s has shut down while %d handlers were still running; their threads end "
+                "with them",
+                self.worker_info,
+                len(self._executing),
+            )
+        linger = _LINGER if self._terminated.is_set() else 0.0
+        self._network.close(linger, self.membership.lost)
+
+
+class _Answer:
+    """Sends the outcome of an execution to the caller."""
+
+    __slots__ = ("_agent", "_request")
+
+    def __init__(self, agent: Agent, request: Message) -> None:
+        self._agent = agent
+        self._request = request
+
+    def value(self, value: Any) -> None:
+        self._agent.answer(self._request, value)
+
+    def error(self, error: BaseException) -> None:
+        self._agent.log_failure(error)
+        self._agent.answer_error(self._request, error)
+
+
+_current: contextvars.ContextVar[Agent] = contextvars.ContextVar("zrpc_agent")
+_default: Agent | None = None
+
+
+def set_default_agent(agent: Agent | None) -> None:
+    """Makes ``agent`` the one of all threads of this process that have no other."""
+    global _default
+    _default = agent
+
+
+def default_agent() -> Agent | None:
+    """The process's default agent."""
+    return _default
+
+
+def find_agent() -> Agent | None:
+    """The agent of this context, or the process's default, where there is one that serves."""
+    agent = _current.get(None) or _default
+    return agent if agent is not None and not agent._closed else None
+
+
+def current_agent() -> Agent:
+    """The agent of this context, or the process's default.
+
+    Raises:
+        NotInitializedError: there is none, or it has shut down.
+    """
+    agent = _current.get(None) or _default
+    if agent is None or agent._closed:
+        raise _not_initialized()
+    return agent
+
+
+def _not_initialized() -> NotInitializedError:
+    return NotInitializedError("RPC has not been initialized. Call zrpc.init_rpc first.")
+
+
+def _main_key() -> str:
+    """What ``__main__`` is: the same string where the same script or module runs."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return f"-m {spec.name}"
+    file = getattr(main, "__file__", None)
+    return os.path.realpath(file) if file else f"process {_PROCESS_TOKEN}"
+
+
+_PROCESS_TOKEN = secrets.token_hex(8)
+
+
+def _endpoints(
+    network: Network,
+    membership: Membership,
+    store: dist.Store,
+    options: ZmqRpcBackendOptions,
+    init_method: str,
+) -> list[str]:
+    """Where each worker can be reached; listens on tcp where any pair of workers needs that."""
+    cards = membership.cards
+    endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
+    if all(card.directory for card in cards) and len({card.host_key for card in cards}) == 1:
+        return endpoints
+    if options.transport == "ipc":
+        hosts = sorted({card.host_key.split("/")[0] for card in cards})
+        raise RpcError(
+            f"transport='ipc' needs all workers on one host with one directory for sockets, "
+            f"but they are on {len(hosts)} hosts, or see different ones"
+        )
+    host = master_host(init_method) if init_method else "127.0.0.1"
+    mine = network.listen_tcp(interface_towards(host))
+    tcp = exchange(store, list(cards), membership.rank, mine, options.init_timeout)
+    if not all("://127." in endpoint or "://[::1]" in endpoint for endpoint in tcp):
+        logger.warning(
+            "%s talks to other hosts over tcp without encryption: whoever can read or write "
+            "that network can run code here; use it in networks that you trust",
+            membership.info,
+        )
+    return [
+        endpoints[card.rank] if membership.shares_host(card.rank) else tcp[card.rank]
+        for card in cards
+    ]

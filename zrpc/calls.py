@@ -1,0 +1,145 @@
+"""The calls that wait for an answer: who they wait for, until when, and what came.
+
+No I/O in here. Whoever takes a call out of the table settles it, once: the I/O thread with
+an answer, a deadline, or the news that the peer died; or the caller whose own wait ran out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from zrpc.errors import RpcTimeoutError
+from zrpc.pool import acquire
+
+__all__ = ["PendingCall", "PendingCalls"]
+
+NEVER = float("inf")
+
+
+class PendingCall:
+    """One call under way: a gate that opens when it is settled, and what settled it.
+
+    Args:
+        calls: the table that it stands in.
+        call_id: its number, unique among this worker's calls.
+        peer: the rank of the worker that is to answer.
+        timeout: seconds; 0 means none.
+        holds: anything that has to live until the call is settled.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_gate",
+        "_outcome",
+        "call_id",
+        "deadline",
+        "holds",
+        "on_settled",
+        "peer",
+        "timeout",
+    )
+
+    def __init__(
+        self, calls: PendingCalls, call_id: int, peer: int, timeout: float, holds: Any
+    ) -> None:
+        self._calls = calls
+        self.call_id = call_id
+        self.peer = peer
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else NEVER
+        self.holds = holds
+        # Called by the thread that settles the call, after the gate has opened.
+        self.on_settled: Callable[[PendingCall], None] | None = None
+        self._outcome: list[Any] = []
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is an outcome, claimed or not."""
+        return not self._gate.locked()
+
+    def wait(self) -> None:
+        """Waits until the call is settled; it settles the call itself at its deadline."""
+        gate = self._gate
+        if self.deadline == NEVER:
+            acquire(gate)
+        elif not acquire(gate, max(0.0, self.deadline - time.monotonic())):
+            if self._calls.pop(self.call_id) is self:
+                self.settle(self.timed_out())
+            # Another thread has taken the call from the table, and settles it at once.
+            gate.acquire()
+        gate.release()
+
+    def settle(self, outcome: Any) -> None:
+        """Stores the outcome and opens the gate; only for whoever took it from the table."""
+        self._outcome.append(outcome)
+        self.holds = None
+        self._gate.release()
+        if self.on_settled is not None:
+            self.on_settled(self)
+
+    def claim(self) -> Any:
+        """The outcome for the first that asks for it, None for all others."""
+        try:
+            return self._outcome.pop()  # atomic under the interpreter's lock
+        except IndexError:
+            return None
+
+    def timed_out(self) -> RpcTimeoutError:
+        """The error of a call whose deadline has passed."""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
+            "marked with an error"
+        )
+
+
+class PendingCalls:
+    """The table of calls under way. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        # Single operations on the dict are atomic; pop decides who settles a call.
+        self._calls: dict[int, PendingCall] = {}
+        self._ids = itertools.count(1)
+        # No call in the table has an earlier deadline than this.
+        self._earliest = NEVER
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @property
+    def earliest_deadline(self) -> float:
+        """A time before which no call expires, on the clock of ``time.monotonic``."""
+        return self._earliest
+
+    def add(self, peer: int, timeout: float, holds: Any = None) -> PendingCall:
+        """Enters a new call; see `PendingCall` for the arguments."""
+        call = PendingCall(self, next(self._ids), peer, timeout, holds)
+        self._calls[call.call_id] = call
+        self._earliest = min(self._earliest, call.deadline)
+        return call
+
+    def pop(self, call_id: int) -> PendingCall | None:
+        """Takes a call out; None where it is not there (any more)."""
+        return self._calls.pop(call_id, None)
+
+    def expire(self, now: float) -> None:
+        """Settles all calls whose deadline is not after ``now``."""
+        # Set before the look at the table: an entry made meanwhile lowers it again.
+        self._earliest = NEVER
+        calls = list(self._calls.values())
+        for call in calls:
+            if call.deadline <= now and self.pop(call.call_id) is call:
+                call.settle(call.timed_out())
+        rest = [call.deadline for call in calls if call.deadline > now]
+        self._earliest = min([self._earliest, *rest])
+
+    def fail(self, error: Callable[[], Exception], peer: int | None = None) -> None:
+        """Settles all calls to ``peer``, or all calls there are, with ``error()``."""
+        for call in list(self._calls.values()):
+            if peer in (None, call.peer) and self.pop(call.call_id) is call:
+                call.settle(error())

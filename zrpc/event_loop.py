@@ -1,0 +1,88 @@
+"""The thread that runs the ``async def`` handlers of one worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+__all__ = ["EventLoop"]
+
+Outcome = Callable[["asyncio.Task[Any]"], None]
+
+
+class EventLoop:
+    """An asyncio event loop in a thread that starts with the first coroutine.
+
+    Args:
+        name: the thread's name.
+        context: the context that coroutines start from.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, name: str, context: contextvars.Context) -> None:
+        self._name = name
+        self._context = context
+        # Guards the thread's start and end.
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Outcome
+    ) -> None:
+        """Runs ``coroutine`` in ``context`` and then calls ``done(task)``, in the loop's thread.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        loop = self._started()
+
+        def start() -> None:
+            context.run(loop.create_task, coroutine).add_done_callback(done)
+
+        loop.call_soon_threadsafe(start)
+
+    def close(self, timeout: float) -> None:
+        """Cancels what runs and ends the thread, waiting ``timeout`` seconds for it at most."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        if thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the worker is shutting down and runs no more coroutines")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._context.copy().run,
+                    args=(self._serve, self._loop),
+                    name=self._name,
+                    daemon=True,
+                )
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+            tasks = asyncio.all_tasks(loop)
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=1))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()

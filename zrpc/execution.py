@@ -1,0 +1,101 @@
+"""Running what a caller asked for, whichever way the function gives its result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from zrpc.event_loop import EventLoop
+from zrpc.functions import is_async_execution
+
+__all__ = ["Execution", "remaining_time"]
+
+# The time, on the clock of time.monotonic, at which the caller of the handler that runs here
+# stops waiting. Nested calls take no longer.
+_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("zrpc_deadline")
+
+
+def remaining_time() -> float | None:
+    """What is left of the present handler's deadline, in seconds; None where there is none."""
+    deadline = _deadline.get(None)
+    return None if deadline is None else max(0.001, deadline - time.monotonic())
+
+
+class Outlet(Protocol):
+    """Takes the outcome of an execution, in whichever thread has it."""
+
+    def value(self, value: Any) -> None:
+        """The function has returned, or its future or coroutine has a result."""
+
+    def error(self, error: BaseException) -> None:
+        """It has failed."""
+
+
+class Execution:
+    """One call of a function on behalf of a caller.
+
+    Args:
+        outlet: takes the outcome.
+        loop: runs the coroutine where the function is ``async def``.
+        schedule: has a job done in a pool thread. What is left to do when a future or a
+            coroutine ends is done there: the event loop's thread must not pickle a large
+            result, nor the I/O thread.
+    """
+
+    def __init__(
+        self, outlet: Outlet, loop: EventLoop, schedule: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._outlet = outlet
+        self._loop = loop
+        self._schedule = schedule
+
+    def run(self, deadline: float, resolve: Callable[[], tuple[Any, Any, Any]]) -> None:
+        """Calls the function in this thread, which is one of the pool.
+
+        Args:
+            deadline: seconds that the caller still waits; 0 for no limit.
+            resolve: gives function, args and kwargs; it may raise, as the function may.
+        """
+        token = _deadline.set(time.monotonic() + deadline) if deadline else None
+        try:
+            function, args, kwargs = resolve()
+            result = function(*args, **kwargs)
+            if is_async_execution(function):
+                self._follow_future(result)
+                return
+            if inspect.iscoroutine(result):
+                self._loop.run(result, contextvars.copy_context(), self._on_task_done)
+                return
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt too: a handler does not end its worker.
+            self._outlet.error(error)
+            return
+        finally:
+            if token is not None:
+                _deadline.reset(token)
+        self._outlet.value(result)
+
+    def _follow_future(self, result: Any) -> None:
+        if not isinstance(result, torch._C.Future):
+            raise RuntimeError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but got {type(result).__name__}"
+            )
+        result.add_done_callback(lambda done: self._schedule(lambda: self._finish(done.value)))
+
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
+        self._schedule(lambda: self._finish(task.result))
+
+    def _finish(self, result: Callable[[], Any]) -> None:
+        try:
+            value = result()
+        except BaseException as error:
+            self._outlet.error(error)
+        else:
+            self._outlet.value(value)

@@ -1,0 +1,231 @@
+"""The Future of a call: torch's, which can also be awaited and interrupted by Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from zrpc.calls import PendingCall
+from zrpc.pool import acquire
+
+__all__ = ["Future"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Future(torch.futures.Future[T]):
+    """What `zrpc.rpc_async` returns: a result that is on its way.
+
+    It is a ``torch.futures.Future``, so that ``torch.futures.wait_all`` and ``collect_all``
+    take it. Beyond that:
+
+    - ``await future`` gives its value in any asyncio event loop;
+    - a handler that waits for it does not hold one of the worker's running threads;
+    - Ctrl-C interrupts ``wait`` in the main thread;
+    - an error that nobody asked for is logged when the future is dropped.
+
+    Callbacks of `then` and `add_done_callback` run in a thread of the agent's, or in the
+    thread that waits for the future; they may make calls of their own. All methods may be
+    called from any thread. A Future can't be pickled.
+
+    Example:
+        >>> future = Future()
+        >>> doubled = future.then(lambda f: f.wait() * 2)
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+
+    See also ``torch.futures.Future``.
+    """
+
+    # Set where the future stands for a call under way; see `of_call`.
+    _call: PendingCall | None = None
+
+    def __init__(self, *, devices: list[Any] | None = None) -> None:
+        super().__init__(devices=devices)
+        # Open once the torch future below is complete.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    @classmethod
+    def of_call(
+        cls,
+        call: PendingCall,
+        decode: Callable[[Any], T],
+        schedule: Callable[[Callable[[], None]], None],
+    ) -> Future[T]:
+        """A future of ``call``.
+
+        Args:
+            call: the call, not yet sent, so that it can't be settled yet.
+            decode: makes the value from the call's outcome, or raises the callee's error.
+            schedule: has a job done in another thread; used where nobody waits.
+        """
+        future: Future[T] = cls()
+        future._decode = decode  # type: ignore[attr-defined]
+        future._schedule = schedule  # type: ignore[attr-defined]
+        future._waited_for = False  # type: ignore[attr-defined]
+        future._call = call
+        call.on_settled = future._on_settled
+        return future
+
+    def wait(self) -> T:
+        """Waits for the value and returns it, or raises what the call failed with."""
+        call = self._call
+        if call is not None:
+            self._waited_for = True
+            try:
+                call.wait()
+            except BaseException:
+                # Interrupted: should the call be settled just now, somebody must complete it.
+                self._waited_for = False
+                if call.settled:
+                    self._on_settled(call)
+                raise
+            self._complete(call)
+        acquire(self._gate)
+        self._gate.release()
+        return super().wait()
+
+    def value(self) -> T:
+        """The value of a future that is done, or raises what the call failed with."""
+        self.done()
+        return super().value()
+
+    def done(self) -> bool:
+        """Whether there is a value or an error."""
+        call = self._call
+        if call is not None and call.settled:
+            self._complete(call)
+        return super().done()
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with ``result``; an error where it is complete already."""
+        # The gate opens first, since torch runs the callbacks inside of set_result and they
+        # may wait for this future; what is left to wait for is torch's own completion.
+        if self._gate.locked():
+            self._gate.release()
+        super().set_result(result)
+
+    def set_exception(self, result: T | Exception) -> None:
+        """Completes the future with an error, which `wait` and `value` raise."""
+        if not isinstance(result, Exception):
+            raise TypeError(f"expected an Exception to set, but got {result!r}")
+        error = result
+
+        def fail() -> NoReturn:
+            raise error
+
+        self._fail(fail)
+
+    def _fail(self, fail: Callable[[], Any]) -> None:
+        """Completes the future with the error that ``fail()`` raises."""
+        self._set_unwrap_func(_Failure(fail).raise_it)
+        self.set_result(None)  # type: ignore[arg-type]
+
+    def then(self, callback: Callable[[Any], S]) -> Future[S]:  # type: ignore[override]
+        """A future of what ``callback(self)`` returns, called once this one is done."""
+        result: Future[S] = Future()
+
+        def run(done: torch.futures.Future[T]) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        self.add_done_callback(run)
+        return result
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls ``callback(self)`` once this future is done; an error in it is logged."""
+
+        def run(done: torch.futures.Future[T]) -> None:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("A callback of a Future failed")
+
+        super().add_done_callback(run)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+
+        def arrive() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
+
+        def on_done(future: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrive)
+
+        self.add_done_callback(on_done)
+        yield from arrived
+        return self.value()
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("Can not pickle torch.futures.Future")
+
+    def _on_settled(self, call: PendingCall) -> None:
+        """Has the future completed elsewhere, where no thread waits that would do it.
+
+        Runs in the thread that settled the call, mostly the I/O thread, which must not run
+        what the user wrote: unpickling and callbacks.
+        """
+        if not self._waited_for:
+            self._schedule(lambda: self._complete(call))  # type: ignore[attr-defined]
+
+    def _complete(self, call: PendingCall) -> None:
+        """Makes the value from the call's outcome; only the first caller gets to do it."""
+        outcome = call.claim()
+        if outcome is None:
+            return
+        decode = functools.partial(self._decode, outcome)  # type: ignore[attr-defined]
+        try:
+            value = decode()
+        except Exception:
+            self._fail(decode)
+        else:
+            self.set_result(value)
+        self._call = None
+
+
+class _Failure:
+    """The error of a future, which tells in the log where nobody ever asked for it.
+
+    torch's future calls `raise_it` wherever its value is asked for, also on behalf of
+    ``torch.futures.wait_all``, and drops it when it is dropped itself.
+
+    It keeps the way to make the error and not the error: a raised one refers by its traceback
+    to the frames that it went through, those to the future, and the future, being an object
+    of C++, hides the cycle from the garbage collector.
+    """
+
+    __slots__ = ("_fail", "_seen")
+
+    def __init__(self, fail: Callable[[], Any]) -> None:
+        self._fail = fail
+        self._seen = False
+
+    def raise_it(self, _: Any) -> None:
+        self._seen = True
+        self._fail()
+
+    def __del__(self) -> None:
+        if self._seen:
+            return
+        try:
+            self._fail()
+        except Exception:
+            logger.exception("A call failed, and nobody waited for it")

@@ -1,0 +1,95 @@
+"""Who is in the mesh: names, ranks, and who is gone. No I/O but a look whether a peer lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zrpc.errors import RpcError
+from zrpc.rendezvous import Card
+from zrpc.worker_info import WorkerInfo
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """The workers of one mesh, as one of them sees them.
+
+    Args:
+        cards: of all workers, by rank.
+        rank: this worker's.
+
+    The look-ups may be called from any thread, `newly_lost` from one.
+    """
+
+    def __init__(self, cards: Sequence[Card], rank: int) -> None:
+        self.cards = cards
+        self.infos = [card.info for card in cards]
+        self.rank = rank
+        self._by_name = {info.name: info for info in self.infos}
+        self._ranks = {card.identity: card.rank for card in cards}
+        self.lost: set[int] = set()
+        # Peers that did not live at the last look; gone where the next look says the same, so
+        # that what they sent at the very end is read before.
+        self._suspected: set[int] = set()
+
+    @property
+    def info(self) -> WorkerInfo:
+        """This worker."""
+        return self.infos[self.rank]
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks of all workers that are not gone."""
+        return [info.id for info in self.infos if info.id not in self.lost]
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """The worker that ``to`` names.
+
+        Raises:
+            RpcError: there is none.
+            ValueError: ``to`` is no name, rank or WorkerInfo.
+        """
+        if isinstance(to, WorkerInfo):
+            found = self.infos[to.id] if 0 <= to.id < len(self.infos) else None
+            if found == to:
+                return found
+        elif isinstance(to, str):
+            if to in self._by_name:
+                return self._by_name[to]
+        elif isinstance(to, int):
+            if 0 <= to < len(self.infos):
+                return self.infos[to]
+        else:
+            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        names = ", ".join(info.name for info in self.infos[:8])
+        more = f" and {len(self.infos) - 8} more" if len(self.infos) > 8 else ""
+        raise RpcError(f"could not find destination {to!r}: the workers are {names}{more}")
+
+    def rank_of(self, identity: bytes) -> int | None:
+        """The rank of the member with this routing id; None for a stranger."""
+        return self._ranks.get(identity)
+
+    def same_main(self, rank: int) -> bool:
+        """Whether a name in ``__main__`` means the same at this worker and at that one."""
+        return self.cards[rank].main == self.cards[self.rank].main
+
+    def shares_host(self, rank: int) -> bool:
+        """Whether this worker can use that one's Unix socket."""
+        mine, other = self.cards[self.rank], self.cards[rank]
+        return bool(mine.directory and other.directory) and mine.host_key == other.host_key
+
+    def newly_lost(self, is_alive: Callable[[Path], bool]) -> list[int]:
+        """Looks after the peers on this host; returns those found gone, each once."""
+        dead = {
+            card.rank
+            for card in self.cards
+            if card.rank not in self.lost
+            and card.rank != self.rank
+            and self.shares_host(card.rank)
+            and not is_alive(Path(card.directory))
+        }
+        gone = sorted(dead & self._suspected)
+        self._suspected = dead
+        self.lost.update(gone)
+        return gone

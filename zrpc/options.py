@@ -1,0 +1,169 @@
+"""How an agent is set up: the options that `zrpc.init_rpc` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "ZmqRpcBackendOptions",
+]
+
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+
+# What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
+_INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
+
+_Device = int | str | torch.device
+
+
+class RpcBackendOptions:
+    """What every back end's options have in common.
+
+    Args:
+        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        init_method: where the workers meet, as in ``torch.distributed.init_process_group``:
+            ``env://``, ``tcp://host:port`` or ``file:///path``.
+
+    Raises:
+        ValueError: a timeout that is negative or not a number.
+    """
+
+    def __init__(
+        self,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+    ) -> None:
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+
+    @property
+    def rpc_timeout(self) -> float:
+        """The default timeout of a call, in seconds; 0 means none."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self._rpc_timeout = checked_timeout("rpc_timeout", seconds)
+
+
+class ZmqRpcBackendOptions(RpcBackendOptions):
+    """The options of zrpc's agent.
+
+    Args:
+        num_worker_threads: how many handlers may run at once on this worker. A handler that
+            waits for another call does not count while it waits.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        init_method: where the workers meet: ``env://``, ``tcp://host:port``,
+            ``file:///path``.
+        init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds.
+            Default: ``rpc_timeout``, or 300 where that is 0.
+        transport: ``"auto"`` (a Unix socket between workers that share a host, tcp between
+            hosts), ``"ipc"`` or ``"tcp"`` to have only that.
+        device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
+            sending a tensor that is not on the CPU is an error.
+        devices: kept likewise.
+
+    Raises:
+        ValueError: a number of threads below 1, a timeout that is negative, or an unknown
+            transport.
+
+    Example:
+        >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
+        >>> options.rpc_timeout
+        10.0
+
+    See also ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, whose arguments are
+    accepted; ``_transports`` and ``_channels`` name parts of TensorPipe and are ignored.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        init_timeout: float | None = None,
+        transport: str = "auto",
+        device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
+        devices: Sequence[_Device] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        if transport not in ("auto", "ipc", "tcp"):
+            raise ValueError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
+        self.num_worker_threads = num_worker_threads
+        self.transport = transport
+        self._init_timeout = (
+            None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
+        )
+        self._device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        for to, device_map in (device_maps or {}).items():
+            self.set_device_map(to, device_map)
+        self.set_devices(devices or [])
+
+    @property
+    def num_worker_threads(self) -> int:
+        """How many handlers may run at once on this worker."""
+        return self._num_worker_threads
+
+    @num_worker_threads.setter
+    def num_worker_threads(self, count: int) -> None:
+        if count < 1:
+            raise ValueError(f"num_worker_threads must be at least 1, but got {count}")
+        self._num_worker_threads = int(count)
+
+    @property
+    def init_timeout(self) -> float:
+        """How long `zrpc.init_rpc` waits for the other workers, in seconds."""
+        if self._init_timeout:
+            return self._init_timeout
+        return self.rpc_timeout or _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT
+
+    @property
+    def device_maps(self) -> dict[str, dict[torch.device, torch.device]]:
+        """For each callee's name, which of its devices stands for which of ours."""
+        return self._device_maps
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices of this worker that take part."""
+        return self._devices
+
+    def set_device_map(self, to: str, device_map: Mapping[_Device, _Device]) -> None:
+        """Adds entries to the device map for the callee ``to``.
+
+        Raises:
+            ValueError: two devices would stand for one.
+        """
+        merged = dict(self._device_maps.get(to, {}))
+        merged.update((torch.device(k), torch.device(v)) for k, v in device_map.items())
+        if len(set(merged.values())) != len(merged):
+            raise ValueError(f"device_map only supports 1-to-1 mapping, but got {merged}")
+        self._device_maps[to] = merged
+
+    def set_devices(self, devices: Sequence[_Device]) -> None:
+        """Sets the devices of this worker that take part."""
+        self._devices = [torch.device(device) for device in devices]
+
+
+# Existing scripts name torch's back end; the options that they set mean the same here.
+TensorPipeRpcBackendOptions = ZmqRpcBackendOptions
+
+
+def checked_timeout(name: str, seconds: Any) -> float:
+    """Returns ``seconds`` as a float, or raises ValueError where it is no timeout."""
+    value = float(seconds)
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be 0 (none) or a positive number of seconds, got {seconds}")
+    return value

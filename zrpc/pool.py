@@ -1,0 +1,243 @@
+"""The threads that run handlers: a pool that grows while its threads wait.
+
+The pool's size bounds the handlers that *run*. A thread that waits for another call (see
+`acquire`) is not running, so while it waits another thread may take its place: nested calls
+can't deadlock at any depth. A thread that waits in a way that can't be seen from here
+(a lock of the user's, ``torch.futures.wait_all``) is found by `WorkerPool.relieve`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+__all__ = ["WorkerPool", "acquire", "in_pool"]
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+# More threads than this wait at once only where a program recurses without end.
+MAX_THREADS = 4096
+
+# .pool is the WorkerPool that the current thread belongs to, where it belongs to one.
+_thread = threading.local()
+
+
+def acquire(gate: threading.Lock, timeout: float = -1) -> bool:
+    """Acquires ``gate``, and lets the pool replace this thread while it waits.
+
+    Every wait for another worker goes through here. Ctrl-C interrupts it in the main thread.
+
+    Args:
+        gate: the lock to acquire.
+        timeout: seconds; negative means without limit, as in ``threading.Lock.acquire``.
+
+    Returns:
+        False where the timeout passed first.
+    """
+    pool: WorkerPool | None = getattr(_thread, "pool", None)
+    if pool is None:
+        return gate.acquire(timeout=timeout)
+    if gate.acquire(blocking=False):
+        return True
+    pool._block()
+    try:
+        return gate.acquire(timeout=timeout)
+    finally:
+        pool._unblock()
+
+
+class WorkerPool:
+    """Runs jobs in threads that start when first needed, at most ``size`` of them running.
+
+    Args:
+        size: how many jobs may run at once.
+        name: the prefix of the threads' names.
+        context: every thread runs in a copy of it, so that context variables set there (the
+            current agent) hold in all jobs.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, size: int, name: str, context: contextvars.Context | None = None) -> None:
+        self._size = size
+        self._name = name
+        self._context = context or contextvars.Context()
+        # The lock guards all that follows. It is held for a few instructions at a time, and
+        # no other lock is taken under it.
+        self._lock = threading.Lock()
+        self._backlog: deque[Job] = deque()
+        self._threads: set[_PoolThread] = set()
+        self._idle: list[_PoolThread] = []  # the last one in is warmest, and the first out
+        self._running = 0  # threads with a job, less those that wait in acquire()
+        self._closed = False
+        self._numbers = itertools.count()
+        # For relieve(), which only the agent's I/O thread calls.
+        self._begun = 0
+        self._begun_before = -1
+        self._cpu_before: dict[_PoolThread, float | None] = {}
+
+    def submit(self, job: Job) -> None:
+        """Queues ``job``; should it raise, that is logged and its thread goes on.
+
+        After `close` the job is dropped.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if self._running < self._size:
+                self._running += 1
+                self._hand_over(job)
+            else:
+                self._backlog.append(job)
+
+    @property
+    def active(self) -> int:
+        """How many jobs are queued, run or wait."""
+        with self._lock:
+            return len(self._backlog) + len(self._threads) - len(self._idle)
+
+    def relieve(self) -> None:
+        """Starts threads in place of those that wait unseen; called now and then.
+
+        Where jobs are queued and none was begun since the last call, every thread that used
+        no processor time since then is taken to be waiting.
+        """
+        with self._lock:
+            stuck = bool(self._backlog) and self._begun == self._begun_before
+            self._begun_before = self._begun
+            threads = self._threads - set(self._idle) if stuck else set()
+        cpu = {thread: _cpu_time(thread) for thread in threads}
+        waiting = sum(
+            thread in self._cpu_before and self._cpu_before[thread] == used
+            for thread, used in cpu.items()
+        )
+        self._cpu_before = cpu
+        with self._lock:
+            for _ in range(min(waiting, len(self._backlog))):
+                self._running += 1
+                self._hand_over(self._backlog.popleft())
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads once their present jobs are done, and drops queued jobs.
+
+        Args:
+            timeout: seconds to wait for them, all together.
+
+        Returns:
+            False where a job was still running when the timeout passed; its thread is a
+            daemon and ends with its job.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
+            self._backlog.clear()
+            for thread in self._idle:
+                thread.gate.release()
+            self._idle.clear()
+            threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
+
+    def _hand_over(self, job: Job) -> None:
+        """Gives ``job`` to an idle thread or to a new one; the lock is held."""
+        if self._idle:
+            thread = self._idle.pop()
+            thread.job = job
+            thread.gate.release()
+            return
+        thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
+        try:
+            if len(self._threads) >= MAX_THREADS:
+                raise RuntimeError(f"there are {MAX_THREADS} threads already")
+            self._threads.add(thread)
+            thread.start()
+        except RuntimeError:
+            # The system has no more threads for us: the job waits until one is free.
+            self._threads.discard(thread)
+            self._running -= 1
+            self._backlog.appendleft(job)
+            logger.exception("Can't start another thread for %s; a call waits", self._name)
+
+    def _run(self, thread: _PoolThread) -> None:
+        """The life of one thread."""
+        _thread.pool = self
+        job = thread.job
+        while job is not None:
+            self._begun += 1  # only compared for change: a lost increment does no harm
+            try:
+                job()
+            except BaseException:
+                logger.exception("A job of %s failed; its thread goes on", self._name)
+            thread.job = job = None  # what a job refers to must not live on in here
+            job = self._next_job(thread)
+
+    def _next_job(self, thread: _PoolThread) -> Job | None:
+        """The thread's next job, waited for; None where the thread is to end."""
+        with self._lock:
+            # More threads run than may where some came back from a wait: this one gives way.
+            if self._backlog and self._running <= self._size:
+                return self._backlog.popleft()
+            self._running -= 1
+            if self._closed or len(self._idle) >= self._size:
+                self._threads.discard(thread)
+                return None
+            self._idle.append(thread)
+        thread.gate.acquire()  # until _hand_over or close
+        if thread.job is None:
+            with self._lock:
+                self._threads.discard(thread)
+        return thread.job
+
+    def _block(self) -> None:
+        """The current thread is about to wait: another may run in its place."""
+        with self._lock:
+            self._running -= 1
+            if self._backlog and self._running < self._size:
+                self._running += 1
+                self._hand_over(self._backlog.popleft())
+
+    def _unblock(self) -> None:
+        with self._lock:
+            self._running += 1
+
+
+class _PoolThread(threading.Thread):
+    """One thread of a pool, with the job it is to do next and the gate it idles at."""
+
+    def __init__(self, pool: WorkerPool, name: str, job: Job) -> None:
+        super().__init__(name=name, daemon=True)
+        self._pool = pool
+        self.job: Job | None = job
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+    def run(self) -> None:
+        self._pool._context.copy().run(self._pool._run, self)
+
+
+def _cpu_time(thread: threading.Thread) -> float | None:
+    """The processor time that a thread has used, in seconds.
+
+    None where the system doesn't tell (then a thread that holds up the queue always counts
+    as waiting) or where the thread has ended.
+    """
+    if sys.platform != "linux" or thread.ident is None or not thread.is_alive():
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    except OSError:
+        return None
+
+
+def in_pool(pool: WorkerPool) -> bool:
+    """Whether the current thread is one of this pool's."""
+    return getattr(_thread, "pool", None) is pool

@@ -1,0 +1,302 @@
+"""How the workers of a mesh find each other: over any ``torch.distributed.Store``.
+
+Each worker writes a card under its rank and reads those of all others. Since a store may
+outlive a mesh (torchrun's does, a file may), and any worker may try again after a failure, a
+card can be stale. So the workers then confirm that they have seen the same cards: each writes
+a key that is named by all the cards' tokens, and a mesh stands once every rank has written the
+same one. A card that is replaced meanwhile is read anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from zrpc.errors import RendezvousError
+from zrpc.worker_info import WorkerInfo
+
+__all__ = ["Card", "connect_store", "meet", "resolve_rank"]
+
+_PREFIX = "zrpc"
+# The store is asked again after a pause that grows from the first to the second number, in
+# seconds. Its own wait() would be an event to await, but Ctrl-C does not end it, TCPStore logs
+# each time-out of it as a network error, and FileStore's looks once a second.
+_PAUSES = (0.001, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a worker tells all others about itself.
+
+    Attributes:
+        name: the worker's name.
+        rank: its rank.
+        world_size: how many workers it expects.
+        token: 32 hexadecimal digits, drawn anew for each start: names this very member.
+        host_key: equal for workers that can use each other's Unix sockets.
+        directory: of its Unix socket, empty where it has none.
+        main: what its ``__main__`` is; equal where names in there mean the same.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    token: str
+    host_key: str
+    directory: str
+    main: str
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker's name and rank."""
+        return WorkerInfo(self.name, self.rank)
+
+    @property
+    def identity(self) -> bytes:
+        """The token as ZeroMQ's routing id, which must not begin with a zero byte."""
+        return self.identity_of(self.token)
+
+    @staticmethod
+    def identity_of(token: str) -> bytes:
+        """A token as ZeroMQ's routing id."""
+        return b"z" + bytes.fromhex(token)
+
+
+def resolve_rank(init_method: str, rank: int, world_size: int | None) -> tuple[int, int]:
+    """The rank and the world size: from the arguments, the URL, or the environment.
+
+    Raises:
+        RendezvousError: one of them is missing.
+        ValueError: they don't fit together.
+    """
+    query = dict(
+        part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
+    )
+    values: dict[str, int] = {}
+    for name, given in (("rank", rank), ("world_size", world_size)):
+        if given is None or given < 0:
+            text = query.get(name, os.environ.get(name.upper(), ""))
+            if not text.strip():
+                raise RendezvousError(
+                    f"expected a {name}, found none: pass {name}= to init_rpc, or set the "
+                    f"environment variable {name.upper()} (`zrpc launch` and torchrun do)"
+                )
+            try:
+                given = int(text)
+            except ValueError:
+                raise RendezvousError(f"expected a number as {name}, found {text!r}") from None
+        values[name] = int(given)
+    if values["world_size"] < 1 or not 0 <= values["rank"] < values["world_size"]:
+        raise ValueError(
+            f"expected a rank from 0 to world_size - 1, but got rank={values['rank']} and "
+            f"world_size={values['world_size']}"
+        )
+    return values["rank"], values["world_size"]
+
+
+def connect_store(init_method: str, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """Opens the store that ``init_method`` names; rank 0 hosts it where it needs a host.
+
+    Raises:
+        RendezvousError: the master can't be reached within ``timeout`` seconds, an address is
+            missing, or the URL is not understood.
+    """
+    deadline = time.monotonic() + timeout
+    parts = urlsplit(init_method)
+    if parts.scheme in ("tcp", "file"):
+        # torch takes rank and world size from its arguments or from here, but not from both.
+        init_method = parts._replace(query="").geturl()
+    hosted_elsewhere = rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    master = _master(init_method)
+    if master is not None and hosted_elsewhere:
+        _await_listener(master, deadline, timeout)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    try:
+        store: dist.Store = next(dist.rendezvous(init_method, rank, world_size, timeout=left))[0]
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RendezvousError(
+            f"worker {rank} can't use the store of {init_method}: {error}"
+        ) from error
+    return store
+
+
+def _await_listener(master: tuple[str, int], deadline: float, timeout: float) -> None:
+    """Waits until something listens at the master's address.
+
+    TCPStore can wait for that itself, but Ctrl-C would not end it, and for each attempt it
+    logs an error with a stack of C++ frames.
+    """
+    reason: OSError | None = None
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"expected the master (rank 0) at {master[0]}:{master[1]} within {timeout:g} s, "
+                f"found nobody ({reason}): start it, or check MASTER_ADDR and MASTER_PORT"
+            ) from reason
+        try:
+            socket.create_connection(master, left).close()
+            return
+        except OSError as error:
+            reason = error
+            time.sleep(min(_PAUSES[1], left))  # nothing tells when somebody begins to listen
+
+
+def master_host(init_method: str) -> str:
+    """The host that the workers meet at, for the choice of an interface."""
+    master = _master(init_method)
+    return master[0] if master else socket.gethostname()
+
+
+def _master(init_method: str) -> tuple[str, int] | None:
+    """The master's host and port, where the workers meet at such a place."""
+    parts = urlsplit(init_method)
+    try:
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+        if parts.scheme == "env":
+            return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        pass  # torch's own message names what is missing
+    return None
+
+
+def meet(store: dist.Store, card: Card, timeout: float) -> list[Card]:
+    """Exchanges cards with all other ranks.
+
+    Args:
+        store: shared by all.
+        card: this worker's.
+        timeout: seconds.
+
+    Returns:
+        The cards of all workers, by rank.
+
+    Raises:
+        RendezvousError: ranks are missing when the timeout passes; two workers have one name
+            or one rank; the world sizes differ; the store fails.
+    """
+    meeting = _Meeting(store, card, time.monotonic() + timeout, timeout)
+    try:
+        return meeting.run()
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, RendezvousError):
+            raise
+        raise RendezvousError(f"the store failed during the rendezvous: {error}") from error
+
+
+class _Meeting:
+    """One call of `meet`."""
+
+    def __init__(self, store: dist.Store, card: Card, deadline: float, timeout: float) -> None:
+        self._store = dist.PrefixStore(_PREFIX, store)
+        self._card = card
+        self._deadline = deadline
+        self._timeout = timeout
+
+    def run(self) -> list[Card]:
+        self._store.set(_card_key(self._card.rank), json.dumps(asdict(self._card)))
+        keys = [_card_key(rank) for rank in range(self._card.world_size)]
+        while True:
+            if not self._wait_for(keys):
+                raise self._incomplete(keys)
+            cards = self._read_cards()
+            digest = _digest(cards)
+            self._store.set(f"{digest}/{self._card.rank}", b"1")
+            if self._confirmed(digest, cards):
+                _check(cards, self._card)
+                return cards
+
+    def _read_cards(self) -> list[Card]:
+        ranks = range(self._card.world_size)
+        cards = [Card(**json.loads(self._store.get(_card_key(rank)))) for rank in ranks]
+        mine = cards[self._card.rank]
+        if mine != self._card:
+            raise RendezvousError(
+                f"rank {mine.rank} is not unique: workers {self._card.name} and {mine.name} "
+                "both have it"
+            )
+        return cards
+
+    def _confirmed(self, digest: str, cards: list[Card]) -> bool:
+        """Waits until all ranks have seen these cards; False where one was replaced."""
+        keys = {f"{digest}/{card.rank}": card for card in cards}
+        if self._wait_for(list(keys), lambda: self._read_cards() != cards):
+            return True
+        if time.monotonic() <= self._deadline:
+            return False
+        _check(cards, self._card)
+        late = [card.info for key, card in keys.items() if not self._store.check([key])]
+        raise RendezvousError(
+            f"expected {len(cards)} workers within {self._timeout:g} s, but {late} left again, "
+            "or are from an earlier run: start them again"
+        )
+
+    def _incomplete(self, keys: list[str]) -> RendezvousError:
+        present = [key for key in keys if self._store.check([key])]
+        cards = [Card(**json.loads(self._store.get(key))) for key in present]
+        with_other_size = [card for card in cards if card.world_size != self._card.world_size]
+        if with_other_size:
+            return _other_size(with_other_size[0], self._card)
+        missing = sorted(set(range(len(keys))) - {card.rank for card in cards})
+        return RendezvousError(
+            f"expected {len(keys)} workers within {self._timeout:g} s, but ranks {missing} are "
+            "missing: start them, or check RANK and WORLD_SIZE"
+        )
+
+    def _wait_for(self, keys: list[str], stop: Callable[[], bool] = lambda: False) -> bool:
+        """Waits for all keys; False at the deadline, or where ``stop()`` says so."""
+        pause, longest = _PAUSES
+        while not self._store.check(keys):
+            if stop() or time.monotonic() > self._deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
+
+
+def _card_key(rank: int) -> str:
+    return f"card/{rank}"
+
+
+def _digest(cards: Iterable[Card]) -> str:
+    return hashlib.sha256("".join(card.token for card in cards).encode()).hexdigest()[:32]
+
+
+def _check(cards: list[Card], mine: Card) -> None:
+    by_name: dict[str, Card] = {}
+    for card in cards:
+        if card.world_size != mine.world_size:
+            raise _other_size(card, mine)
+        other = by_name.setdefault(card.name, card)
+        if other is not card:
+            raise RendezvousError(
+                f"worker name {card.name} is not unique: ranks {other.rank} and {card.rank} "
+                "both have it"
+            )
+
+
+def _other_size(card: Card, mine: Card) -> RendezvousError:
+    return RendezvousError(
+        f"worker {card.name} (rank {card.rank}) expects a world of {card.world_size} workers, "
+        f"but worker {mine.name} (rank {mine.rank}) one of {mine.world_size}"
+    )
+
+
+def exchange(
+    store: dist.Store, cards: list[Card], rank: int, value: str, timeout: float
+) -> list[str]:
+    """A second round among workers that have met: each gives a value, all get all of them."""
+    mesh = dist.PrefixStore(f"{_PREFIX}/{_digest(cards)}", store)
+    mesh.set(f"value/{rank}", value)
+    mesh.wait([f"value/{card.rank}" for card in cards], timedelta(seconds=timeout))
+    return [mesh.get(f"value/{card.rank}").decode() for card in cards]

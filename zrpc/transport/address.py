@@ -1,0 +1,137 @@
+"""Where a worker can be reached, and who can reach it there.
+
+A worker's Unix socket lies in a private directory of its own, beside a lock file that the
+worker holds as long as it lives: the system gives up the lock however the process ends. So a
+peer on the same host can ask at any time whether a worker lives, without a word to it, and
+what a killed worker left behind is known to be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+import weakref
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows: no ipc transport there, see supports_ipc
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["PrivateDirectory", "host_key", "interface_towards", "is_alive", "supports_ipc"]
+
+_PREFIX = "zrpc-"
+_LOCK = "alive"
+# sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
+_LONGEST_PATH = 100
+
+
+def supports_ipc() -> bool:
+    """Whether this system has Unix sockets and advisory locks."""
+    return fcntl is not None and hasattr(socket, "AF_UNIX")
+
+
+def _parent() -> Path:
+    """The directory that the private ones are made in: ``ZRPC_RUNTIME_DIR`` or the temporary
+    directory, unless that makes a socket's path too long.
+    """
+    parent = Path(os.environ.get("ZRPC_RUNTIME_DIR") or tempfile.gettempdir())
+    return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 24 else Path("/tmp")
+
+
+def host_key() -> str:
+    """A string that is equal for workers that can use each other's Unix sockets.
+
+    It names the running system (its boot id) and the directory that holds the sockets, by
+    device and inode, so that containers with a /tmp each are told apart.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    if not supports_ipc():
+        return boot
+    status = _parent().stat()
+    return f"{boot}/{status.st_dev}/{status.st_ino}"
+
+
+class PrivateDirectory:
+    """A directory of mode 0700 for one worker's socket, with the lock that says it lives."""
+
+    # The locks of this process, for _after_fork.
+    _open: weakref.WeakSet[PrivateDirectory] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        _remove_left_behind(_parent())
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
+        # The file gets its name when it is locked already, or a peer could take it for the
+        # lock of a dead worker.
+        new = self.path / "new"
+        self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)
+        self._open.add(self)
+
+    @property
+    def socket_path(self) -> Path:
+        """The path for the worker's socket."""
+        return self.path / "inbox"
+
+    def remove(self) -> None:
+        """Gives up the lock and removes the directory with all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        # A child would hold the lock on behalf of a parent that has died.
+        for directory in list(cls._open):
+            directory._release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
+
+
+def is_alive(directory: Path) -> bool:
+    """Whether the worker with this private directory lives; for workers of the same host."""
+    try:
+        fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _remove_left_behind(parent: Path) -> None:
+    """Removes the directories of this user's workers that were killed."""
+    with contextlib.suppress(OSError):
+        for path in parent.glob(f"{_PREFIX}*"):
+            mine = path.stat().st_uid == os.getuid()
+            if mine and (path / _LOCK).exists() and not is_alive(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def interface_towards(host: str) -> str:
+    """The address of the interface of this host that leads to ``host``."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of a datagram socket: sends nothing, chooses the route
+            name: str = probe.getsockname()[0]
+            return name
+    except OSError:
+        return "127.0.0.1"

@@ -1,0 +1,64 @@
+"""The sockets that a worker sends on, one for each peer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+__all__ = ["Mailbox"]
+
+
+class Mailbox:
+    """A DEALER socket that only sends, to one peer.
+
+    ZeroMQ sockets are not thread-safe but may move between threads behind a full memory
+    fence, which the mutex is: so any thread sends directly, without waking another.
+
+    The bytes are copied when they are sent. What the caller does with a tensor afterwards
+    does not change what arrives, and no thread of pyzmq's has to watch over lent memory.
+
+    Args:
+        context: the agent's.
+        identity: the sender's token, by which the peer's inbox knows whose message it is.
+        endpoint: the peer's inbox.
+    """
+
+    def __init__(self, context: zmq.Context[Any], identity: bytes, endpoint: str) -> None:
+        self.endpoint = endpoint
+        # Held for one send at a time; guards the socket and `sent`.
+        self._mutex = threading.Lock()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.routing_id = identity
+        # The number of calls under way bounds the queue, see Agent; a limit on messages here
+        # would drop answers or block the I/O thread.
+        self._socket.sndhwm = 0
+        self._socket.linger = 0
+        self._socket.connect(endpoint)
+        self.sent = 0
+
+    def send(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
+        """Sends one message; never blocks for the peer.
+
+        Args:
+            first: the first frame.
+            buffers: the other frames, anything with the buffer interface.
+            counted: whether `sent` counts it.
+
+        Raises:
+            zmq.ZMQError: the mailbox is closed.
+        """
+        with self._mutex:
+            if counted:
+                self.sent += 1
+            if not buffers:
+                self._socket.send(first)
+            else:
+                self._socket.send_multipart([first, *buffers])
+
+    def close(self, linger: float) -> None:
+        """Closes the socket; what is queued has ``linger`` seconds to leave."""
+        with self._mutex:
+            self._socket.close(linger=int(linger * 1000))

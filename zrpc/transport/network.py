@@ -1,0 +1,110 @@
+"""All sockets of one worker."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import zmq
+
+from zrpc.transport.address import PrivateDirectory
+from zrpc.transport.inbox import Inbox
+from zrpc.transport.mailbox import Mailbox
+
+__all__ = ["Network"]
+
+
+class Network:
+    """One inbox, and a mailbox for each peer that was ever sent to.
+
+    Mailboxes open when first used, so that a mesh of 64 workers costs no 64 x 64 handshakes.
+
+    Args:
+        identity: this worker's token, which its mailboxes show to the peers.
+        rank: this worker's rank.
+        peers: how many workers there are.
+        ipc: whether to listen on a Unix socket.
+
+    `send` may be called from any thread, `receive` from one.
+    """
+
+    def __init__(self, identity: bytes, rank: int, peers: int, ipc: bool) -> None:
+        self._identity = identity
+        self._rank = rank
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.directory: PrivateDirectory | None = None
+        # A mailbox a peer, the inbox, and the one that wakes this worker's own I/O thread.
+        self._context.set(zmq.MAX_SOCKETS, 2 * peers + 16)
+        # Guards the opening of mailboxes.
+        self._lock = threading.Lock()
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._endpoints: Sequence[str] = ()
+        self._closed = False
+        self._inbox = Inbox(self._context)
+        self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
+        if ipc:
+            self.directory = PrivateDirectory()
+            self._inbox.bind_ipc(self.directory.socket_path)
+
+    def listen_tcp(self, address: str) -> str:
+        """Listens on one interface as well; returns the endpoint."""
+        return self._inbox.bind_tcp(address)
+
+    def connect(self, endpoints: Sequence[str]) -> None:
+        """Tells where the peers can be reached, by rank."""
+        own = {self._rank: self._inbox.inproc}
+        self._endpoints = [own.get(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+
+    def send(
+        self, rank: int, first: bytes, buffers: Sequence[Any] = (), counted: bool = True
+    ) -> None:
+        """Sends one message to a peer, or to this worker itself; see `Mailbox.send`.
+
+        Raises:
+            zmq.ZMQError: the network is closed.
+        """
+        mailbox = self._mailboxes.get(rank) or self._open(rank)
+        mailbox.send(first, buffers, counted)
+
+    def receive(self, timeout: float) -> tuple[bytes, bytes, list[zmq.Frame]] | None:
+        """The next message; see `Inbox.receive`."""
+        return self._inbox.receive(timeout)
+
+    def wake(self) -> None:
+        """Makes `receive` return at once, with a message from an unknown sender."""
+        self._waker.send(b"")
+
+    def sent(self, ranks: Iterable[int]) -> int:
+        """How many counted messages were ever sent to these workers."""
+        mailboxes = self._mailboxes
+        return sum(mailboxes[rank].sent for rank in ranks if rank in mailboxes)
+
+    def close(self, linger: float, lost: Collection[int]) -> None:
+        """Closes all sockets and removes what lies in the file system.
+
+        Args:
+            linger: seconds that messages still queued have to leave.
+            lost: workers that are gone, for which no message waits.
+        """
+        with self._lock:
+            self._closed = True
+            for rank, mailbox in self._mailboxes.items():
+                mailbox.close(0 if rank in lost else linger)
+        self._waker.close(0)
+        self._inbox.close()
+        self._context.term()
+        # Only now, when the last message has left: a peer takes a worker without its
+        # directory for gone.
+        if self.directory is not None:
+            self.directory.remove()
+
+    def _open(self, rank: int) -> Mailbox:
+        with self._lock:
+            if self._closed:
+                raise zmq.ZMQError(zmq.ENOTSOCK)
+            mailbox = self._mailboxes.get(rank)
+            if mailbox is None:
+                mailbox = Mailbox(self._context, self._identity, self._endpoints[rank])
+                self._mailboxes[rank] = mailbox
+            return mailbox

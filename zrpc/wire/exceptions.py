@@ -1,0 +1,65 @@
+"""Exceptions on the wire: the callee's own where it can travel, its text in any case."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from typing import Any
+
+import cloudpickle
+
+from zrpc.errors import RemoteError
+
+__all__ = ["dump_exception", "load_exception"]
+
+
+def dump_exception(error: BaseException, where: str) -> bytes:
+    """The bytes that `load_exception` makes the error from, never failing.
+
+    Args:
+        error: what a handler raised.
+        where: who it was raised by, for the text.
+    """
+    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    text = f"On {where}:\n{_safe_repr(error)}\n{''.join(lines)}"
+    return pickle.dumps((_safe_repr(error), text, _pickled(error)), pickle.HIGHEST_PROTOCOL)
+
+
+def load_exception(body: Any) -> Exception:
+    """The callee's error, with the remote traceback as its cause.
+
+    It is a `RemoteError` where the callee's own can't be rebuilt here, or would end the
+    caller.
+    """
+    what, text, pickled = pickle.loads(body)
+    if pickled is not None:
+        try:
+            error = pickle.loads(pickled)
+        except Exception as reason:
+            text = f"{text}\n(It can't be rebuilt here: {_safe_repr(reason)})"
+        else:
+            error.__cause__ = RemoteError(text)
+            return error  # type: ignore[no-any-return]
+    return RemoteError(f"Original exception on remote side was {what}\n{text}")
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """The error as a pickle that is known to load; None where there is none."""
+    if not isinstance(error, Exception):
+        return None  # SystemExit and its like are not to end the caller
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        try:
+            pickled: bytes = dumps(error)
+            # An exception pickles as its type and args, which need not fit its __init__.
+            if b"__main__" not in pickled and type(pickle.loads(pickled)) is type(error):
+                return pickled
+        except Exception:  # noqa: S112, PERF203 - the next way, or the text alone
+            continue
+    return None
+
+
+def _safe_repr(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:
+        return f"<{type(error).__name__} whose repr fails>"

@@ -1,0 +1,134 @@
+"""The fixed part of a message, and how a message is laid out in frames.
+
+The first frame holds, one after the other, the header, the extensions, the tensor table and
+the body; each further frame holds one buffer (a large tensor, an array). The header is read
+without pickle, so that a message can be refused before any of it is unpickled.
+
+======== ====== ===================================================================
+bytes    type   field
+======== ====== ===================================================================
+0        uint8  version of this layout
+1        uint8  kind: which handler takes the message
+2-3      uint16 reserved, 0
+4-7      uint32 length of the extensions, in bytes
+8-11     uint32 length of the tensor table, in bytes
+12-15    float  what is left of the caller's deadline, in seconds; 0: no deadline
+16-23    uint64 call id: the caller's number of the call, which the answer repeats
+24-31    uint64 trace id, reserved, 0
+======== ====== ===================================================================
+
+All numbers are little-endian. An extension is something that an upper layer adds to a message
+and reads without unpickling the body: uint8 tag, uint32 length, bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zrpc.errors import ProtocolError
+
+__all__ = ["Message", "parse"]
+
+VERSION = 1
+_HEADER = struct.Struct("<BBHIIfQQ")
+_EXTENSION = struct.Struct("<BI")
+HEADER_SIZE = _HEADER.size
+
+Buffer = bytes | bytearray | memoryview
+Extensions = Sequence[tuple[int, bytes]]
+
+
+@dataclass(slots=True)
+class Message:
+    """One message, as sent or as received.
+
+    Attributes:
+        kind: which handler takes it.
+        call_id: the caller's number of the call; 0 where there is none.
+        deadline: what is left of the caller's deadline, in seconds; 0 where there is none.
+        body: a pickle, or whatever bytes the kind defines.
+        table: the tensor table, itself a pickle; empty where no tensor travels.
+        extensions: tags and bytes.
+        buffers: further frames.
+        sender: the rank of the worker that sent it; set by the receiver.
+        attachments: by tag, what the receiver's layers made of the extensions.
+    """
+
+    kind: int
+    call_id: int = 0
+    deadline: float = 0.0
+    body: Buffer = b""
+    table: Buffer = b""
+    extensions: Extensions = ()
+    buffers: Sequence[Any] = field(default_factory=tuple)
+    sender: int = -1
+    attachments: dict[int, Any] | None = None
+
+    def first_frame(self) -> bytes:
+        """The first of the frames; the buffers are the others."""
+        extensions = b"".join(
+            part
+            for tag, data in self.extensions
+            for part in (_EXTENSION.pack(tag, len(data)), data)
+        )
+        header = _HEADER.pack(
+            VERSION, self.kind, 0, len(extensions), len(self.table), self.deadline, self.call_id, 0
+        )
+        return b"".join((header, extensions, self.table, self.body))
+
+
+def parse(first: Buffer, buffers: Sequence[Any] = (), sender: int = -1) -> Message:
+    """Reads a message from its frames, without unpickling anything.
+
+    Args:
+        first: the first frame.
+        buffers: the other frames.
+        sender: the rank of the worker that it came from.
+
+    Raises:
+        ProtocolError: the bytes are no message of this version.
+    """
+    size = len(first)
+    if size < HEADER_SIZE:
+        raise ProtocolError(f"expected a header of {HEADER_SIZE} bytes, found {size} bytes")
+    version, kind, _, extensions_size, table_size, deadline, call_id, _ = _HEADER.unpack_from(first)
+    if version != VERSION:
+        raise ProtocolError(
+            f"expected a message of version {VERSION}, found version {version}: "
+            "all workers must run the same version of zrpc"
+        )
+    table_start = HEADER_SIZE + extensions_size
+    body_start = table_start + table_size
+    if body_start > size or not 0 <= deadline < float("inf"):
+        raise ProtocolError(
+            f"the header promises {body_start} bytes or more and a deadline of {deadline} s, "
+            f"but the frame has {size} bytes"
+        )
+    view = memoryview(first)
+    return Message(
+        kind,
+        call_id,
+        deadline,
+        view[body_start:],
+        view[table_start:body_start] if table_size else b"",
+        _parse_extensions(view[HEADER_SIZE:table_start]) if extensions_size else (),
+        buffers,
+        sender,
+    )
+
+
+def _parse_extensions(view: memoryview) -> Extensions:
+    extensions = []
+    while view:
+        if len(view) < _EXTENSION.size:
+            raise ProtocolError(f"expected an extension, found {len(view)} bytes")
+        tag, size = _EXTENSION.unpack_from(view)
+        end = _EXTENSION.size + size
+        if end > len(view):
+            raise ProtocolError(f"extension {tag} promises {size} bytes, more than there are")
+        extensions.append((tag, bytes(view[_EXTENSION.size : end])))
+        view = view[end:]
+    return tuple(extensions)

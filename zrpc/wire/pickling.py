@@ -1,0 +1,297 @@
+"""Objects to messages and back.
+
+The C pickler goes first, with a dispatch table of our own; cloudpickle only where that fails
+(lambdas, closures, classes defined in a function) or where a name in ``__main__`` would mean
+something else at the receiver. An upper layer adds types of its own by `register_reducer`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import io
+import pickle
+import sys
+import threading
+from collections import ChainMap
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from zrpc.errors import SerializationError
+from zrpc.wire.header import Message
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
+
+__all__ = ["Decoder", "Encoder", "decoder", "dumps", "encoder", "loads", "register_reducer"]
+
+Reducer = Callable[[Any], Any]
+
+# .encoder and .decoder are those of the message that this thread packs or unpacks just now.
+_thread = threading.local()
+
+_dispatch_table: dict[type, Reducer] = dict(copyreg.dispatch_table)
+
+
+def register_reducer(cls: type, reducer: Reducer) -> None:
+    """Pickles instances of exactly ``cls`` by ``reducer`` in messages, and nowhere else.
+
+    Args:
+        cls: the type; its subclasses are not meant.
+        reducer: as for ``copyreg.pickle``; it finds the message by `encoder`.
+    """
+    _dispatch_table[cls] = reducer
+
+
+class Encoder:
+    """One message that is being packed.
+
+    Args:
+        agent: the sending agent, for reducers of upper layers.
+        destination: the rank of the worker that it goes to.
+        same_main: whether a name in ``__main__`` means the same at the receiver.
+    """
+
+    def __init__(self, agent: Any, destination: int, same_main: bool) -> None:
+        self.agent = agent
+        self.destination = destination
+        self.same_main = same_main
+        self._undo: list[Callable[[], None]] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.tensors = TensorWriter()
+        self.extensions: dict[int, bytearray] = {}
+        self.buffers: list[Any] = []
+
+    def extension(self, tag: int) -> bytearray:
+        """The bytes that travel under ``tag``, for a layer to add to."""
+        return self.extensions.setdefault(tag, bytearray())
+
+    def undo(self, action: Callable[[], None]) -> None:
+        """Has ``action`` called should the message not be sent after all."""
+        self._undo.append(action)
+
+    def abort(self) -> None:
+        """Undoes what reducers have done for the message, which will not be sent."""
+        for action in reversed(self._undo):
+            action()
+        self._undo.clear()
+
+    def pack(self, obj: Any, message: Message) -> None:
+        """Puts ``obj`` into ``message``.
+
+        Raises:
+            SerializationError: it can't be pickled.
+        """
+        before = getattr(_thread, "encoder", None)
+        _thread.encoder = self
+        try:
+            message.body = self._pickle(obj)
+            message.table = self.tensors.table(self.buffers)
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            _thread.encoder = before
+        message.buffers = self.buffers
+        message.extensions = [(tag, bytes(data)) for tag, data in self.extensions.items()]
+
+    def _pickle(self, obj: Any) -> bytes:
+        try:
+            body = self._dump(pickle.Pickler, _dispatch_table, obj)
+            if self.same_main or b"__main__" not in body:
+                return body
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass  # cloudpickle can do more, and its error says more
+        self.abort()
+        self._start()
+        try:
+            table = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+            return self._dump(cloudpickle.Pickler, table, obj)
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+            raise SerializationError(
+                f"expected picklable values, found {type(obj).__name__} that holds one that "
+                f"can't be pickled: {error}"
+            ) from error
+
+    def _dump(self, pickler_type: Any, dispatch_table: Any, obj: Any) -> bytes:
+        file = io.BytesIO()
+        pickler = pickler_type(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._keep_inline)
+        pickler.dispatch_table = dispatch_table
+        pickler.dump(obj)
+        return file.getvalue()
+
+    def _keep_inline(self, buffer: pickle.PickleBuffer) -> bool:
+        """Tells the pickler whether a buffer (of an array, say) stays in the pickle."""
+        raw = buffer.raw()
+        if raw.nbytes <= INLINE_BYTES:
+            return True
+        self.buffers.append(raw)
+        return False
+
+
+class Decoder:
+    """One message that is being unpacked."""
+
+    def __init__(self, agent: Any, message: Message) -> None:
+        self.agent = agent
+        self.message = message
+        self.tensors = read_table(message.table, message.buffers) if message.table else []
+
+    def unpack(self) -> Any:
+        """The object that the message holds.
+
+        Raises:
+            SerializationError: the pickle names something that isn't here, or is damaged.
+        """
+        before = getattr(_thread, "decoder", None)
+        _thread.decoder = self
+        try:
+            return pickle.loads(self.message.body, buffers=self.message.buffers)
+        except (AttributeError, ImportError) as error:
+            raise SerializationError(
+                f"{error}. Default RPC pickler does not serialize function code that can be "
+                "imported: ensure that functions and classes are defined in modules that both "
+                "the caller and the callee can import"
+            ) from error
+        except Exception as error:
+            raise SerializationError(
+                f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            _thread.decoder = before
+
+
+def encoder() -> Encoder | None:
+    """The message that this thread packs just now, for reducers."""
+    return getattr(_thread, "encoder", None)
+
+
+def decoder() -> Decoder:
+    """The message that this thread unpacks just now, for what reducers have named."""
+    current: Decoder | None = getattr(_thread, "decoder", None)
+    if current is None:
+        raise SerializationError("this pickle is part of a message and can only be read there")
+    return current
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    layout = tensor.layout
+    if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return _receive_tensor, (_current_encoder().tensors.add(tensor),)
+    requires_grad, plain = tensor.requires_grad, tensor.detach()
+    if layout is torch.sparse_coo:
+        parts = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
+        return _rebuild_coo, (*parts, requires_grad)
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        indices = (plain.crow_indices(), plain.col_indices())
+        return _rebuild_compressed, (
+            *indices,
+            plain.values(),
+            tuple(plain.shape),
+            str(layout),
+            requires_grad,
+        )
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        indices = (plain.ccol_indices(), plain.row_indices())
+        return _rebuild_compressed, (
+            *indices,
+            plain.values(),
+            tuple(plain.shape),
+            str(layout),
+            requires_grad,
+        )
+    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _receive_tensor(index: int) -> torch.Tensor:
+    return decoder().tensors[index]
+
+
+def _rebuild_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    coalesced: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def _rebuild_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: str,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_compressed_tensor(
+        compressed,
+        plain,
+        values,
+        shape,
+        layout=getattr(torch, layout.removeprefix("torch.")),
+        check_invariants=False,
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def _reduce_untyped_storage(storage: torch.UntypedStorage) -> Any:
+    if storage.device.type == "meta":
+        return torch.UntypedStorage.__reduce__(storage)
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _rebuild_storage, (whole, None)
+
+
+def _reduce_typed_storage(storage: torch.TypedStorage) -> Any:
+    untyped = storage._untyped_storage
+    whole = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
+    return _rebuild_storage, (whole, storage.dtype)
+
+
+def _rebuild_storage(whole: torch.Tensor, dtype: torch.dtype | None) -> Any:
+    untyped = whole.untyped_storage()
+    if dtype is None:
+        return untyped
+    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _reduce_script(script: Any) -> Any:
+    """TorchScript functions travel by name where they have one, otherwise as their code."""
+    if isinstance(script, torch.jit.ScriptFunction):
+        *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
+        module = ".".join(path) or "__main__"
+        if getattr(sys.modules.get(module), name, None) is script:
+            return _import_script, (module, name)
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    return _rebuild_script, (file.getvalue(),)
+
+
+def _import_script(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _rebuild_script(code: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(code))
+
+
+def _current_encoder() -> Encoder:
+    current = encoder()
+    if current is None:
+        raise SerializationError("tensors are reduced this way only inside of a message")
+    return current
+
+
+register_reducer(torch.Tensor, _reduce_tensor)
+register_reducer(torch.nn.Parameter, _reduce_tensor)
+register_reducer(torch.UntypedStorage, _reduce_untyped_storage)
+register_reducer(torch.TypedStorage, _reduce_typed_storage)
+register_reducer(torch.jit.ScriptFunction, _reduce_script)
+register_reducer(torch.jit.RecursiveScriptModule, _reduce_script)

@@ -1,0 +1,165 @@
+"""Tensors on the wire: which bytes of a storage travel, and how they come back.
+
+A message holds its tensors in a table beside the pickle; the pickle only says "tensor 3".
+The table is made when all tensors of the message are known, so that those that share a
+storage share it on arrival, while of a tensor that is alone only its own elements travel.
+Bytes of small storages stand in the table, large ones travel as frames of their own.
+
+Sparse tensors are pickled as the dense tensors that they consist of. What is left (quantized
+tensors, subclasses) goes the way that torch pickles it, with its storages in the table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zrpc.errors import SerializationError
+
+__all__ = ["INLINE_BYTES", "TensorWriter", "read_table"]
+
+# Storages of up to this size stand in the table. Above it, a frame of its own costs less
+# than copying the bytes through the table.
+INLINE_BYTES = 16 * 1024
+
+# Where a storage is cut, offsets in it must stay multiples of the largest element (complex128).
+_ALIGNMENT = 16
+
+_REQUIRES_GRAD = 1
+_PARAMETER = 2
+_CONJUGATE = 4
+_NEGATIVE = 8
+_META = 16
+
+_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+# Of one tensor: its storage's index (-1: none), the offset there in bytes, dtype, shape,
+# stride, flags. Of one storage: its bytes, or the index of its frame.
+TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
+StorageRow = bytes | int
+
+
+class TensorWriter:
+    """Collects the tensors of one message. For one thread."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[torch.Tensor, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Takes a strided tensor into the table and returns its index."""
+        flags = _REQUIRES_GRAD * tensor.requires_grad
+        if isinstance(tensor, torch.nn.Parameter):
+            flags |= _PARAMETER
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if plain.is_conj():
+            plain, flags = plain.conj(), flags | _CONJUGATE
+        if plain.is_neg():
+            plain, flags = torch._neg_view(plain), flags | _NEGATIVE
+        if plain.device.type == "meta":
+            flags |= _META
+        elif plain.device.type != "cpu":
+            raise SerializationError(
+                f"expected tensors on the CPU, found one on {plain.device}: zrpc moves no "
+                "device memory; send tensor.cpu() and move it on arrival"
+            )
+        self._tensors.append((plain, flags))
+        return len(self._tensors) - 1
+
+    def table(self, buffers: list[Any]) -> bytes:
+        """The table of all tensors added; adds the large storages to ``buffers``."""
+        if not self._tensors:
+            return b""
+        sharing: dict[int, list[int]] = {}
+        for index, (tensor, flags) in enumerate(self._tensors):
+            if tensor.numel() and not flags & _META:
+                sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
+        storages: list[StorageRow] = []
+        rows: list[TensorRow] = [
+            (-1, 0, str(t.dtype), tuple(t.shape), t.stride(), flags) for t, flags in self._tensors
+        ]
+        for indices in sharing.values():
+            tensors = [self._tensors[index][0] for index in indices]
+            if len(tensors) == 1:
+                tensors = [_dense(tensors[0])]
+            start = min(t.data_ptr() for t in tensors)
+            base = tensors[0].untyped_storage().data_ptr()
+            start -= (start - base) % _ALIGNMENT
+            end = max(t.data_ptr() + _extent(t) * t.element_size() for t in tensors)
+            for index, tensor in zip(indices, tensors, strict=True):
+                _, _, dtype, shape, _, flags = rows[index]
+                offset = tensor.data_ptr() - start
+                rows[index] = (len(storages), offset, dtype, shape, tensor.stride(), flags)
+            storages.append(_storage_row(start, end - start, tensors, buffers))
+        return pickle.dumps((storages, rows), pickle.HIGHEST_PROTOCOL)
+
+
+def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
+    """Makes the tensors of a message anew.
+
+    Large ones are views of their frame in ``buffers``, without a copy.
+    """
+    storages, rows = pickle.loads(table)
+    made: list[torch.UntypedStorage] = [_make_storage(row, buffers) for row in storages]
+    return [_make_tensor(row, made) for row in rows]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie from the tensor's first to its last, both included."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its span of memory holds nothing else, otherwise a copy."""
+    if _extent(tensor) <= tensor.numel():
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _storage_row(
+    start: int, size: int, tensors: list[torch.Tensor], buffers: list[Any]
+) -> StorageRow:
+    if size <= INLINE_BYTES:
+        return ctypes.string_at(start, size)
+    window = (ctypes.c_char * size).from_address(start)
+    window.keep = tensors  # type: ignore[attr-defined]
+    buffers.append(window)
+    return len(buffers) - 1
+
+
+def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.UntypedStorage:
+    if isinstance(row, int):
+        frame = torch.frombuffer(buffers[row], dtype=torch.uint8)
+        if frame.data_ptr() % _ALIGNMENT == 0:
+            return frame.untyped_storage()
+        return frame.clone().untyped_storage()
+    storage = torch.UntypedStorage(len(row))
+    ctypes.memmove(storage.data_ptr(), row, len(row))
+    return storage
+
+
+def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.Tensor:
+    index, offset, dtype_name, shape, stride, flags = row
+    dtype = _DTYPES[dtype_name]
+    if index < 0:
+        device = "meta" if flags & _META else "cpu"
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    else:
+        tensor = torch.empty(0, dtype=dtype)
+        with torch.no_grad():
+            tensor.set_(storages[index], offset // dtype.itemsize, shape, stride)
+    if flags & _NEGATIVE:
+        tensor = torch._neg_view(tensor)
+    if flags & _CONJUGATE:
+        tensor = tensor.conj()
+    if flags & _PARAMETER:
+        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
+    if flags & _REQUIRES_GRAD:
+        tensor.requires_grad_()
+    return tensor

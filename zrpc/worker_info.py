@@ -1,0 +1,45 @@
+"""Who a worker is: its name and its rank."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["WorkerInfo"]
+
+_NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """The name and the id (rank) of one worker.
+
+    Pass it as ``to`` of a call in place of the name: it is hashable, comparable, picklable
+    and immutable, hence safe in any thread.
+
+    Args:
+        name: letters, digits, ``-``, ``_`` and ``:``, from 1 to 127 characters.
+        id: the worker's rank, from 0.
+
+    Raises:
+        RuntimeError: the name has another form.
+
+    Example:
+        >>> WorkerInfo("trainer", 1)
+        WorkerInfo(id=1, name=trainer)
+
+    See also ``torch.distributed.rpc.WorkerInfo``.
+    """
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.match(self.name):
+            raise RuntimeError(
+                "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter "
+                f"than 128 chars, but got {self.name!r}"
+            )
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
