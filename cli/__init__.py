@@ -1,1 +1,29 @@
-"""The zrpc command line."""
+"""The command line of zrpc."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+
+import click
+
+_COMMANDS = {"launch": "Start N workers of a script on this machine."}
+
+
+class _LazyGroup(click.Group):
+    """Imports a command's module when it is used, so that `--help` is quick."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"zrpc.cli.{cmd_name}").command
+        return command
+
+
+@click.group(cls=_LazyGroup)
+@click.version_option(version("torch-zrpc"), prog_name="zrpc")
+def main() -> None:
+    """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""

@@ -9,35 +9,22 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .channel import MAX_DESCRIPTORS, Channel
 from .errors import LaunchError, ServerDied
+from .interpreter import BOOTSTRAP, find_zrpc, interpreter
 from .starter import Exit, Starter
 from .task import Task
 
 DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent")
 _REPLY_TIMEOUT = 60.0
 
-# Runs before any import, so that neither the working directory nor this package's own imports
-# get in the way of the programs that run later in copies of the process.
-_BOOTSTRAP = """\
-import sys
-at_startup = frozenset(sys.modules)
-if sys.path and not sys.path[0]:
-    del sys.path[0]
-{path}
+_SERVE = """\
 from zrpc.launch.server import serve
 serve({requests}, {exits}, {owner}, {preload!r}, at_startup)()
-"""
-_FIND_ZRPC = """\
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-if find_spec("zrpc") is None:
-    sys.path.append({root!r})
 """
 
 
@@ -108,7 +95,7 @@ class ForkServer(Starter):
         theirs = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
         try:
             self._process = subprocess.Popen(
-                [*_interpreter(), "-c", self._code(*theirs)],
+                [*interpreter(), "-c", self._code(*theirs)],
                 stdin=subprocess.DEVNULL,
                 stdout=None if _is_open(1) else subprocess.DEVNULL,
                 stderr=None if _is_open(2) else subprocess.DEVNULL,
@@ -130,17 +117,11 @@ class ForkServer(Starter):
         self._channel = Channel(self._control)
 
     def _code(self, requests: int, exits: int) -> str:
-        if self._sys_path is not None:
-            path = f"sys.path[:] = {self._sys_path!r}"
-        else:
-            root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-            path = _FIND_ZRPC.format(root=root)
-        return _BOOTSTRAP.format(
-            path=path,
-            requests=requests,
-            exits=exits,
-            owner=os.getpid(),
-            preload=self._preload,
+        return BOOTSTRAP.format(
+            path=find_zrpc(self._sys_path),
+            main=_SERVE.format(
+                requests=requests, exits=exits, owner=os.getpid(), preload=self._preload
+            ),
         )
 
     def spawn(
@@ -233,13 +214,6 @@ class ForkServer(Starter):
                 os.killpg(pid, signal.SIGKILL)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _interpreter() -> list[str]:
-    if not sys.executable:
-        raise LaunchError("sys.executable is empty: there is no interpreter to start")
-    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *options]
 
 
 def _is_open(fd: int) -> bool:

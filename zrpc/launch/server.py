@@ -25,7 +25,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -36,7 +35,7 @@ from typing import Any
 
 from . import child, prctl
 from .channel import Channel
-from .starter import EXIT
+from .starter import EXIT, short_directory
 from .task import Task
 
 _GRACE = 1.0  # seconds for what workers left behind, such as multiprocessing's resource tracker
@@ -174,7 +173,7 @@ class _Server:
                 case ("signal", pid, number, group):
                     reply = ("done", self._signal(pid, number, group))
                 case ("directory",):
-                    self._directories.append(tempfile.mkdtemp(prefix="zrpc-", dir=_short_root()))
+                    self._directories.append(short_directory())
                     reply = ("done", self._directories[-1])
                 case _:
                     reply = ("failed", f"unknown request {request!r}")
@@ -291,12 +290,6 @@ def _wait_for_signal(wakeups: socket.socket, seconds: float) -> None:
         selector.register(wakeups, selectors.EVENT_READ)
         if selector.select(seconds):
             wakeups.recv(4096)
-
-
-def _short_root() -> str:
-    # ZeroMQ's ipc paths are limited to 107 bytes.
-    root = tempfile.gettempdir()
-    return root if len(os.fsencode(root)) <= 40 else "/tmp"
 
 
 def _is_open(fd: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import os
 import selectors
 import socket
 import struct
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 EXIT = struct.Struct("=qq")  # process id, exit code
+
+
+def short_directory() -> str:
+    """Make a private directory whose path leaves room for ZeroMQ's limit of 107 bytes."""
+    root = tempfile.gettempdir()
+    fits = len(os.fsencode(root)) <= 40 or not os.path.isdir("/tmp")
+    return tempfile.mkdtemp(prefix="zrpc-", dir=root if fits else "/tmp")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""``python -m zrpc.cli``."""
+
+from . import main
+
+main(prog_name="zrpc")

@@ -1,0 +1,104 @@
+"""One worker: its rank, what it is told of the others, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RESERVED = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "ZRPC_WORKER_NAME",
+    "ZRPC_RUNTIME_DIR",
+)
+_NAME_PREFIX = re.compile(r"[A-Za-z0-9_:-]{0,120}")
+
+
+@dataclass
+class Worker:
+    """A worker process.
+
+    Attributes:
+        rank: Its rank, from 0.
+        pid: Its process id.
+        returncode: None while it runs; then its exit code, or minus the signal that killed it.
+    """
+
+    rank: int
+    pid: int
+    returncode: int | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """Its end as a shell shows it: 128 and the signal's number after a signal."""
+        code = self.returncode or 0
+        return code if code >= 0 else 128 - code
+
+    def end(self) -> str:
+        """Its end in words."""
+        code = self.returncode or 0
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        if name == "SIGKILL":
+            return "SIGKILL, which it did not get from here (out of memory?)"
+        return name
+
+
+def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
+    """What all workers' environments have in common.
+
+    Args:
+        nprocs: How many workers share this machine.
+        extra: Variables to add to those of this process.
+
+    Raises:
+        ValueError: `extra` sets a variable that differs between workers or belongs to a run.
+    """
+    if taken := sorted(set(extra).intersection(RESERVED)):
+        raise ValueError(f"{', '.join(taken)} can't be set: each worker is told its own value")
+    # An outer torchrun's variables would have workers look for a store that isn't theirs.
+    base = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    if nprocs > 1:
+        base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers with all cores each crawl
+    return {**base, **extra}
+
+
+def worker_environment(
+    base: Mapping[str, str], rank: int, nprocs: int, *, prefix: str, port: int, runtime_dir: str
+) -> dict[str, str]:
+    """The environment of one worker: `base` and what differs or belongs to this run."""
+    return {
+        **base,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "ZRPC_WORKER_NAME": f"{prefix}{rank}",
+        "ZRPC_RUNTIME_DIR": runtime_dir,
+    }
+
+
+def check_name_prefix(prefix: str) -> None:
+    """Refuse a prefix that doesn't make worker names.
+
+    Raises:
+        ValueError: It has a character that names can't have, or is too long.
+    """
+    if not _NAME_PREFIX.fullmatch(prefix):
+        raise ValueError(
+            "a worker's name takes letters, digits, '-', '_' and ':', and the prefix at most 120 "
+            f"of them, but got {prefix!r}"
+        )
