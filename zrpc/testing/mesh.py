@@ -25,8 +25,9 @@ T = TypeVar("T")
 
 # One worker's failure often makes the others fail: how long to wait for theirs, in seconds.
 _OTHERS_FAIL_WITHIN = 0.5
-# How long a worker may take to end once it has been told to, or was killed, in seconds.
+# How long a worker may take to end, in seconds: once it has been told to, and by force.
 _ENDS_WITHIN = 5.0
+_DIES_WITHIN = 1.0
 # A worker that fails to start is reported at once, but in a mesh of threads the others wait
 # for it until the end of init_timeout: keep that short. In seconds.
 _INIT_TIMEOUT = 10.0
@@ -164,7 +165,7 @@ class Mesh:
         Raises:
             TypeError: the mesh is one of threads.
         """
-        self._process(worker).kill(_ENDS_WITHIN)
+        self._process(worker).kill(_DIES_WITHIN)
 
     def output(self, worker: str | int) -> str:
         """What a worker process has written to stdout and stderr, where that is captured.
@@ -224,6 +225,7 @@ class Mesh:
             worker.abort(error)
 
     def _start(self) -> None:
+        __tracebackhide__ = True
         try:
             _gather(self._workers, [worker.start() for worker in self._workers])
         except BaseException:
@@ -242,7 +244,7 @@ class Mesh:
     def _end(self, by_force: bool) -> list[str]:
         if by_force:
             self.abort(RuntimeError("the mesh is shut down"))
-        end = time.monotonic() + _ENDS_WITHIN
+        end = time.monotonic() + (_DIES_WITHIN if by_force else _ENDS_WITHIN)
         left = []
         for worker in self._workers:
             worker.fail(RuntimeError("the mesh is shut down"))
@@ -285,6 +287,7 @@ def start_mesh(
         MeshTimeout: the deadline passed.
         Exception: what a worker failed with; the others are ended.
     """
+    __tracebackhide__ = True
     timeout = max(0.1, min(_INIT_TIMEOUT, 0.8 * watchdog.remaining()))
     spec = spec.replace(options={"init_timeout": timeout, **spec.options})
     if spec.processes:

@@ -75,6 +75,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
         def test_two_meshes(make_mesh):
             first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
     """
+    from zrpc.testing.leaks import LeakError
     from zrpc.testing.mesh import start_mesh
     from zrpc.testing.watchdog import Watchdog
 
@@ -96,6 +97,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             processes: bool | None = None,
             options: Mapping[str, Any] | None = None,
         ) -> Mesh:
+            __tracebackhide__ = True
             return start_mesh(
                 spec.replace(workers, processes, options),
                 watchdog,
@@ -112,8 +114,10 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
                     stack.callback(mesh.shutdown, graceful=passed)
             if watchdog.timed_out is not None and passed:
                 raise watchdog.timed_out  # the test has caught it, but that is no success
-        except BaseException:
+        except BaseException as error:
             item.stash[_failed] = True
+            if isinstance(error, LeakError):
+                pytest.fail(str(error), pytrace=False)  # where it was found tells nothing
             raise
 
 
@@ -130,17 +134,17 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         @pytest.mark.usefixtures("no_leaks")
         def test_start_and_stop(): ...
     """
-    from zrpc.testing import leaks
+    from zrpc.testing.leaks import LeakError, no_leaks
 
     try:
-        with leaks.no_leaks():
+        with no_leaks():
             yield
             if request.node.stash.get(_failed, False):
                 raise _Failed  # its traceback keeps alive what the test was using
     except _Failed:
         pass
-    except leaks.LeakError as error:
-        pytest.fail(str(error), pytrace=False)  # where it was found tells nothing
+    except LeakError as error:
+        pytest.fail(str(error), pytrace=False)
 
 
 class _Failed(Exception):
@@ -165,6 +169,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Ends what the fixture `make_mesh` has begun."""
+    __tracebackhide__ = True
     try:
         return (yield)
     finally:
@@ -175,6 +180,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Lets the deadline of a test with a mesh interrupt the test."""
+    __tracebackhide__ = True
     with _interruptible(item):
         return (yield)
 
@@ -182,6 +188,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """Lets the deadline of a test with a mesh interrupt the fixtures that end before it."""
+    __tracebackhide__ = True
     with _interruptible(item):
         return (yield)
 

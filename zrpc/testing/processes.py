@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -42,6 +43,13 @@ _SOCKETS_FROM = 200
 _STACKS_WITHIN = 1.0
 _STACKS_SETTLE = 0.05
 _DIES_WITHIN = 5.0
+
+# The outermost calls, as faulthandler writes them, which are the same in all stacks.
+_BOTTOM = re.compile(
+    r'^  File "(<string>|.*/threading\.py|.*/zrpc/launch/(program|child)\.py)", line \d+ '
+    r"in (<module>|become|run|_run_function|_bootstrap|_bootstrap_inner)\n",
+    re.MULTILINE,
+)
 
 # The lock guards the server, which one thread at a time may start or ask for exits.
 _server_lock = threading.Lock()
@@ -205,7 +213,10 @@ class ProcessWorker(Worker):
             size = len(text)
             time.sleep(_STACKS_SETTLE)
             text = _text(self._stacks_path)
-        return text or f"none within {_STACKS_WITHIN:g} s; state: {state_of(self.pid)}\n"
+        return (
+            _BOTTOM.sub("", text)
+            or f"none within {_STACKS_WITHIN:g} s; state: {state_of(self.pid)}\n"
+        )
 
     def output(self) -> str:
         """What it has written to stdout and stderr, where that is captured."""

@@ -124,6 +124,9 @@ class ThreadWorker(Worker):
         for thread in (self._closer, self._thread):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout)
+        if self._thread.is_alive():
+            # It runs on, as no thread can be killed: it must not pass for a later mesh's.
+            self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
         return []
 
     def _do(self, what: str, work: Callable[[], Any]) -> Future[Any]:

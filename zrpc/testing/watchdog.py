@@ -146,6 +146,7 @@ class Watchdog:
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Runs in the main thread, between two instructions of whatever it does."""
+        __tracebackhide__ = True
         if self.timed_out is not None and self._stretch is not None:
             # Once: what follows is the way out, which must have its time.
             self._stretch = None
