@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = {"launch": "Start N workers of a script on this machine."}
+_COMMANDS = ("launch",)
 
 
 class _LazyGroup(click.Group):

@@ -16,10 +16,9 @@ from typing import Any
 from .channel import MAX_DESCRIPTORS, Channel
 from .errors import LaunchError, ServerDied
 from .interpreter import BOOTSTRAP, find_zrpc, interpreter
-from .starter import Exit, Starter
+from .starter import DEFAULT_PRELOAD, Exit, Starter
 from .task import Task
 
-DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent")
 _REPLY_TIMEOUT = 60.0
 
 _SERVE = """\

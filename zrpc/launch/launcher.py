@@ -19,7 +19,7 @@ from .method import make_starter
 from .output import Output
 from .port import ReservedPort
 from .signals import SignalInbox
-from .starter import Starter
+from .starter import DEFAULT_PRELOAD, Starter
 from .task import Task
 from .worker import Worker, base_environment, check_name_prefix, worker_environment
 
@@ -46,6 +46,7 @@ class Job:
         timeout: Seconds, from the start of the workers, after which they are stopped.
         grace: Seconds between a gentle request to stop and force.
         start_method: ``fork`` or ``spawn``; None for what suits the system.
+        preload: Modules to import once, before the workers are forked.
     """
 
     target: str
@@ -58,6 +59,7 @@ class Job:
     timeout: float | None = None
     grace: float = 3.0
     start_method: str | None = None
+    preload: Sequence[str] = DEFAULT_PRELOAD
 
     def check(self) -> None:
         """Refuse what can't be launched.
@@ -104,7 +106,7 @@ def launch(job: Job) -> int:
     inbox = SignalInbox()
     console = Console(on_closed=inbox.wake)
     output = Output(console, None if job.log_dir is None else Path(job.log_dir))
-    starter = make_starter(job.start_method, env=base)
+    starter = make_starter(job.start_method, preload=job.preload, env=base)
     with ExitStack() as stack:
         stack.callback(inbox.close)
         stack.callback(starter.close)

@@ -14,7 +14,7 @@ class LineSplitter:
 
     Example:
         >>> splitter = LineSplitter()
-        >>> splitter.feed(b"one\\ntw", now=0.0), splitter.feed(b"o\\n", now=0.1)
+        >>> splitter.feed(b"one\ntw", now=0.0), splitter.feed(b"o\n", now=0.1)
         ([b'one'], [b'two'])
     """
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from .starter import Starter
+from .starter import DEFAULT_PRELOAD, Starter
 
 METHODS = ("fork", "spawn")
 VARIABLE = "ZRPC_START_METHOD"
@@ -34,6 +34,7 @@ def start_method(wanted: str | None = None) -> str:
 def make_starter(
     wanted: str | None = None,
     *,
+    preload: Sequence[str] = DEFAULT_PRELOAD,
     env: Mapping[str, str] | None = None,
     sys_path: Sequence[str] | None = None,
 ) -> Starter:
@@ -41,13 +42,14 @@ def make_starter(
 
     Args:
         wanted: The start method.
+        preload: Modules that a fork server imports ahead.
         env: Environment of the processes; None for a copy of this process's.
         sys_path: ``sys.path`` of the processes; None for what a fresh interpreter has.
     """
     if start_method(wanted) == "fork":
         from .forkserver import ForkServer  # only importable on Linux
 
-        return ForkServer(env=env, sys_path=sys_path)
+        return ForkServer(preload=preload, env=env, sys_path=sys_path)
     from .spawner import SpawnServer
 
     return SpawnServer(env=env, sys_path=sys_path)

@@ -60,6 +60,7 @@ def serve(
     """
     channel = Channel(socket.socket(fileno=requests))
     loaded = [name for name in preload if _import(name)]
+    # Only Python's threads count. OpenBLAS, which numpy brings, ends its own before each fork.
     if (threads := threading.active_count()) > 1:
         channel.send(("failed", f"{threads - 1} thread(s) were started by importing {loaded}"))
         os._exit(1)

@@ -21,6 +21,7 @@ from .task import Task
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent")
 EXIT = struct.Struct("=qq")  # process id, exit code
 
 

@@ -1,0 +1,150 @@
+"""Real processes, each marked by a variable of its own test, so that leaks can be told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from zrpc.launch.starter import Starter
+
+DEADLINE = 30.0
+_MARK = "ZRPC_TEST_MARK"
+_DRIVER = """\
+import json, sys
+from zrpc.launch import Job, launch
+sys.exit(launch(Job(**json.loads(sys.argv[1]))))
+"""
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
+    """Wait for something that sends no event, such as the end of a stranger's process."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"timed out waiting until {what}"
+        time.sleep(0.01)
+    return value
+
+
+@pytest.fixture
+def until() -> Callable[..., Any]:
+    return wait_until
+
+
+class Marked:
+    """The processes whose environment has this test's mark."""
+
+    def __init__(self) -> None:
+        self.value = uuid.uuid4().hex
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {**os.environ, _MARK: self.value}
+
+    def pids(self) -> list[int]:
+        wanted = f"{_MARK}={self.value}".encode()
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                        found.append(int(entry))
+        return found
+
+
+@pytest.fixture
+def marked() -> Iterator[Marked]:
+    """Fails the test if a process with the mark is left at its end."""
+    mark = Marked()
+    yield mark
+    left: list[int] = []
+    try:
+        wait_until(lambda: not mark.pids(), "no process is left", timeout=5.0)
+    finally:
+        left = mark.pids()
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    """Write a script, and return its path."""
+
+    def write(source: str, name: str = "script.py") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(source))
+        return str(path)
+
+    return write
+
+
+class Launched:
+    """A launcher in a process of its own."""
+
+    def __init__(self, command: list[str], env: dict[str, str], **options: Any) -> None:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE} | options
+        self.process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, **streams)
+        self._seen = b""
+
+    def read_until(self, text: str) -> str:
+        """Read standard output until `text` was seen."""
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        deadline = time.monotonic() + DEADLINE
+        while text.encode() not in self._seen:
+            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no {text!r} in time, but {self._seen!r}"
+            data = os.read(fd, 65536)
+            assert data, f"no {text!r} before the end, but {self._seen!r} {self.finish()}"
+            self._seen += data
+        return self._seen.decode()
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        out, err = self.process.communicate(timeout=DEADLINE)
+        text = (self._seen + (out or b"")).decode(errors="surrogateescape")
+        return self.process.returncode, text, err.decode(errors="surrogateescape")
+
+
+@pytest.fixture
+def start(marked: Marked) -> Iterator[Callable[..., Launched]]:
+    """Start a launcher for a job, without imports made ahead."""
+    started: list[Launched] = []
+
+    def start(
+        target: str, *, popen: dict[str, Any] | None = None, environ: Any = (), **job: Any
+    ) -> Launched:
+        text = json.dumps({"target": target, "preload": [], **job})
+        env = {**marked.env, **dict(environ)}
+        started.append(Launched([sys.executable, "-c", _DRIVER, text], env, **(popen or {})))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        if launched.process.poll() is None:
+            launched.process.kill()
+        with contextlib.suppress(ValueError):
+            launched.process.communicate(timeout=DEADLINE)
+
+
+@pytest.fixture(params=["fork", "spawn"])
+def starter(request: pytest.FixtureRequest, marked: Marked) -> Iterator[Starter]:
+    """Each kind of starter, running, without imports made ahead."""
+    from zrpc.launch import make_starter
+
+    with make_starter(request.param, preload=(), env=marked.env) as running:
+        yield running

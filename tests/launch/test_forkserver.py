@@ -1,0 +1,224 @@
+"""What only the fork server does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrpc.launch import LaunchError, ServerDied, Task
+from zrpc.launch.forkserver import ForkServer
+
+DEADLINE = 30.0
+Write = Callable[..., str]
+Until = Callable[..., Any]
+
+
+def path_with(directory: Path) -> list[str]:
+    return [str(directory), *[entry for entry in sys.path if entry]]
+
+
+def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked: Any) -> None:
+    write(
+        """
+        import os
+        with open(os.environ["IMPORTS"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        """,
+        "lib/heavy.py",
+    )
+    script = write("import heavy, os, sys; sys.exit(0 if os.getppid() == int(sys.argv[1]) else 1)")
+    imports = tmp_path / "imports"
+    env = {**marked.env, "IMPORTS": str(imports)}
+    with ForkServer(preload=["heavy"], env=env, sys_path=path_with(tmp_path / "lib")) as server:
+        pids = [server.spawn(Task.script(script, [str(server.pid)])) for _ in range(16)]
+        assert [server.wait(pid, DEADLINE) for pid in pids] == [0] * 16
+        assert imports.read_text() == f"{server.pid}\n"
+
+
+def test_torch_is_there_and_random_numbers_differ(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    script = write(
+        """
+        import sys
+        assert "torch" in sys.modules
+        import numpy, random, torch
+        print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
+        """
+    )
+    with (
+        ForkServer(preload=["torch", "numpy.random"], env=marked.env) as server,
+        open(tmp_path / "out", "w") as out,
+    ):
+        for _ in range(3):
+            pid = server.spawn(Task.script(script), stdout=out.fileno())
+            # Safe to fork: OpenBLAS, numpy's, ends its threads just before each fork.
+            assert os.listdir(f"/proc/{server.pid}/task") == [str(server.pid)]
+            assert server.wait(pid, DEADLINE) == 0
+    numbers = (tmp_path / "out").read_text().split()
+    assert len(set(numbers)) == len(numbers) == 12
+
+
+def test_module_that_cannot_be_imported_is_left_to_the_children(marked: Any) -> None:
+    with ForkServer(preload=["no_such_module", "json"], env=marked.env) as server:
+        assert server.preloaded == ["json"]
+
+
+def test_preload_that_starts_a_thread_is_refused(write: Write, tmp_path: Path, marked: Any) -> None:
+    write("import threading, time; threading.Thread(target=time.sleep, args=[99]).start()", "t.py")
+    server = ForkServer(preload=["t"], env=marked.env, sys_path=path_with(tmp_path))
+    with pytest.raises(LaunchError, match=r"1 thread\(s\) were started by importing \['t'\]"):
+        server.start()
+
+
+def test_start_is_bounded(write: Write, tmp_path: Path, marked: Any) -> None:
+    write("import time; time.sleep(1000)", "slow.py")
+    server = ForkServer(
+        preload=["slow"], env=marked.env, sys_path=path_with(tmp_path), start_timeout=0.5
+    )
+    with pytest.raises(LaunchError, match="did not answer within"):
+        server.start()
+    assert not marked.pids()
+
+
+def test_interpreter_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ServerDied):
+        ForkServer().start()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(LaunchError, match="could not start the fork server"):
+        ForkServer().start()
+
+
+def test_many_exits_that_nobody_reads_block_nothing(marked: Any, until: Until) -> None:
+    with ForkServer(preload=[], env=marked.env) as server:
+        pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
+        until(lambda: len(marked.pids()) == 1, "all children have ended")
+        assert server.send_signal(min(pids), signal.SIGTERM) is False  # it still answers
+        found: set[int] = set()
+        while found != pids:
+            news = server.exits(timeout=DEADLINE)
+            assert news
+            found.update(each.pid for each in news)
+
+
+def test_module_beside_the_script_wins_over_a_preloaded_one(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("mine = True", "queue.py")
+    script = write(
+        "import os, queue, sys; print(queue.mine, os.getppid() == int(sys.argv[1]), sys.argv[2])"
+    )
+    with (
+        ForkServer(preload=["queue", "json"], env=marked.env) as server,
+        open(tmp_path / "out", "w") as out,
+    ):
+        task = Task.script(script, [str(server.pid), "last"])
+        pid = server.spawn(task, stdout=out.fileno(), stderr=out.fileno())
+        assert server.wait(pid, DEADLINE) == 0
+    *notice, line = (tmp_path / "out").read_text().splitlines()
+    assert line == "True True last"
+    assert len(notice) == 1
+    assert "queue beside the program hides a module" in notice[0]
+
+
+def test_module_beside_the_script_that_is_the_preloaded_one_is_fine(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("", "heavy.py")
+    script = write("import sys; sys.exit(0 if 'heavy' in sys.modules else 1)")
+    with ForkServer(preload=["heavy"], env=marked.env, sys_path=path_with(tmp_path)) as server:
+        assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
+
+
+def test_children_die_with_the_server(marked: Any, until: Until) -> None:
+    with ForkServer(preload=[], env=marked.env) as server:
+        server.spawn(Task.function("time:sleep", 1000))
+        path = server.make_directory()
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerDied, match="was it killed"):
+            server.exits(timeout=DEADLINE)
+        with pytest.raises(ServerDied):
+            server.spawn(Task.function("time:sleep", 1000))
+        until(lambda: not marked.pids(), "the child is dead")
+    assert not os.path.exists(path)
+
+
+def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until) -> None:
+    child = write(
+        """
+        import signal, subprocess, sys
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        command = [sys.executable, "-c", "input('started\\\\n')"]
+        subprocess.run(command, stdin=subprocess.PIPE, start_new_session=True)
+        """,
+        "child.py",
+    )
+    owner = write(
+        f"""
+        import time
+        from zrpc.launch import Task
+        from zrpc.launch.forkserver import ForkServer
+        with ForkServer(preload=[]) as server:
+            print(server.make_directory(), flush=True)
+            server.spawn(Task.script({child!r}))
+            time.sleep(1000)
+        """,
+        "owner.py",
+    )
+    with subprocess.Popen(
+        [sys.executable, owner], stdout=subprocess.PIPE, env=marked.env, text=True
+    ) as process:
+        assert process.stdout is not None
+        directory = process.stdout.readline().strip()
+        assert process.stdout.readline() == "started\n"
+        assert len(marked.pids()) == 4
+        assert os.path.isdir(directory)
+        process.kill()
+    until(lambda: not marked.pids(), "all processes are gone")
+    assert not os.path.exists(directory)
+
+
+def test_orphan_of_a_child_is_killed_when_the_server_closes(write: Write, marked: Any) -> None:
+    script = write(
+        """
+        import subprocess, sys
+        command = [sys.executable, "-c", "input('started\\\\n')"]
+        child = subprocess.Popen(command, stdin=-1, stdout=-1, start_new_session=True)
+        child.stdout.readline()
+        child.stdin.detach()  # so that it reads on
+        """
+    )
+    with ForkServer(preload=[], env=marked.env) as server:
+        assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
+
+
+def test_descriptor_number_in_use_in_the_server_is_refused(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("import os; os.dup2(0, 99)", "opens.py")
+    reading, writing = os.pipe()
+    taken = os.dup2(reading, 99)
+    try:
+        with ForkServer(preload=["opens"], env=marked.env, sys_path=path_with(tmp_path)) as server:
+            with pytest.raises(LaunchError, match=r"descriptor 99 .* os\.dup"):
+                server.spawn(Task.function("os:getpid"), pass_fds=[taken])
+            assert server.wait(server.spawn(Task.function("builtins:int", 0)), DEADLINE) == 0
+    finally:
+        for fd in (reading, writing, taken):
+            os.close(fd)
+
+
+def test_missing_directory_is_refused(marked: Any) -> None:
+    with (
+        ForkServer(preload=[], env=marked.env) as server,
+        pytest.raises(LaunchError, match="'/no/such'"),
+    ):
+        server.spawn(Task.function("os:getpid").within(cwd="/no/such"))
