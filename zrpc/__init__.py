@@ -1,1 +1,98 @@
-"""zrpc."""
+"""zrpc: broker-less messaging for PyTorch on ZeroMQ.
+
+It has the interface of ``torch.distributed.rpc``: replace ``import torch.distributed.rpc as
+rpc`` by ``import zrpc as rpc``.
+
+Names are loaded when they are first used, so that ``import zrpc`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zrpc import api as api
+    from zrpc import backend_registry as backend_registry
+    from zrpc import functions as functions
+    from zrpc import options as options
+    from zrpc.agent import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
+    from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
+    from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
+    from zrpc.api import _wait_all as _wait_all
+    from zrpc.api import get_rpc_timeout as get_rpc_timeout
+    from zrpc.api import get_worker_info as get_worker_info
+    from zrpc.api import init_rpc as init_rpc
+    from zrpc.api import is_available as is_available
+    from zrpc.api import remote as remote
+    from zrpc.api import rpc_async as rpc_async
+    from zrpc.api import rpc_sync as rpc_sync
+    from zrpc.api import shutdown as shutdown
+    from zrpc.backend_registry import BackendType as BackendType
+    from zrpc.errors import NotInitializedError as NotInitializedError
+    from zrpc.errors import OwnerDied as OwnerDied
+    from zrpc.errors import ProtocolError as ProtocolError
+    from zrpc.errors import RemoteError as RemoteError
+    from zrpc.errors import RendezvousError as RendezvousError
+    from zrpc.errors import RpcError as RpcError
+    from zrpc.errors import RpcTimeoutError as RpcTimeoutError
+    from zrpc.errors import SerializationError as SerializationError
+    from zrpc.errors import WorkerDied as WorkerDied
+    from zrpc.futures import Future as Future
+    from zrpc.options import RpcBackendOptions as RpcBackendOptions
+    from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
+    from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
+    from zrpc.rref.rref import RRef as RRef
+    from zrpc.worker_info import WorkerInfo as WorkerInfo
+
+_MODULES = ("api", "backend_registry", "errors", "functions", "options")
+_NAMES = {
+    "zrpc.agent": ("UNSET_RPC_TIMEOUT",),
+    "zrpc.api": (
+        "_is_current_rpc_agent_set",
+        "_set_rpc_timeout",
+        "_wait_all",
+        "get_rpc_timeout",
+        "get_worker_info",
+        "init_rpc",
+        "is_available",
+        "remote",
+        "rpc_async",
+        "rpc_sync",
+        "shutdown",
+    ),
+    "zrpc.backend_registry": ("BackendType",),
+    "zrpc.errors": (
+        "NotInitializedError",
+        "OwnerDied",
+        "ProtocolError",
+        "RemoteError",
+        "RendezvousError",
+        "RpcError",
+        "RpcTimeoutError",
+        "SerializationError",
+        "WorkerDied",
+    ),
+    "zrpc.futures": ("Future",),
+    "zrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions", "ZmqRpcBackendOptions"),
+    "zrpc.rref.rref": ("RRef",),
+    "zrpc.worker_info": ("WorkerInfo",),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted([*_MODULES, *(name for name in _HOME if not name.startswith("_"))])  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"zrpc.{name}")
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'zrpc' has no attribute {name!r}")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

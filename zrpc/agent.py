@@ -90,9 +90,6 @@ class Layer(Protocol):
     def flush(self) -> None:
         """Sends what finalizers have left to send. Called in the I/O thread, often."""
 
-    def settle(self) -> None:
-        """The worker begins a graceful shutdown: let go of what others hold for it."""
-
     def close(self) -> None:
         """The agent closes; nothing can be sent any more."""
 
@@ -279,6 +276,23 @@ class Agent:
         self._send_call(call, message)
         return future
 
+    def call_notify(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        extension: tuple[int, bytes],
+        on_settled: Callable[[PendingCall], None],
+    ) -> None:
+        """Sends a request; ``on_settled(call)`` is called when there is an outcome.
+
+        That is in the I/O thread or in the one that calls this, and must be short.
+        """
+        call, message = self._prepare(to, kind, obj, timeout, extension, None)
+        call.on_settled = on_settled
+        self._send_call(call, message)
+
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
         """Sends a message that has no answer; does nothing where the peer or we are gone."""
         if rank in self.membership.lost:
@@ -320,12 +334,12 @@ class Agent:
     ) -> tuple[PendingCall, Message]:
         if self._closed:
             raise _not_initialized()
+        timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
         encoder = self.encoder(to.id)
         if extension is not None:
             encoder.extension(extension[0]).extend(extension[1])
         encoder.pack(obj, message)
-        timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         remaining = remaining_time()
         if remaining is not None:
             timeout = min(timeout or remaining, remaining)
@@ -366,9 +380,13 @@ class Agent:
         self, request: Message, outlet: Outlet, resolve: Callable[[], tuple[Any, Any, Any]]
     ) -> None:
         """Runs a function for a request, in the pool; see `Execution`."""
-        self._executing.add(id(request))
+        self.accept(request)
         execution = Execution(outlet, self._loop, self.pool.submit)
         self.pool.submit(partial(execution.run, request.deadline, resolve))
+
+    def accept(self, request: Message) -> None:
+        """Notes that a request will be answered: until then this worker is not idle."""
+        self._executing.add(id(request))
 
     def answering(self, request: Message) -> Outlet:
         """An outlet that answers the request with the function's outcome."""
@@ -383,7 +401,7 @@ class Agent:
         logger.error("On %s: a call failed", self.worker_info, exc_info=error)
 
     def _on_call(self, request: Message) -> None:
-        self.execute(request, _Answer(self, request), partial(self.unpack, request))
+        self.execute(request, self.answering(request), partial(self.unpack, request))
 
     def _on_answer(self, message: Message) -> None:
         call = self._calls.pop(message.call_id)
@@ -497,8 +515,6 @@ class Agent:
             self.close()
 
     def _terminate(self, timeout: float) -> None:
-        for layer in self.layers:
-            layer.settle()
         self.in_io_thread(self._begin_termination)
         if not self._terminated.wait(timeout or None):
             missing = self._termination.missing if self._termination is not None else []

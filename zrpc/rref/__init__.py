@@ -1,1 +1,1 @@
-"""TBD."""
+"""Remote references: values that stay where they are, counted wherever they are known."""

@@ -44,6 +44,18 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
     _dispatch_table[cls] = reducer
 
 
+class _Pickler(pickle.Pickler):
+    """The C pickler, with our dispatch table."""
+
+    dispatch_table = _dispatch_table
+
+
+class _ByValuePickler(cloudpickle.Pickler):
+    """cloudpickle's, with our dispatch table first."""
+
+    dispatch_table = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+
+
 class Encoder:
     """One message that is being packed.
 
@@ -100,7 +112,7 @@ class Encoder:
 
     def _pickle(self, obj: Any) -> bytes:
         try:
-            body = self._dump(pickle.Pickler, _dispatch_table, obj)
+            body = self._dump(_Pickler, obj)
             if self.same_main or b"__main__" not in body:
                 return body
         except (pickle.PicklingError, AttributeError, TypeError):
@@ -108,19 +120,16 @@ class Encoder:
         self.abort()
         self._start()
         try:
-            table = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
-            return self._dump(cloudpickle.Pickler, table, obj)
+            return self._dump(_ByValuePickler, obj)
         except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
             raise SerializationError(
                 f"expected picklable values, found {type(obj).__name__} that holds one that "
                 f"can't be pickled: {error}"
             ) from error
 
-    def _dump(self, pickler_type: Any, dispatch_table: Any, obj: Any) -> bytes:
+    def _dump(self, pickler: Any, obj: Any) -> bytes:
         file = io.BytesIO()
-        pickler = pickler_type(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._keep_inline)
-        pickler.dispatch_table = dispatch_table
-        pickler.dump(obj)
+        pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._keep_inline).dump(obj)
         return file.getvalue()
 
     def _keep_inline(self, buffer: pickle.PickleBuffer) -> bool:

@@ -1,0 +1,357 @@
+"""The functions that programs call: thin, over the agent of the present context."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zrpc.agent import (
+    UNSET_RPC_TIMEOUT,
+    Agent,
+    Kind,
+    current_agent,
+    default_agent,
+    find_agent,
+    set_default_agent,
+)
+from zrpc.backend_registry import BackendType
+from zrpc.errors import NotInitializedError, RendezvousError, RpcError
+from zrpc.futures import Future
+from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
+from zrpc.rendezvous import connect_store, resolve_rank
+from zrpc.rref.rref import RRef, plug_in
+from zrpc.worker_info import WorkerInfo
+
+__all__ = [
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+    "start_agent",
+]
+
+T = TypeVar("T")
+To = str | int | WorkerInfo
+Args = Sequence[Any] | None
+Kwargs = Mapping[str, Any] | None
+
+# Held during init_rpc: one at a time.
+_init_lock = threading.Lock()
+_collected = threading.local()
+
+
+def is_available() -> bool:
+    """Whether this build of torch has what zrpc needs of ``torch.distributed``."""
+    return dist.is_available()
+
+
+def start_agent(
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    store: dist.Store,
+    options: ZmqRpcBackendOptions | None = None,
+    init_method: str = "",
+) -> Agent:
+    """Starts an agent with all that zrpc has, without making it the process's default.
+
+    For several workers in one process, as tests have them; see `zrpc.testing`. The arguments
+    and errors are those of `Agent.start`.
+    """
+    return Agent.start(
+        name,
+        rank=rank,
+        world_size=world_size,
+        store=store,
+        options=options,
+        layers=[plug_in],
+        init_method=init_method,
+    )
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Joins this process to a mesh of workers; returns when all of them are there.
+
+    Args:
+        name: this worker's name, unlike all others': letters, digits, ``-``, ``_`` and ``:``,
+            at most 127 characters.
+        backend: there is only one; accepted for existing scripts.
+        rank: this worker's number, from 0. Default: the environment variable ``RANK``.
+        world_size: how many workers there are. Default: ``WORLD_SIZE``.
+        rpc_backend_options: threads, timeouts, and where the workers meet. Default:
+            `ZmqRpcBackendOptions`, which meets by ``MASTER_ADDR`` and ``MASTER_PORT``.
+
+    Raises:
+        RendezvousError: the master can't be reached, ranks are missing, a name or a rank is
+            there twice, or the workers disagree about the world's size, each within
+            ``init_timeout`` seconds. It can be tried again.
+        RuntimeError: RPC is already initialized, or the name has a form that isn't allowed.
+        ValueError: the rank does not fit the world size.
+        TypeError: ``backend`` or the options are of another type.
+
+    Example:
+        >>> import zrpc as rpc
+        >>> rpc.init_rpc("worker0", rank=0, world_size=1)  # doctest: +SKIP
+        >>> rpc.rpc_sync("worker0", max, args=(1, 2))  # doctest: +SKIP
+        2
+        >>> rpc.shutdown()  # doctest: +SKIP
+
+    See also ``torch.distributed.rpc.init_rpc``.
+    """
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    options = rpc_backend_options if rpc_backend_options is not None else ZmqRpcBackendOptions()
+    if not isinstance(options, ZmqRpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of ZmqRpcBackendOptions, but got "
+            f"{type(options).__name__}"
+        )
+    with _init_lock:
+        if find_agent() is not None:
+            raise RpcError("RPC is already initialized")
+        WorkerInfo(name, 0)  # checks the name before anybody waits
+        rank, world_size = resolve_rank(options.init_method, rank, world_size)
+        agent = _join(name, rank, world_size, options)
+        set_default_agent(agent)
+    atexit.unregister(_shutdown_at_exit)
+    atexit.register(_shutdown_at_exit)
+
+
+def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) -> Agent:
+    """Connects to the store and starts the agent; anew where the store's host goes away.
+
+    The store of a mesh that just shut down may still answer while its host closes it.
+    """
+    deadline = time.monotonic() + options.init_timeout
+    while True:
+        left = deadline - time.monotonic()
+        store = connect_store(options.init_method, rank, world_size, max(left, 0.001))
+        store.set_timeout(timedelta(seconds=options.init_timeout))
+        try:
+            return start_agent(
+                name,
+                rank=rank,
+                world_size=world_size,
+                store=store,
+                options=options,
+                init_method=options.init_method,
+            )
+        except RendezvousError as error:
+            connection_lost = isinstance(error.__cause__, dist.DistNetworkError)
+            if not connection_lost or time.monotonic() > deadline:
+                raise
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leaves the mesh; afterwards nothing of it is left in this process. Idempotent.
+
+    Args:
+        graceful: wait until all workers have called this and nothing is under way: no call,
+            nested ones included, and no reference count. Otherwise this worker leaves at once,
+            and what its peers have under way to it fails.
+        timeout: of that wait, in seconds; 0 means none. Workers that die are not waited for.
+
+    Raises:
+        RpcTimeoutError: the others did not come in time; this worker has left all the same.
+        NotInitializedError: `init_rpc` was never called.
+
+    Where a program ends without it, it is called then: gracefully, or not where an exception
+    ends the program.
+
+    See also ``torch.distributed.rpc.shutdown``.
+    """
+    agent = find_agent()
+    if agent is None:
+        if default_agent() is None:
+            current_agent()  # raises
+        return
+    agent.shutdown(graceful, timeout)
+
+
+def _shutdown_at_exit() -> None:
+    agent = default_agent()
+    if agent is not None:
+        failed = getattr(sys, "last_type", None) is not None
+        with contextlib.suppress(KeyboardInterrupt):
+            agent.shutdown(graceful=not failed)
+
+
+def _forget_in_child() -> None:
+    # The threads and sockets of the parent's agent are not the child's.
+    set_default_agent(None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def rpc_sync(
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Runs ``func(*args, **kwargs)`` on another worker, and waits for its result.
+
+    Args:
+        to: the worker's name, rank or `WorkerInfo`; this worker too.
+        func: any callable: a torch operator, a function, a class, a bound method, a lambda or
+            closure, a TorchScript function, an ``async def`` function, or one marked with
+            `zrpc.functions.async_execution`.
+        args: its positional arguments. Tensors are copied when they are sent.
+        kwargs: its keyword arguments.
+        timeout: seconds; 0 for none. Default: ``rpc_timeout`` of the options. In a handler it
+            is never longer than what its own caller still waits.
+
+    Returns:
+        What ``func`` returned.
+
+    Raises:
+        RpcTimeoutError: it took longer; ``func`` may run on.
+        WorkerDied: the worker is gone.
+        SerializationError: an argument or the result can't be pickled.
+        NotInitializedError: there is no agent.
+        ValueError: ``to`` is neither name, rank nor WorkerInfo.
+        RpcError: there is no such worker.
+        Exception: what ``func`` raised, of its own type, caused by a `RemoteError` with the
+            remote traceback.
+
+    May be called from any thread, handlers included.
+
+    Example:
+        >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+        tensor([4., 4.])
+
+    See also ``torch.distributed.rpc.rpc_sync``.
+    """
+    agent = current_agent()
+    body = _body(func, args, kwargs)
+    return agent.call(agent.membership.find(to), Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+
+
+def rpc_async(
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Runs ``func(*args, **kwargs)`` on another worker, and returns a `Future` at once.
+
+    Arguments and errors are those of `rpc_sync`; what comes after the sending is raised by the
+    future. An error of a future that nobody asks is logged.
+
+    Example:
+        >>> futures = [rpc_async("worker1", torch.mul, args=(torch.ones(1), i)) for i in range(3)]
+        >>> torch.futures.wait_all(futures)
+        [tensor([0.]), tensor([1.]), tensor([2.])]
+
+    See also ``torch.distributed.rpc.rpc_async``.
+    """
+    agent = current_agent()
+    body = _body(func, args, kwargs)
+    future: Future[T] = agent.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
+    futures = getattr(_collected, "futures", None)
+    if futures is not None:
+        futures.append(future)
+    return future
+
+
+def remote(
+    to: To,
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Runs ``func(*args, **kwargs)`` on another worker, and returns an `RRef` at once.
+
+    The result stays at that worker, its owner. Arguments are those of `rpc_sync`. Should the
+    function fail, or take longer than ``timeout``, the RRef tells when it is used.
+
+    Example:
+        >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
+        >>> rref.to_here()
+        tensor([4., 4.])
+
+    See also ``torch.distributed.rpc.remote``.
+    """
+    agent = current_agent()
+    body = _body(func, args, kwargs)
+    return RRef._create(agent, agent.membership.find(to), body, timeout)
+
+
+def _body(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    if not callable(func):
+        raise TypeError("function should be callable.")
+    return func, tuple(args) if args else (), dict(kwargs) if kwargs else {}
+
+
+def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
+    """The `WorkerInfo` of a worker, or of this one where no name is given.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        RpcError: there is no such worker.
+    """
+    agent = current_agent()
+    return agent.worker_info if worker_name is None else agent.membership.find(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of calls, in seconds; 0 means none."""
+    return _agent_with_timeout().rpc_timeout
+
+
+def _set_rpc_timeout(timeout: float) -> None:
+    """Sets the default timeout of this worker's calls, in seconds; 0 means none."""
+    _agent_with_timeout().rpc_timeout = checked_timeout("rpc_timeout", timeout)
+
+
+def _agent_with_timeout() -> Agent:
+    agent = find_agent()
+    if agent is None:
+        raise NotInitializedError(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling "
+            "zrpc.init_rpc)?"
+        )
+    return agent
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return find_agent() is not None
+
+
+@contextlib.contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits at its end for all futures that `rpc_async` returned in it, in this thread."""
+    _collected.futures = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_collected.futures)
+        finally:
+            del _collected.futures

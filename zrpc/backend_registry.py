@@ -1,0 +1,24 @@
+"""What existing scripts ask of ``torch.distributed.rpc.backend_registry``: there is one back end."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from zrpc.options import ZmqRpcBackendOptions
+
+__all__ = ["BackendType", "construct_rpc_backend_options"]
+
+
+class BackendType(Enum):
+    """The back ends: ZeroMQ, also under the name that scripts for torch use."""
+
+    ZMQ = "ZMQ"
+    TENSORPIPE = "ZMQ"
+
+
+def construct_rpc_backend_options(
+    backend: BackendType, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
+) -> ZmqRpcBackendOptions:
+    """The options of a back end; see `zrpc.ZmqRpcBackendOptions`."""
+    return ZmqRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)

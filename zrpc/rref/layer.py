@@ -1,0 +1,345 @@
+"""RRefs of one agent: the values that it owns, and the reference count's messages."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from zrpc.agent import Agent, Kind
+from zrpc.errors import OwnerDied
+from zrpc.rref.ids import ForkId, GloballyUniqueId, RRefId
+from zrpc.rref.protocol import Fork, ReferenceMessage, References
+from zrpc.rref.value import OwnedValue
+from zrpc.wire.header import Message
+from zrpc.worker_info import WorkerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zrpc.calls import PendingCall
+
+__all__ = ["FORKS", "RRefLayer", "layer_of"]
+
+# The tag of the extension that lists the forks in a message, and of the one that names the
+# RRef that a message is about.
+FORKS = 1
+SUBJECT = 2
+
+# For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
+_ID = struct.Struct("<IQ")
+
+
+class RRefLayer:
+    """Plugs RRefs into an agent.
+
+    Args:
+        agent: the agent; this layer registers its handlers there.
+        make_handle: makes the handle of a fork that has arrived; the value is given where this
+            worker is the owner.
+
+    Attributes:
+        agent: the agent.
+        dropped: handles that have ended: the value's id, and the fork's id or None for one of
+            the owner's. Finalizers append to it, in any thread and at any moment, even inside
+            of a locked section; so they do nothing else, and the I/O thread does the rest.
+    """
+
+    def __init__(
+        self, agent: Agent, make_handle: Callable[[RRefLayer, Fork, OwnedValue | None], Any]
+    ) -> None:
+        self.agent = agent
+        self._make_handle = make_handle
+        self.rank = agent.worker_info.id
+        self.dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self._numbers = itertools.count()
+        # Guards the two that follow. Nothing is sent and no user code runs under it.
+        self._lock = threading.Lock()
+        self._references = References(self.rank)
+        self._values: dict[RRefId, OwnedValue] = {}
+        self._closed = False
+        agent.register(Kind.REMOTE, self._on_remote)
+        agent.register(Kind.FETCH, self._on_fetch)
+        agent.register(Kind.METHOD, self._on_method)
+        agent.register(Kind.REFERENCE, self._on_reference)
+        agent.register_extension(FORKS, self._receive_forks)
+        agent.register_extension(SUBJECT, lambda _, data: _unpack_ids(data))
+
+    def new_id(self) -> GloballyUniqueId:
+        """An id that nobody else draws."""
+        return GloballyUniqueId(self.rank, next(self._numbers))
+
+    # -- handles -------------------------------------------------------------------------
+
+    def own(self, rref_id: RRefId) -> OwnedValue:
+        """A handle of the owner's comes to be; returns the value that it is for."""
+        with self._lock:
+            self._references.hold(rref_id)
+            return self._value(rref_id)
+
+    def confirmed(self, fork_id: ForkId) -> bool:
+        """Whether the owner lists a fork of ours."""
+        with self._lock:
+            return self._references.listed(fork_id)
+
+    def holders(self, rref_id: RRefId) -> list[WorkerInfo]:
+        """The workers that hold an RRef to a value of ours, once for each of their forks."""
+        with self._lock:
+            ranks = self._references.holders(rref_id)
+        return [self.agent.membership.infos[rank] for rank in ranks]
+
+    def hand_on(self, rref_id: RRefId, parent: ForkId | None, owner: int, to: int) -> Fork:
+        """Makes a child of a handle, for a message to the worker ``to``."""
+        fork = Fork(rref_id, self.new_id(), owner, *([] if parent is None else [parent]))
+        with self._lock:
+            self._references.fork(fork, parent, to)
+        return fork
+
+    def take_back(self, fork: Fork) -> None:
+        """The message with that child is not sent."""
+        with self._lock:
+            self._references.cancel(fork)
+        self._send_outgoing()
+
+    # -- asking the owner ----------------------------------------------------------------
+
+    def create(
+        self,
+        owner: WorkerInfo,
+        body: Any,
+        timeout: float,
+        subject: RRefId | None,
+        on_settled: Callable[[Any], None],
+    ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
+        """Has a value made by a call of a function, or of a method of a value.
+
+        Args:
+            owner: where.
+            body: function (or the method's name), args, kwargs.
+            timeout: seconds; as for any call.
+            subject: the value whose method is called.
+            on_settled: called with the answer when the function has returned or failed, or
+                with the exception that came of the call instead; in the I/O thread.
+
+        Returns:
+            The ids of the value and of our fork, and the value. There is no fork where this
+            worker is the owner, and no value where it is not.
+        """
+        rref_id, fork_id = self.new_id(), self.new_id()
+        own = owner.id == self.rank
+        value = None
+        with self._lock:
+            if own:
+                self._references.hold(rref_id)
+                value = self._value(rref_id)
+            else:
+                self._references.create(rref_id, fork_id, owner.id)
+
+        def settled(call: PendingCall) -> None:
+            outcome = call.claim()
+            if not own and not isinstance(outcome, Exception):
+                with self._lock:
+                    self._references.created(fork_id)
+            on_settled(outcome)
+
+        ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
+        try:
+            self.agent.call_notify(
+                owner, Kind.REMOTE, body, timeout, (SUBJECT, _pack_ids(ids)), settled
+            )
+        except BaseException:
+            with self._lock:
+                if own:
+                    self._references.release(rref_id)
+                else:
+                    self._references.forget(fork_id)
+            self._settle_references()
+            raise
+        return rref_id, None if own else fork_id, value
+
+    def subject(self, rref_id: RRefId) -> tuple[int, bytes]:
+        """The extension of a message that is about a value."""
+        return SUBJECT, _pack_ids([rref_id])
+
+    def check_owner(self, owner: WorkerInfo) -> None:
+        """Raises OwnerDied where the owner of a value is gone."""
+        if owner.id in self.agent.membership.lost:
+            raise OwnerDied(
+                f"worker {owner.name} (rank {owner.id}), which owned the value of this RRef, is "
+                "gone, and the value with it: make it anew on a worker that lives"
+            )
+
+    # -- the handlers, in the I/O thread -------------------------------------------------
+
+    def _on_remote(self, request: Message) -> None:
+        rref_id, fork_id, *subject = self._ids(request)
+        own = request.sender == self.rank
+        with self._lock:
+            value = self._value(rref_id)
+            value.begun = True
+            if not own:
+                self._references.add(rref_id, fork_id, request.sender)
+        self._settle_references()
+        outlet = _Keep(self, request, value)
+        if subject:
+            self._run_method(request, self._find(subject[0]), outlet)
+        else:
+            self.agent.execute(request, outlet, partial(self.agent.unpack, request))
+
+    def _on_fetch(self, request: Message) -> None:
+        value = self._find(*self._ids(request))
+        self.agent.accept(request)
+        value.when_ready(
+            partial(self.agent.pool.submit, partial(self._answer_fetch, request, value))
+        )
+
+    def _answer_fetch(self, request: Message, value: OwnedValue) -> None:
+        """In the pool: pickling may take long, and runs what users wrote."""
+        try:
+            content = value.get()
+        except BaseException as error:
+            self.agent.answer_error(request, error)
+        else:
+            self.agent.answer(request, content)
+
+    def _on_method(self, request: Message) -> None:
+        value = self._find(*self._ids(request))
+        self._run_method(request, value, self.agent.answering(request))
+
+    def _run_method(self, request: Message, value: OwnedValue, outlet: Any) -> None:
+        def resolve() -> tuple[Any, Any, Any]:
+            name, args, kwargs = self.agent.unpack(request)
+            return getattr(value.get(), name), args, kwargs
+
+        # No thread waits for a value that is still to come.
+        self.agent.accept(request)
+        value.when_ready(lambda: self.agent.execute(request, outlet, resolve))
+
+    def _on_reference(self, message: Message) -> None:
+        with self._lock:
+            self._references.handle(message.sender, ReferenceMessage.parse(bytes(message.body)))
+        self._settle_references()
+
+    def _receive_forks(self, sender: int, data: bytes) -> list[Any]:
+        """Makes the handles of a message, even where nobody will unpickle it."""
+        handles = []
+        forks = Fork.unpack_all(data)
+        with self._lock:
+            for fork in forks:
+                self._references.receive(fork, sender)
+                value = self._value(fork.rref_id) if fork.owner == self.rank else None
+                handles.append((fork, value))
+        self._settle_references()
+        return [self._make_handle(self, fork, value) for fork, value in handles]
+
+    # -- the layer -----------------------------------------------------------------------
+
+    def lose(self, rank: int) -> None:
+        """A peer is gone."""
+        with self._lock:
+            self._references.lose(rank)
+            orphans = [
+                value
+                for rref_id, value in self._values.items()
+                if rref_id.created_on == rank and not value.begun
+            ]
+        for value in orphans:
+            value.set(error=OwnerDied("the worker that asked for this value died before it did"))
+        self._settle_references()
+
+    def quiet(self) -> bool:
+        """Whether no message of the reference count is under way on our part."""
+        with self._lock:
+            return self._references.quiet and not self.dropped
+
+    def flush(self) -> None:
+        """Tells the owners what finalizers have noted."""
+        if not self.dropped:
+            return
+        with self._lock:
+            while self.dropped:
+                rref_id, fork_id = self.dropped.popleft()
+                if fork_id is None:
+                    self._references.release(rref_id)
+                else:
+                    self._references.drop(fork_id)
+        self._settle_references()
+
+    def close(self) -> None:
+        """Frees all values; nothing can be sent any more."""
+        self._closed = True
+        with self._lock:
+            values, self._values = self._values, {}
+        values.clear()
+
+    # -- inside --------------------------------------------------------------------------
+
+    def _value(self, rref_id: RRefId) -> OwnedValue:
+        """The value of an id, made where it is the first that is heard of it; under the lock."""
+        value = self._values.get(rref_id)
+        if value is None:
+            value = self._values[rref_id] = OwnedValue()
+        return value
+
+    def _find(self, rref_id: RRefId) -> OwnedValue:
+        with self._lock:
+            return self._value(rref_id)
+
+    def _ids(self, message: Message) -> list[GloballyUniqueId]:
+        ids: list[GloballyUniqueId] = (message.attachments or {})[SUBJECT]
+        return ids
+
+    def _settle_references(self) -> None:
+        """Frees what is free, and sends what is to be sent."""
+        with self._lock:
+            freed = [self._values.pop(i, None) for i in self._references.freed]
+            self._references.freed.clear()
+        if freed and not self._closed:
+            # A value's finalizer is the user's code, so it runs in the pool.
+            self.agent.pool.submit(freed.clear)
+        self._send_outgoing()
+
+    def _send_outgoing(self) -> None:
+        with self._lock:
+            outgoing, self._references.outgoing = self._references.outgoing, []
+        for rank, message in outgoing:
+            self.agent.post(rank, Message(Kind.REFERENCE, body=message.pack()))
+
+
+class _Keep:
+    """Keeps the outcome of an execution as a value here, and tells the caller that it is there."""
+
+    __slots__ = ("_layer", "_request", "_value")
+
+    def __init__(self, layer: RRefLayer, request: Message, value: OwnedValue) -> None:
+        self._layer = layer
+        self._request = request
+        self._value = value
+
+    def value(self, value: Any) -> None:
+        self._value.set(value)
+        self._layer.agent.answer(self._request, None)
+
+    def error(self, error: BaseException) -> None:
+        self._layer.agent.log_failure(error)
+        self._value.set(error=error)
+        self._layer.agent.answer(self._request, None)
+
+
+def layer_of(agent: Agent) -> RRefLayer:
+    """The RRef layer of an agent."""
+    for layer in agent.layers:
+        if isinstance(layer, RRefLayer):
+            return layer
+    raise RuntimeError(f"the agent of {agent.worker_info} was started without RRefs")
+
+
+def _pack_ids(ids: list[GloballyUniqueId]) -> bytes:
+    return b"".join(_ID.pack(*i) for i in ids)
+
+
+def _unpack_ids(data: bytes) -> list[GloballyUniqueId]:
+    return [GloballyUniqueId(*row) for row in _ID.iter_unpack(data)]

@@ -1,0 +1,76 @@
+"""A value at its owner: on its way, there, or failed."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from zrpc.errors import RpcTimeoutError
+from zrpc.pool import acquire
+
+__all__ = ["OwnedValue"]
+
+
+class OwnedValue:
+    """What an RRef refers to. All methods may be called from any thread.
+
+    Attributes:
+        begun: whether the call that makes it has arrived; others may ask for it before.
+    """
+
+    __slots__ = ("_error", "_followers", "_gate", "_lock", "_traceback", "_value", "begun")
+
+    def __init__(self) -> None:
+        self.begun = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        # Open once there is a value or an error.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        # Guards the followers; they are called without it.
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[], None]] | None = []
+
+    def set(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Settles what the value is, once, and calls those that wait for it."""
+        with self._lock:
+            followers, self._followers = self._followers, None
+            if followers is None:
+                return
+            self._value, self._error = value, error
+            if error is not None:
+                self._traceback = error.__traceback__
+                # The frames' variables would live as long as the RRef.
+                traceback.clear_frames(self._traceback)
+            self._gate.release()
+        for follower in followers:
+            follower()
+
+    def when_ready(self, follower: Callable[[], None]) -> None:
+        """Calls ``follower()`` once there is a value or an error, at once where there is."""
+        with self._lock:
+            if self._followers is not None:
+                self._followers.append(follower)
+                return
+        follower()
+
+    def get(self, timeout: float = 0) -> Any:
+        """The value itself, waited for, or the error that there is instead.
+
+        Args:
+            timeout: seconds; 0 means none.
+
+        Raises:
+            RpcTimeoutError: the timeout passed first.
+        """
+        if not acquire(self._gate, timeout or -1):
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) and will now be "
+                "marked with an error: the RRef's value is not made yet"
+            )
+        self._gate.release()
+        if self._error is not None:
+            raise self._error.with_traceback(self._traceback)
+        return self._value
