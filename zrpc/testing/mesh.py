@@ -242,12 +242,14 @@ class Mesh:
         return _labelled(workers, left)
 
     def _end(self, by_force: bool) -> list[str]:
-        if by_force:
-            self.abort(RuntimeError("the mesh is shut down"))
         end = time.monotonic() + (_DIES_WITHIN if by_force else _ENDS_WITHIN)
         left = []
         for worker in self._workers:
             worker.fail(RuntimeError("the mesh is shut down"))
+            if by_force:
+                worker.end()
+            worker.dismiss()
+        for worker in self._workers:
             left.append(worker.close(max(0.0, end - time.monotonic())))
         return _labelled(self._workers, left) + (self._clean_up() if self._clean_up else [])
 

@@ -138,7 +138,6 @@ class ProcessWorker(Worker):
         self._stacks_path = home / f"{name}.stacks"
         self._pid: int | None = None
         self._killed = False
-        self._closing = False
         self._shown = 0  # how much of the output new_output() has returned
         self._kept_output = ""  # all of it, once the file is gone
         self._exit: int | None = None
@@ -240,6 +239,12 @@ class ProcessWorker(Worker):
         """Kills the process; does not wait for its death."""
         self._signal(signal.SIGKILL)
 
+    def dismiss(self) -> None:
+        """Ends the process once it has done what it was told to."""
+        if self._pid is not None:
+            with contextlib.suppress(OSError), self._sending:
+                self._connection.send_bytes(pickle.dumps(("exit",)))
+
     def close(self, timeout: float) -> list[str]:
         """Waits for the process's end, by force after ``timeout`` seconds; frees what it holds.
 
@@ -248,9 +253,6 @@ class ProcessWorker(Worker):
         """
         if self._pid is None:
             return []
-        self._closing = True
-        with contextlib.suppress(OSError), self._sending:
-            self._connection.send_bytes(pickle.dumps(("exit",)))
         self._reader.join(timeout)
         left = []
         if self._reader.is_alive():

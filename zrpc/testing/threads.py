@@ -36,10 +36,9 @@ def thread_workers(spec: MeshSpec) -> list[Worker]:
 
 def _import_core() -> None:
     """Imports it here, not in N threads at once; what libraries keep open is theirs."""
-    if "zrpc.agent" not in sys.modules:
+    if "zrpc.api" not in sys.modules:
         with lasting():
-            import zrpc.agent
-            import zrpc.options  # noqa: F401
+            import zrpc.api  # noqa: F401
 
 
 class ThreadWorker(Worker):
@@ -114,13 +113,16 @@ class ThreadWorker(Worker):
             )
             self._closer.start()
 
+    def dismiss(self) -> None:
+        """Ends the worker's thread once it has done what it was told to."""
+        self._tasks.put(None)
+
     def close(self, timeout: float) -> list[str]:
         """Waits for the end of the worker's thread.
 
         Returns:
             Nothing: what is left behind is left in this process, where the test looks.
         """
-        self._tasks.put(None)
         for thread in (self._closer, self._thread):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout)
@@ -136,10 +138,10 @@ class ThreadWorker(Worker):
         return future
 
     def _start(self) -> None:
-        from zrpc.agent import Agent
+        from zrpc.api import start_agent
         from zrpc.options import ZmqRpcBackendOptions
 
-        agent = Agent.start(
+        agent = start_agent(
             self.name,
             rank=self.rank,
             world_size=self._spec.workers,

@@ -69,8 +69,15 @@ class Worker(ABC):
         """Ends what the worker is doing, by force where that is possible; does not block."""
 
     @abstractmethod
+    def dismiss(self) -> None:
+        """Tells the worker to end when it has done what it was told before; does not block."""
+
+    @abstractmethod
     def close(self, timeout: float) -> list[str]:
-        """Waits for its end, at most about ``timeout`` seconds, and frees what it holds.
+        """Waits for its end, which has been asked for; frees what it holds.
+
+        Args:
+            timeout: seconds to wait; then it is ended by force where that is possible.
 
         Returns:
             What its end has left behind, described.
