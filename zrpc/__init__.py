@@ -80,7 +80,7 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted([*_MODULES, *(name for name in _HOME if not name.startswith("_"))])  # noqa: PLE0605
+__all__ = sorted([*_MODULES, *(name for name in _HOME if not name.startswith("_"))])
 
 
 def __getattr__(name: str) -> Any:

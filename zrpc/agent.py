@@ -12,42 +12,37 @@ messages of their own kinds, and are told when a peer is lost and when the agent
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import os
-import secrets
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import IntEnum
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 import zmq
+from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls
-from zrpc.errors import NotInitializedError, ProtocolError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.current import as_current, context_of, not_initialized
+from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop
 from zrpc.execution import Execution, Outlet, remaining_time
 from zrpc.futures import Future
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_pool
-from zrpc.rendezvous import Card, exchange, master_host, meet
-from zrpc.termination import Outgoing, Step, Termination, TerminationMessage
-from zrpc.transport.address import host_key, interface_towards, is_alive, supports_ipc
+from zrpc.termination import Outgoing, Termination, TerminationMessage
+from zrpc.transport.address import is_alive
 from zrpc.transport.network import Network
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message, parse
+from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import Decoder, Encoder
 from zrpc.worker_info import WorkerInfo
 
-__all__ = ["UNSET_RPC_TIMEOUT", "Agent", "Kind", "Layer", "current_agent", "set_default_agent"]
+__all__ = ["UNSET_RPC_TIMEOUT", "Agent", "Layer"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +55,6 @@ _TICK_AT_SHUTDOWN = 0.005
 # How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
 _JOIN_TIMEOUT = 5.0
 _LINGER = 2.0
-
-
-class Kind(IntEnum):
-    """The kinds of messages, by the number in the header."""
-
-    CALL = 1  # (function, args, kwargs): run it and answer
-    RESULT = 2  # the answer
-    ERROR = 3  # the answer where the function failed
-    TERMINATION = 8  # of a graceful shutdown
-    REMOTE = 16  # a call whose result stays with the callee, as an RRef
-    FETCH = 17  # the value of an RRef
-    METHOD = 18  # a call of a method of an RRef's value
-    REFERENCE = 19  # reference counting
 
 
 Handler = Callable[[Message], None]
@@ -95,7 +77,7 @@ class Layer(Protocol):
 
 
 class Agent:
-    """One member of a mesh. Make one with `Agent.start`; several may live in one process.
+    """One member of a mesh. `join_mesh` makes one; several may live in one process.
 
     All methods may be called from any thread unless they say otherwise.
 
@@ -112,7 +94,7 @@ class Agent:
         network: Network,
         membership: Membership,
         options: ZmqRpcBackendOptions,
-        store: dist.Store,
+        store: Store,
     ) -> None:
         self.membership = membership
         self.worker_info = membership.info
@@ -132,8 +114,7 @@ class Agent:
             Kind.TERMINATION: self._on_termination,
         }
         self._extension_handlers: dict[int, Callable[[int, bytes], Any]] = {}
-        self.context = contextvars.Context()
-        self.context.run(_current.set, self)
+        self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
         self._completions = WorkerPool(1, f"{name}-completion", self.context)
@@ -151,67 +132,19 @@ class Agent:
         self._closed = False
         self._stopping = False
 
-    @classmethod
-    def start(
-        cls,
-        name: str,
-        *,
-        rank: int,
-        world_size: int,
-        store: dist.Store,
-        options: ZmqRpcBackendOptions | None = None,
-        layers: Sequence[Callable[[Agent], Layer]] = (),
-        init_method: str = "",
-    ) -> Agent:
-        """Meets the other workers and starts to serve them.
+    def serve(self, layers: Sequence[Layer]) -> None:
+        """Begins to read messages, with these layers plugged in. To be called once."""
+        self.layers.extend(layers)
+        self._io_thread.start()
 
-        Args:
-            name: this worker's name, unlike all others'.
-            rank: from 0 to ``world_size - 1``, unlike all others'.
-            world_size: how many workers there are.
-            store: the store that they all use.
-            options: default: those of `ZmqRpcBackendOptions`.
-            layers: what to plug in before the first message is read.
-            init_method: where the store is, for the choice of a network interface.
+    @property
+    def closed(self) -> bool:
+        """Whether this agent has shut down, or is about to."""
+        return self._closed
 
-        Raises:
-            RendezvousError: the others did not come within ``options.init_timeout`` seconds,
-                or don't fit together.
-            RuntimeError: the name has a form that is not allowed.
-        """
-        options = options or ZmqRpcBackendOptions()
-        info = WorkerInfo(name, rank)
-        ipc = supports_ipc() and options.transport != "tcp"
-        token = secrets.token_hex(16)
-        network = Network(Card.identity_of(token), rank, world_size, ipc)
-        try:
-            card = Card(
-                name=info.name,
-                rank=rank,
-                world_size=world_size,
-                token=token,
-                host_key=host_key(),
-                directory=str(network.directory.path) if network.directory else "",
-                main=_main_key(),
-            )
-            membership = Membership(meet(store, card, options.init_timeout), rank)
-            network.connect(_endpoints(network, membership, store, options, init_method))
-            agent = cls(network, membership, options, store)
-        except BaseException:
-            network.close(linger=0, lost=())
-            raise
-        agent.layers.extend(layer(agent) for layer in layers)
-        agent._io_thread.start()
-        return agent
-
-    @contextmanager
-    def as_current(self) -> Iterator[Agent]:
+    def as_current(self) -> AbstractContextManager[Agent]:
         """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""
-        token = _current.set(self)
-        try:
-            yield self
-        finally:
-            _current.reset(token)
+        return as_current(self)
 
     # -- plugging in ---------------------------------------------------------------------
 
@@ -333,7 +266,7 @@ class Agent:
         holds: Any,
     ) -> tuple[PendingCall, Message]:
         if self._closed:
-            raise _not_initialized()
+            raise not_initialized()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
         encoder = self.encoder(to.id)
@@ -352,7 +285,7 @@ class Agent:
         try:
             self._network.send(call.peer, message.first_frame(), message.buffers)
         except zmq.ZMQError:
-            self._fail_calls(_not_initialized)
+            self._fail_calls(not_initialized)
         if call.peer in self.membership.lost:
             self._fail_calls(partial(self._died, call.peer), call.peer)
 
@@ -590,86 +523,3 @@ class _Answer:
     def error(self, error: BaseException) -> None:
         self._agent.log_failure(error)
         self._agent.answer_error(self._request, error)
-
-
-_current: contextvars.ContextVar[Agent] = contextvars.ContextVar("zrpc_agent")
-_default: Agent | None = None
-
-
-def set_default_agent(agent: Agent | None) -> None:
-    """Makes ``agent`` the one of all threads of this process that have no other."""
-    global _default
-    _default = agent
-
-
-def default_agent() -> Agent | None:
-    """The process's default agent."""
-    return _default
-
-
-def find_agent() -> Agent | None:
-    """The agent of this context, or the process's default, where there is one that serves."""
-    agent = _current.get(None) or _default
-    return agent if agent is not None and not agent._closed else None
-
-
-def current_agent() -> Agent:
-    """The agent of this context, or the process's default.
-
-    Raises:
-        NotInitializedError: there is none, or it has shut down.
-    """
-    agent = _current.get(None) or _default
-    if agent is None or agent._closed:
-        raise _not_initialized()
-    return agent
-
-
-def _not_initialized() -> NotInitializedError:
-    return NotInitializedError("RPC has not been initialized. Call zrpc.init_rpc first.")
-
-
-def _main_key() -> str:
-    """What ``__main__`` is: the same string where the same script or module runs."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        return f"-m {spec.name}"
-    file = getattr(main, "__file__", None)
-    return os.path.realpath(file) if file else f"process {_PROCESS_TOKEN}"
-
-
-_PROCESS_TOKEN = secrets.token_hex(8)
-
-
-def _endpoints(
-    network: Network,
-    membership: Membership,
-    store: dist.Store,
-    options: ZmqRpcBackendOptions,
-    init_method: str,
-) -> list[str]:
-    """Where each worker can be reached; listens on tcp where any pair of workers needs that."""
-    cards = membership.cards
-    endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
-    if all(card.directory for card in cards) and len({card.host_key for card in cards}) == 1:
-        return endpoints
-    if options.transport == "ipc":
-        hosts = sorted({card.host_key.split("/")[0] for card in cards})
-        raise RpcError(
-            f"transport='ipc' needs all workers on one host with one directory for sockets, "
-            f"but they are on {len(hosts)} hosts, or see different ones"
-        )
-    host = master_host(init_method) if init_method else "127.0.0.1"
-    mine = network.listen_tcp(interface_towards(host))
-    tcp = exchange(store, list(cards), membership.rank, mine, options.init_timeout)
-    if not all("://127." in endpoint or "://[::1]" in endpoint for endpoint in tcp):
-        logger.warning(
-            "%s talks to other hosts over tcp without encryption: whoever can read or write "
-            "that network can run code here; use it in networks that you trust",
-            membership.info,
-        )
-    return [
-        endpoints[card.rank] if membership.shares_host(card.rank) else tcp[card.rank]
-        for card in cards
-    ]

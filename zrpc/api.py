@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -13,23 +12,19 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import DistNetworkError, Store
+from torch.distributed import is_available as is_distributed_available
 
-from zrpc.agent import (
-    UNSET_RPC_TIMEOUT,
-    Agent,
-    Kind,
-    current_agent,
-    default_agent,
-    find_agent,
-    set_default_agent,
-)
+from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
 from zrpc.backend_registry import BackendType
+from zrpc.current import current_agent, default_agent, find_agent, set_default_agent
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
 from zrpc.futures import Future
+from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.rendezvous import connect_store, resolve_rank
 from zrpc.rref.rref import RRef, plug_in
+from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 
 __all__ = [
@@ -56,7 +51,7 @@ _collected = threading.local()
 
 def is_available() -> bool:
     """Whether this build of torch has what zrpc needs of ``torch.distributed``."""
-    return dist.is_available()
+    return is_distributed_available()
 
 
 def start_agent(
@@ -64,16 +59,16 @@ def start_agent(
     *,
     rank: int,
     world_size: int,
-    store: dist.Store,
+    store: Store,
     options: ZmqRpcBackendOptions | None = None,
     init_method: str = "",
 ) -> Agent:
     """Starts an agent with all that zrpc has, without making it the process's default.
 
     For several workers in one process, as tests have them; see `zrpc.testing`. The arguments
-    and errors are those of `Agent.start`.
+    and errors are those of `join_mesh`.
     """
-    return Agent.start(
+    return join_mesh(
         name,
         rank=rank,
         world_size=world_size,
@@ -158,7 +153,7 @@ def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) 
                 init_method=options.init_method,
             )
         except RendezvousError as error:
-            connection_lost = isinstance(error.__cause__, dist.DistNetworkError)
+            connection_lost = isinstance(error.__cause__, DistNetworkError)
             if not connection_lost or time.monotonic() > deadline:
                 raise
 
@@ -195,15 +190,6 @@ def _shutdown_at_exit() -> None:
         failed = getattr(sys, "last_type", None) is not None
         with contextlib.suppress(KeyboardInterrupt):
             agent.shutdown(graceful=not failed)
-
-
-def _forget_in_child() -> None:
-    # The threads and sockets of the parent's agent are not the child's.
-    set_default_agent(None)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def rpc_sync(

@@ -1,4 +1,4 @@
-"""What existing scripts ask of ``torch.distributed.rpc.backend_registry``: there is one back end."""
+"""What scripts ask of ``torch.distributed.rpc.backend_registry``: there is one back end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BackendType(Enum):
     """The back ends: ZeroMQ, also under the name that scripts for torch use."""
 
     ZMQ = "ZMQ"
-    TENSORPIPE = "ZMQ"
+    TENSORPIPE = ZMQ
 
 
 def construct_rpc_backend_options(

@@ -73,7 +73,7 @@ class Future(torch.futures.Future[T]):
         future: Future[T] = cls()
         future._decode = decode  # type: ignore[attr-defined]
         future._schedule = schedule  # type: ignore[attr-defined]
-        future._waited_for = False  # type: ignore[attr-defined]
+        future._waited_for = False
         future._call = call
         call.on_settled = future._on_settled
         return future
@@ -132,7 +132,7 @@ class Future(torch.futures.Future[T]):
         self._set_unwrap_func(_Failure(fail).raise_it)
         self.set_result(None)  # type: ignore[arg-type]
 
-    def then(self, callback: Callable[[Any], S]) -> Future[S]:  # type: ignore[override]
+    def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done."""
         result: Future[S] = Future()
 

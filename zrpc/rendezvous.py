@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, rendezvous
 
 from zrpc.errors import RendezvousError
 from zrpc.worker_info import WorkerInfo
@@ -103,7 +103,7 @@ def resolve_rank(init_method: str, rank: int, world_size: int | None) -> tuple[i
     return values["rank"], values["world_size"]
 
 
-def connect_store(init_method: str, rank: int, world_size: int, timeout: float) -> dist.Store:
+def connect_store(init_method: str, rank: int, world_size: int, timeout: float) -> Store:
     """Opens the store that ``init_method`` names; rank 0 hosts it where it needs a host.
 
     Raises:
@@ -121,7 +121,7 @@ def connect_store(init_method: str, rank: int, world_size: int, timeout: float) 
         _await_listener(master, deadline, timeout)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
-        store: dist.Store = next(dist.rendezvous(init_method, rank, world_size, timeout=left))[0]
+        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
             f"worker {rank} can't use the store of {init_method}: {error}"
@@ -170,7 +170,7 @@ def _master(init_method: str) -> tuple[str, int] | None:
     return None
 
 
-def meet(store: dist.Store, card: Card, timeout: float) -> list[Card]:
+def meet(store: Store, card: Card, timeout: float) -> list[Card]:
     """Exchanges cards with all other ranks.
 
     Args:
@@ -197,8 +197,8 @@ def meet(store: dist.Store, card: Card, timeout: float) -> list[Card]:
 class _Meeting:
     """One call of `meet`."""
 
-    def __init__(self, store: dist.Store, card: Card, deadline: float, timeout: float) -> None:
-        self._store = dist.PrefixStore(_PREFIX, store)
+    def __init__(self, store: Store, card: Card, deadline: float, timeout: float) -> None:
+        self._store = PrefixStore(_PREFIX, store)
         self._card = card
         self._deadline = deadline
         self._timeout = timeout
@@ -211,7 +211,7 @@ class _Meeting:
                 raise self._incomplete(keys)
             cards = self._read_cards()
             digest = _digest(cards)
-            self._store.set(f"{digest}/{self._card.rank}", b"1")
+            self._store.set(f"{digest}/{self._card.rank}", "1")
             if self._confirmed(digest, cards):
                 _check(cards, self._card)
                 return cards
@@ -292,11 +292,9 @@ def _other_size(card: Card, mine: Card) -> RendezvousError:
     )
 
 
-def exchange(
-    store: dist.Store, cards: list[Card], rank: int, value: str, timeout: float
-) -> list[str]:
+def exchange(store: Store, cards: list[Card], rank: int, value: str, timeout: float) -> list[str]:
     """A second round among workers that have met: each gives a value, all get all of them."""
-    mesh = dist.PrefixStore(f"{_PREFIX}/{_digest(cards)}", store)
+    mesh = PrefixStore(f"{_PREFIX}/{_digest(cards)}", store)
     mesh.set(f"value/{rank}", value)
     mesh.wait([f"value/{card.rank}" for card in cards], timedelta(seconds=timeout))
     return [mesh.get(f"value/{card.rank}").decode() for card in cards]

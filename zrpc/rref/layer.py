@@ -9,12 +9,13 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from zrpc.agent import Agent, Kind
+from zrpc.agent import Agent
 from zrpc.errors import OwnerDied
 from zrpc.rref.ids import ForkId, GloballyUniqueId, RRefId
 from zrpc.rref.protocol import Fork, ReferenceMessage, References
 from zrpc.rref.value import OwnedValue
 from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:

@@ -44,10 +44,11 @@ from typing import NamedTuple
 from zrpc.errors import ProtocolError
 from zrpc.rref.ids import NO_FORK, ForkId, GloballyUniqueId, RRefId
 
-__all__ = ["Fork", "ReferenceMessage", "References", "Verb"]
+__all__ = ["FORK_SIZE", "Fork", "ReferenceMessage", "References", "Verb"]
 
 _LAYOUT = struct.Struct("<BQIQIQIIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
+FORK_SIZE = _FORK_LAYOUT.size
 
 
 class Verb(IntEnum):
@@ -112,8 +113,6 @@ class Fork(NamedTuple):
     owner: int
     parent_id: ForkId = NO_FORK
 
-    SIZE = _FORK_LAYOUT.size
-
     def pack(self) -> bytes:
         """The fork as bytes."""
         return _FORK_LAYOUT.pack(*self.rref_id, *self.fork_id, self.owner, *self.parent_id)
@@ -128,7 +127,7 @@ class Fork(NamedTuple):
         try:
             rows = list(_FORK_LAYOUT.iter_unpack(data))
         except struct.error as error:
-            raise ProtocolError(f"expected forks of {cls.SIZE} bytes each: {error}") from error
+            raise ProtocolError(f"expected forks of {FORK_SIZE} bytes each: {error}") from error
         unique = GloballyUniqueId
         return [cls(unique(a, b), unique(c, d), e, unique(f, g)) for a, b, c, d, e, f, g in rows]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, NoReturn, TypeVar
 
-from zrpc.agent import UNSET_RPC_TIMEOUT, Agent, Kind, find_agent
+from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
+from zrpc.current import find_agent
 from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.rref.ids import ForkId, RRefId
 from zrpc.rref.layer import FORKS, RRefLayer, layer_of
-from zrpc.rref.protocol import Fork
+from zrpc.rref.protocol import FORK_SIZE, Fork
 from zrpc.rref.proxy import RRefProxy
 from zrpc.rref.value import OwnedValue
+from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import decoder, encoder, register_reducer
 from zrpc.worker_info import WorkerInfo
 
@@ -263,7 +265,7 @@ class RRef(Generic[T]):
 
 
 def plug_in(agent: Agent) -> RRefLayer:
-    """Plugs RRefs into an agent, see `Agent.start`."""
+    """Plugs RRefs into an agent, see `join_mesh`."""
     return RRefLayer(agent, RRef._of_fork)
 
 
@@ -284,7 +286,7 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
     message.undo(lambda: layer.take_back(fork))
     forks = message.extension(FORKS)
     forks.extend(fork.pack())
-    return _receive_rref, (len(forks) // Fork.SIZE - 1,)
+    return _receive_rref, (len(forks) // FORK_SIZE - 1,)
 
 
 def _receive_rref(index: int) -> Any:

@@ -15,6 +15,7 @@ import socket
 import tempfile
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 try:
     import fcntl
@@ -61,8 +62,8 @@ def host_key() -> str:
 class PrivateDirectory:
     """A directory of mode 0700 for one worker's socket, with the lock that says it lives."""
 
-    # The locks of this process, for _after_fork.
-    _open: weakref.WeakSet[PrivateDirectory] = weakref.WeakSet()
+    # Those of this process, for _after_fork.
+    _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         _remove_left_behind(_parent())

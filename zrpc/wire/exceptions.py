@@ -53,7 +53,7 @@ def _pickled(error: BaseException) -> bytes | None:
             # An exception pickles as its type and args, which need not fit its __init__.
             if b"__main__" not in pickled and type(pickle.loads(pickled)) is type(error):
                 return pickled
-        except Exception:  # noqa: S112, PERF203 - the next way, or the text alone
+        except Exception:  # noqa: PERF203 - the next way, or the text alone
             continue
     return None
 

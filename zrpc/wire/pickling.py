@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -24,7 +24,7 @@ from zrpc.errors import SerializationError
 from zrpc.wire.header import Message
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 
-__all__ = ["Decoder", "Encoder", "decoder", "dumps", "encoder", "loads", "register_reducer"]
+__all__ = ["Decoder", "Encoder", "decoder", "encoder", "register_reducer"]
 
 Reducer = Callable[[Any], Any]
 
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
 class _ByValuePickler(cloudpickle.Pickler):
     """cloudpickle's, with our dispatch table first."""
 
-    dispatch_table = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
 
 
 class Encoder:

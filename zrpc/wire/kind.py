@@ -1,0 +1,20 @@
+"""The kinds of messages."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["Kind"]
+
+
+class Kind(IntEnum):
+    """The kinds of messages, by the number in the header."""
+
+    CALL = 1  # (function, args, kwargs): run it and answer
+    RESULT = 2  # the answer
+    ERROR = 3  # the answer where the function failed
+    TERMINATION = 8  # of a graceful shutdown
+    REMOTE = 16  # a call whose result stays with the callee, as an RRef
+    FETCH = 17  # the value of an RRef
+    METHOD = 18  # a call of a method of an RRef's value
+    REFERENCE = 19  # reference counting
