@@ -22,6 +22,7 @@ from zrpc.launch.starter import Starter
 
 DEADLINE = 30.0
 _MARK = "ZRPC_TEST_MARK"
+_PLAIN = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "NO_COLOR", "ZRPC_START_METHOD", "RANK")
 _DRIVER = """\
 import json, sys
 from zrpc.launch import Job, launch
@@ -51,7 +52,8 @@ class Marked:
 
     @property
     def env(self) -> dict[str, str]:
-        return {**os.environ, _MARK: self.value}
+        inherited = {k: v for k, v in os.environ.items() if k not in _PLAIN}
+        return {**inherited, _MARK: self.value}
 
     def pids(self) -> list[int]:
         wanted = f"{_MARK}={self.value}".encode()

@@ -98,18 +98,19 @@ def _open_standard_streams(line_buffered: bool) -> None:
 
 def _text_stream(fd: int, model: TextIO | None, line_buffered: bool) -> TextIO:
     reads = fd == 0
-    # How `python -u` shows, and only on output.
-    unbuffered = isinstance(model, io.TextIOWrapper) and model.write_through and not reads
+    write_through = isinstance(model, io.TextIOWrapper) and model.write_through  # python -u
     mode = "rb" if reads else "wb"
-    raw: Any = open(fd, mode, 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-    (raw if unbuffered else raw.raw).name = ("<stdin>", "<stdout>", "<stderr>")[fd]
+    buffering = 0 if write_through and not reads else -1
+    raw: Any = open(fd, mode, buffering, closefd=False)  # noqa: SIM115
+    getattr(raw, "raw", raw).name = ("<stdin>", "<stdout>", "<stderr>")[fd]
+    flushes_lines = not reads and (line_buffered or fd == 2 or raw.isatty())
     stream = io.TextIOWrapper(
         raw,
         encoding=model.encoding if model else "utf-8",
         errors=model.errors if model else "backslashreplace" if fd == 2 else "surrogateescape",
         newline=None if reads else "\n",
-        line_buffering=not reads and (line_buffered or fd == 2 or raw.isatty()),
-        write_through=unbuffered,
+        line_buffering=flushes_lines and not write_through,
+        write_through=write_through,
     )
     stream.mode = "r" if reads else "w"  # type: ignore[misc]
     return stream

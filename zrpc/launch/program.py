@@ -44,7 +44,7 @@ def _run_script(task: Task) -> None:
     _set_arguments(path, task.argv, [path])
     if _is_bundle(path):  # a directory or zip file with a __main__.py
         _set_main(ModuleType("__main__"))
-        sys.path.insert(0, path)
+        sys.path.insert(0, os.path.abspath(path))
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
     if not getattr(sys.flags, "safe_path", False):
@@ -52,7 +52,9 @@ def _run_script(task: Task) -> None:
     main = ModuleType("__main__")
     absolute = os.path.abspath(path)
     main.__file__ = absolute
-    vars(main).update(__cached__=None, __annotations__={})
+    vars(main).update(__cached__=None)
+    if sys.version_info < (3, 14):  # from then on they come into being when asked for
+        vars(main).update(__annotations__={})
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", absolute)
     _set_main(main)
     exec(_code_of(path, absolute), main.__dict__)

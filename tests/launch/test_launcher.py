@@ -1,0 +1,420 @@
+"""Launches as a user sees them, in a launcher process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Write = Callable[..., str]
+Start = Callable[..., Any]
+
+SHOW = """
+    import json, os, sys
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "ZRPC_WORKER_NAME", "ZRPC_RUNTIME_DIR", "OMP_NUM_THREADS", "EXTRA",
+            "TORCHELASTIC_USE_AGENT_STORE")
+    print(json.dumps([{key: os.environ.get(key) for key in keys}, sys.argv[1:]]))
+    """
+# A worker that says it is ready, and then waits for a signal.
+WAIT = """
+    import signal, sys, time
+    {before}
+    print("ready")
+    time.sleep(1000)
+    """
+
+
+def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
+    rows = []
+    for line in out.splitlines():
+        prefix, _, rest = line.partition(" ")
+        rows.append((int(prefix[1:-1]), *json.loads(rest)))
+    return sorted(rows, key=lambda row: row[0])
+
+
+def all_ready(launched: Any, count: int) -> None:
+    for rank in range(count):
+        launched.read_until(f"[{rank}] ready\n")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_each_worker_is_told_its_place(start: Start, write: Write, method: str) -> None:
+    environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    launched = start(
+        write(SHOW),
+        argv=["--nprocs", "9"],
+        nprocs=3,
+        name_prefix="w",
+        env={"EXTRA": "a=b"},
+        start_method=method,
+        environ=environ,
+    )
+    code, out, err = launched.finish()
+    assert (code, err) == (0, "")
+    rows = shown(out)
+    assert [row[0] for row in rows] == [0, 1, 2]
+    for rank, env, argv in rows:
+        assert argv == ["--nprocs", "9"]
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 1024 < int(env["MASTER_PORT"]) < 65536
+        assert env["ZRPC_WORKER_NAME"] == f"w{rank}"
+        assert env["OMP_NUM_THREADS"] == "1"
+        assert env["EXTRA"] == "a=b"
+        assert env["TORCHELASTIC_USE_AGENT_STORE"] is None
+    assert len({row[1]["MASTER_PORT"] for row in rows}) == 1
+    (directory,) = {row[1]["ZRPC_RUNTIME_DIR"] for row in rows}
+    assert not os.path.exists(directory)
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "environ", "expected"), [(1, {}, None), (2, {"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_threads_are_limited_only_where_workers_share_the_machine_and_nobody_chose(
+    start: Start, write: Write, nprocs: int, environ: dict[str, str], expected: str | None
+) -> None:
+    _, out, _ = start(write(SHOW), nprocs=nprocs, environ=environ).finish()
+    assert [row[1]["OMP_NUM_THREADS"] for row in shown(out)] == [expected] * nprocs
+
+
+def test_module_runs_as_main(start: Start, write: Write, tmp_path: Path) -> None:
+    write("import sys; print(__name__, sys.argv[1:])", "pack/tool.py")
+    launched = start("pack.tool", argv=["-m"], module=True, popen={"cwd": tmp_path})
+    assert launched.finish() == (0, "[0] __main__ ['-m']\n", "")
+
+
+def test_lines_stay_whole_and_on_their_stream(start: Start, write: Write) -> None:
+    script = write(
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for i in range(300):
+            sys.stdout.write(rank * 50); sys.stdout.write(rank * 50 + "\\n")
+            sys.stderr.write(rank * 70 + "\\n")
+        """
+    )
+    code, out, err = start(script, nprocs=4).finish()
+    assert code == 0
+    for text, width in ((out, 100), (err, 70)):
+        expected = sorted(f"[{rank}] {str(rank) * width}" for rank in range(4) for _ in range(300))
+        assert sorted(text.splitlines()) == expected
+
+
+def test_any_bytes_pass_and_a_last_line_without_end_is_shown(start: Start, write: Write) -> None:
+    script = write("import sys; sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\nlast')")
+    assert start(script).finish() == (0, "[0] a\udcff\0b\n[0] \n[0] last\n", "")
+
+
+def test_line_is_shown_as_soon_as_it_is_written(start: Start, write: Write) -> None:
+    launched = start(
+        write("print('now'); input(); print('then')"), popen={"stdin": subprocess.PIPE}
+    )
+    launched.read_until("[0] now\n")
+    launched.process.stdin.write(b"\n")
+    assert launched.finish() == (0, "[0] now\n[0] then\n", "")
+
+
+def test_standard_input_goes_to_worker_0(start: Start, write: Write) -> None:
+    script = write("import sys; print(repr(sys.stdin.read()))")
+    launched = start(script, nprocs=2, popen={"stdin": subprocess.PIPE})
+    launched.process.stdin.write(b"hello")
+    code, out, _ = launched.finish()
+    assert (code, sorted(out.splitlines())) == (0, ["[0] 'hello'", "[1] ''"])
+
+
+def test_logs_hold_the_bare_output(start: Start, write: Write, tmp_path: Path) -> None:
+    script = write(
+        "import os, sys; print('out', os.environ['RANK'], end='\\r\\n'); print(1, file=sys.stderr)"
+    )
+    logs = tmp_path / "a" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "rank0.out").write_text("old " * 100)
+    code, out, _ = start(script, nprocs=2, log_dir=str(logs)).finish()
+    assert (code, sorted(out.splitlines())) == (0, ["[0] out 0", "[1] out 1"])
+    content = {path.name: path.read_bytes() for path in logs.iterdir()}
+    assert content == {
+        "rank0.out": b"out 0\r\n",
+        "rank1.out": b"out 1\r\n",
+        "rank0.err": b"1\n",
+        "rank1.err": b"1\n",
+    }
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise ValueError('what went wrong')", 1, "exit code 1"),
+        ("sys.exit(17)", 17, "exit code 17"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+    ],
+)
+def test_failure_stops_the_others_and_its_words_come_last(
+    start: Start, write: Write, method: str, ending: str, code: int, words: str
+) -> None:
+    script = write(
+        f"""
+        import os, resource, signal, sys, time
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if os.environ["RANK"] == "1":
+            print("last words", file=sys.stderr)
+            {ending}
+        time.sleep(1000)
+        """
+    )
+    found, _, err = start(script, nprocs=3, start_method=method).finish()
+    assert found == code
+    assert "zrpc launch: rank 1 failed" in err
+    heading, _, last = err.rpartition("failed first, with ")
+    assert heading.endswith(") ")
+    assert words in last.splitlines()[0]
+    if "ValueError" in ending:
+        assert last.splitlines()[1] == "Traceback (most recent call last):"
+        assert last.endswith("\nValueError: what went wrong\n")
+    else:
+        assert last.endswith(":\nlast words\n")
+
+
+def test_worker_that_ignores_the_request_to_stop_is_killed(start: Start, write: Write) -> None:
+    before = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    waits = write(WAIT.format(before=before), "waits.py")
+    script = write(
+        f"""
+        import os, runpy, sys, time
+        if os.environ["RANK"] == "0":
+            input()
+            sys.exit(5)
+        runpy.run_path({waits!r}, run_name="__main__")
+        """
+    )
+    launched = start(script, nprocs=2, grace=0.2, popen={"stdin": subprocess.PIPE})
+    launched.read_until("[1] ready\n")
+    launched.process.stdin.write(b"\n")
+    assert launched.finish()[0] == 5
+
+
+def test_worker_has_time_to_wind_up(start: Start, write: Write) -> None:
+    before = """
+    import atexit
+    atexit.register(print, "wound up")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    """
+    launched = start(write(WAIT.format(before=before)), nprocs=2, timeout=1)
+    code, out, err = launched.finish()
+    assert (code, out.count("wound up")) == (124, 2)
+    assert err == "zrpc launch: timed out after 1 s; stopping 2 workers\n"
+
+
+def test_worker_that_ends_early_with_success_stops_nothing(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    script = write(
+        """
+        import os, sys, time
+        os.chdir(os.path.dirname(__file__))
+        if os.environ["RANK"] == "0":
+            sys.exit(0)
+        print("ready")
+        print(open("fifo").read())
+        """
+    )
+    launched = start(script, nprocs=2)
+    launched.read_until("[1] ready\n")
+    (tmp_path / "fifo").write_text("went on")
+    assert launched.finish() == (0, "[1] ready\n[1] went on\n", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signal_stops_all(
+    start: Start, write: Write, number: signal.Signals, code: int, method: str
+) -> None:
+    launched = start(write(WAIT.format(before="")), nprocs=2, start_method=method)
+    all_ready(launched, 2)
+    launched.process.send_signal(number)
+    found, _, err = launched.finish()
+    assert found == code
+    assert f"zrpc launch: got {number.name}; stopping 2 workers\n" in err
+    assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
+    assert "failed" not in err
+
+
+def test_worker_that_handles_the_interrupt_gets_just_one(start: Start, write: Write) -> None:
+    script = write(
+        """
+        import signal, time
+        got = []
+        signal.signal(signal.SIGINT, lambda *_: got.append(1))
+        print("ready")
+        while not got:
+            time.sleep(1000) if False else signal.pause()
+        time.sleep(0.5)
+        print("got", len(got))
+        """
+    )
+    launched = start(script, nprocs=2)
+    all_ready(launched, 2)
+    launched.process.send_signal(signal.SIGINT)
+    code, out, _ = launched.finish()
+    assert (code, out.count("got 1\n")) == (130, 2)
+
+
+IGNORE = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)"
+
+
+def test_interrupt_ends_in_force(start: Start, write: Write) -> None:
+    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=0.2)
+    all_ready(launched, 2)
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish()[0] == 130
+
+
+def test_second_interrupt_kills_at_once(start: Start, write: Write) -> None:
+    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=1000)
+    all_ready(launched, 2)
+    launched.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)  # a signal that comes sooner counts as an echo of the first
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.finish()[0] == 130
+
+
+def test_interrupt_reaches_what_a_worker_has_started(start: Start, write: Write) -> None:
+    script = write(
+        """
+        import subprocess, sys
+        code = "import time; print('ready', flush=True); time.sleep(1000)"
+        sys.exit(subprocess.call([sys.executable, "-c", code]))
+        """
+    )
+    launched = start(script, grace=1000)
+    launched.read_until("[0] ready\n")
+    launched.process.send_signal(signal.SIGINT)
+    code, _, err = launched.finish()
+    assert (code, err.count("KeyboardInterrupt")) == (130, 2)
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(
+    start: Start, write: Write, marked: Any, until: Callable[..., Any]
+) -> None:
+    before = f"""
+    import os, subprocess
+    {IGNORE}
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    print(os.environ["ZRPC_RUNTIME_DIR"])
+    """
+    launched = start(write(WAIT.format(before=before)), nprocs=3)
+    all_ready(launched, 3)
+    directory = launched.read_until("zrpc-").splitlines()[0].split()[1]
+    assert os.path.isdir(directory)
+    assert len(marked.pids()) == 8  # launcher, fork server, workers and their children
+    launched.process.kill()
+    until(lambda: not marked.pids(), "all processes are gone")
+    until(lambda: not os.path.exists(directory), "the directory is gone")
+
+
+def test_launch_ends_when_the_fork_server_is_killed(
+    start: Start, write: Write, marked: Any
+) -> None:
+    launched = start(write(WAIT.format(before="import os; print('server', os.getppid())")))
+    text = launched.read_until("[0] ready\n")
+    os.kill(int(text.split()[2]), signal.SIGKILL)
+    code, _, err = launched.finish()
+    assert code == 1
+    assert "ServerDied: the ForkServer ended; was it killed?" in err
+
+
+def test_launch_stops_when_nobody_reads_its_output(start: Start, write: Write) -> None:
+    launched = start(write("import time\nwhile True: print('y'); time.sleep(0.01)"), nprocs=2)
+    launched.read_until("[1] y")
+    launched.process.stdout.close()
+    assert launched.process.wait(30) == 141
+
+
+def test_stray_process_with_the_output_does_not_hold_up_the_end(start: Start, write: Write) -> None:
+    script = write(
+        """
+        import subprocess, sys
+        code = "import time; time.sleep(1000)"
+        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        print("done")
+        """
+    )
+    assert start(script).finish() == (0, "[0] done\n", "")
+
+
+class Terminal:
+    """A launcher in the foreground of a terminal."""
+
+    def __init__(self, start: Start, *args: Any, **job: Any) -> None:
+        self.end, slave = pty.openpty()
+
+        def take_terminal() -> None:
+            os.setsid()
+            import fcntl
+            import termios
+
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        popen = {"stdin": slave, "stdout": slave, "preexec_fn": take_terminal}
+        self.launched = start(*args, popen=popen, **job)
+        os.close(slave)
+        self.seen = b""
+
+    def read_until(self, text: bytes) -> None:
+        deadline = time.monotonic() + 30
+        while text not in self.seen:
+            ready = select.select([self.end], [], [], max(0.0, deadline - time.monotonic()))[0]
+            assert ready, self.seen
+            self.seen += os.read(self.end, 65536)
+
+
+@pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_terminal_gets_colours_and_one_interrupt(
+    start: Start, write: Write, plain: dict[str, str]
+) -> None:
+    script = WAIT.format(before="print('\\x1b[31mred')")
+    terminal = Terminal(start, write(script), nprocs=2, environ={"TERM": "xterm", **plain})
+    rank = b"[1] " if plain else b"\x1b[33m[1]\x1b[0m "
+    terminal.read_until(rank + b"ready\r\n")
+    terminal.read_until(b"[0]" + (b"" if plain else b"\x1b[0m") + b" ready\r\n")
+    assert rank + b"\x1b[31mred" + (b"" if plain else b"\x1b[0m") + b"\r\n" in terminal.seen
+    os.write(terminal.end, b"\x03")
+    _, err = terminal.launched.process.communicate(timeout=30)
+    os.close(terminal.end)
+    assert terminal.launched.process.returncode == 130
+    assert err.count(b"KeyboardInterrupt") == 2
+    assert b"\x1b" not in err  # which is no terminal
+
+
+@pytest.mark.parametrize(
+    ("job", "error"),
+    [
+        ({"nprocs": 0}, "ValueError: expected at least 1 worker, but got nprocs=0"),
+        ({"timeout": 0}, "ValueError: expected a timeout above 0"),
+        ({"name_prefix": "a b"}, "ValueError: a worker's name takes letters"),
+        ({"env": {"RANK": "1"}}, "ValueError: RANK can't be set"),
+        ({"target": "no.py"}, "FileNotFoundError: there is no script 'no.py' in /"),
+        ({"log_dir": "/dev/null/logs"}, "NotADirectoryError"),
+        ({"start_method": "thread"}, "ValueError: expected one of"),
+    ],
+)
+def test_bad_jobs_are_refused(start: Start, write: Write, job: dict[str, Any], error: str) -> None:
+    code, out, err = start(**{"target": write(""), **job}).finish()
+    assert (code, out) == (1, "")
+    assert error in err

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from zrpc.launch.console import Console
+from zrpc.launch.output import Output, last_traceback
+
+TRACE = b"Traceback (most recent call last):"
+
+
+def test_last_traceback_leaves_out_what_came_before() -> None:
+    lines = [b"noise", TRACE, b"  old", b"E: 1", b"noise", TRACE, b"  new", b"E: 2", b"bye"]
+    assert last_traceback(lines) == lines[5:]
+
+
+def test_last_traceback_keeps_the_whole_chain() -> None:
+    cause = b"The above exception was the direct cause of the following exception:"
+    context = b"During handling of the above exception, another exception occurred:"
+    chain = [TRACE, b"E: 1", b"", cause, b"", TRACE, b"E: 2", b"", context, b"", TRACE, b"E: 3"]
+    assert last_traceback([TRACE, b"E: 0", b"x", *chain]) == chain
+
+
+def test_without_a_traceback_the_last_lines_are_kept() -> None:
+    lines = [b"%d" % i for i in range(50)]
+    assert last_traceback(lines) == lines[-20:]
+
+
+def test_full_disk_does_not_stop_the_output(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    (tmp_path / "rank0.out").symlink_to("/dev/full")
+    output = Output(Console(stdout=writing, stderr=writing), tmp_path)
+    for fd in output.open(0):
+        os.write(fd, b"text\n")
+        os.close(fd)
+    assert output.drain(10.0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        shown = file.read()
+    assert shown.count(b"[0] text\n") == 2
+    assert b"rank0.out: [Errno 28] No space left on device; no longer kept" in shown
+    assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
+
+
+def test_waiting_for_a_stream_that_stays_open_is_bounded() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    output = Output(Console(stdout=null, stderr=null))
+    fds = output.open(0)
+    assert not output.drain(0.05)
+    for fd in fds:
+        os.close(fd)
+    assert output.drain(10.0)
+    os.close(null)
+
+
+def test_slow_reader_of_the_console_is_waited_for_until_told_otherwise() -> None:
+    reading, writing = os.pipe()
+    output = Output(Console(stdout=writing, stderr=writing))
+    out, err = output.open(0)
+    os.close(err)
+    feeder = threading.Thread(
+        target=lambda: (os.write(out, b"x\n" * 100_000), os.close(out)), daemon=True
+    )
+    feeder.start()
+    asked: list[int] = []
+    assert not output.drain(1.0, give_up=lambda: asked.append(1) or len(asked) > 30)
+    assert len(asked) == 31  # longer than the time for streams that stay open
+    total = 0
+    while total < 600_000:
+        total += len(os.read(reading, 65536))
+    assert output.drain(10.0)
+    feeder.join()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_console_tells_once_that_its_reader_is_gone() -> None:
+    reading, writing = os.pipe()
+    told = []
+    console = Console(stdout=writing, stderr=writing, on_closed=lambda: told.append(1))
+    os.close(reading)
+    for _ in range(3):
+        console.show(0, [b"lost"], error=False)
+    assert console.closed
+    assert told == [1]
+    os.close(writing)

@@ -1,0 +1,282 @@
+"""Scripts behave as under ``python script.py``: each is run both ways and compared."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrpc.launch import Starter, Task
+
+DEADLINE = 30.0
+Write = Callable[..., str]
+
+SCRIPTS = {
+    "main module": """
+        import sys
+        main = sys.modules["__main__"]
+        assert main.__dict__ is globals()
+        unnamed = "builtins", "loader"
+        names = {k: v for k, v in globals().items() if k.startswith("__")}
+        print(sorted((k, repr(v)) for k, v in names.items() if k[2:-2] not in unnamed))
+        print(type(__builtins__), type(__loader__), __loader__.path)
+        print(__loader__.get_source("__main__")[:9])
+        print(sys.argv, sys.path, sys.orig_argv[1:])
+        if __name__ == "__main__":
+            print("main")
+        """,
+    "streams": """
+        import sys
+        for s in sys.stdin, sys.stdout, sys.stderr:
+            print(s.name, s.mode, s.encoding, s.errors, s.isatty(), s.fileno(), s.newlines)
+            print(s.line_buffering, s.write_through, type(s.buffer), s.buffer.name)
+        assert sys.stdout is sys.__stdout__
+        print("€ \\udc80")
+        """,
+    "uncaught error": """
+        def f():
+            raise ValueError("no")
+        print("before")
+        f()
+        """,
+    "chained errors": """
+        try:
+            {}["x"]
+        except KeyError as error:
+            raise RuntimeError("outer") from error
+        """,
+    "error group": "raise OSError(2, 'a' * 50, __file__)",
+    "syntax error": "print('never'\n",
+    "exit with a number": "import sys; sys.exit(7)",
+    "exit with a text": "import sys; sys.exit('the text')",
+    "exit with none": "import sys; sys.exit(None)",
+    "exit with a large number": "import sys; sys.exit(259)",
+    "exit by raising": "raise SystemExit",
+    "abrupt exit": "import os; print('lost'); os._exit(4)",
+    "keyboard interrupt": "import os, signal, time; os.kill(os.getpid(), 2); time.sleep(9)",
+    "killed": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "exit handlers": """
+        import atexit, sys
+        atexit.register(print, "at exit")
+        sys.stdout.write("no newline ")
+        raise KeyError(1)
+        """,
+    "threads are joined": """
+        import threading, time
+        def late():
+            threading.main_thread().join()
+            print("late")
+        threading.Thread(target=late).start()
+        print("early")
+        """,
+    "error in a thread": """
+        import threading
+        thread = threading.Thread(target=lambda: 1 / 0, name="t")
+        thread.start(); thread.join()
+        """,
+    "own excepthook": """
+        import sys
+        def hook(kind, error, trace):
+            print("hook", kind, trace.tb_frame.f_code.co_name, sys.excepthook is hook)
+            print(sys.last_value is error, sys.last_traceback is trace)
+        sys.excepthook = hook
+        1 / 0
+        """,
+    "functions pickle by name": """
+        import pickle
+        class A:
+            def f(self): return 5
+        def g(): return A()
+        assert b"__main__" in pickle.dumps(g)
+        print(pickle.loads(pickle.dumps(g))().f(), pickle.loads(pickle.dumps(A())).f())
+        """,
+    "multiprocessing by fork": """
+        import multiprocessing as mp
+        def f(x): return x * x, __name__
+        if __name__ == "__main__":
+            with mp.get_context("fork").Pool(2) as pool:
+                print(pool.map(f, range(4)))
+        """,
+    "multiprocessing by spawn": """
+        import multiprocessing as mp
+        def f(x): return x * x, __name__
+        if __name__ == "__main__":
+            with mp.get_context("spawn").Pool(2) as pool:
+                print(pool.map(f, range(4)))
+        """,
+    "relative paths": """
+        import os, beside
+        print(os.getcwd(), beside.__file__)
+        """,
+    "signals": """
+        import signal, threading
+        print([signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD)])
+        print(threading.current_thread() is threading.main_thread(), threading.active_count())
+        """,
+    "warnings point at the script": "import warnings; warnings.warn('w')",
+    "deep recursion": """
+        def f(n): return f(n + 1)
+        try:
+            f(0)
+        except RecursionError as error:
+            print(error)
+        """,
+}
+
+
+Outcome = tuple[int, str, str]
+
+
+def text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+def under_python(arguments: list[str], cwd: Path, env: dict[str, str]) -> Outcome:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=DEADLINE,
+        start_new_session=True,
+    )
+    return done.returncode, text(done.stdout), text(done.stderr)
+
+
+def under_starter(starter: Starter, task: Task, cwd: Path) -> Outcome:
+    out, err = cwd.parent / "out", cwd.parent / "err"
+    with open(out, "wb") as stdout, open(err, "wb") as stderr:
+        pid = starter.spawn(
+            task.within(cwd=str(cwd)), stdout=stdout.fileno(), stderr=stderr.fileno()
+        )
+        code = starter.wait(pid, DEADLINE)
+    return code, text(out.read_bytes()), text(err.read_bytes())
+
+
+@pytest.fixture
+def place(tmp_path: Path, write: Write) -> Path:
+    write("", "work/beside.py")
+    return tmp_path / "work"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script_does_as_under_python(
+    starter: Starter, write: Write, place: Path, marked: Any, name: str
+) -> None:
+    write(SCRIPTS[name], "work/script.py")
+    expected = under_python(["script.py", "a", "--b=1"], place, marked.env)
+    task = Task.script("script.py", ["a", "--b=1"])
+    assert under_starter(starter, task, place) == expected
+
+
+def test_link_to_a_script_finds_what_is_beside_the_script(
+    starter: Starter, write: Write, place: Path, marked: Any
+) -> None:
+    write("import beside, sys; print(__file__, sys.path[0])", "work/script.py")
+    (place / "links").mkdir()
+    (place / "links" / "link.py").symlink_to("../script.py")
+    expected = under_python(["links/link.py"], place, marked.env)
+    assert expected[0] == 0
+    assert under_starter(starter, Task.script("links/link.py"), place) == expected
+
+
+def test_script_in_another_encoding(starter: Starter, place: Path) -> None:
+    (place / "script.py").write_bytes("# coding: latin-1\nprint('é')\n".encode("latin-1"))
+    assert under_starter(starter, Task.script("script.py"), place) == (0, "é\n", "")
+
+
+@pytest.mark.parametrize("target", ["app", "app.zip"])
+def test_directory_or_archive_with_a_main_module(
+    starter: Starter, write: Write, place: Path, marked: Any, target: str
+) -> None:
+    source = write(
+        "import sys; print(sys.argv, sys.path[0], __name__, __spec__.name); 1 / 0", "m.py"
+    )
+    (place / "app").mkdir()
+    (place / "app" / "__main__.py").write_text(Path(source).read_text())
+    with zipfile.ZipFile(place / "app.zip", "w") as archive:
+        archive.write(source, "__main__.py")
+    expected = under_python([target, "x"], place, marked.env)
+    assert expected[0] == 1
+    assert under_starter(starter, Task.script(target, ["x"]), place) == expected
+
+
+def test_compiled_script(starter: Starter, write: Write, place: Path, marked: Any) -> None:
+    import py_compile
+
+    py_compile.compile(write("print(__name__)", "s.py"), str(place / "s.pyc"))
+    assert under_starter(starter, Task.script("s.pyc"), place) == (0, "__main__\n", "")
+
+
+MODULE = """
+    import sys, pickle
+    from . import part
+    def f(): pass
+    print(sys.argv, sys.path, sys.orig_argv[1:], __name__, __package__, __spec__.name, __file__)
+    print(pickle.loads(pickle.dumps(f)) is f)
+    import multiprocessing as mp
+    if __name__ == "__main__":
+        process = mp.get_context("spawn").Process(target=f)
+        process.start(); process.join(); print(process.exitcode)
+        1 / 0
+    """
+
+
+@pytest.mark.parametrize("module", ["pack.tool", "pack", "pack.no_such", "no_such", "pack.broken"])
+def test_module_does_as_under_python(
+    starter: Starter, write: Write, place: Path, marked: Any, module: str
+) -> None:
+    write("", "work/pack/__init__.py")
+    write("", "work/pack/part.py")
+    write("import no_such_thing", "work/pack/broken.py")
+    write(MODULE, "work/pack/tool.py")
+    write(MODULE, "work/pack/__main__.py")
+    expected = under_python(["-m", module, "a", "-m"], place, marked.env)
+    assert under_starter(starter, Task.module(module, ["a", "-m"]), place) == expected
+
+
+def test_error_in_a_function_shows_none_of_our_frames(starter: Starter, place: Path) -> None:
+    code, _, err = under_starter(starter, Task.function("json:loads", "{"), place)
+    assert code == 1
+    assert err.startswith('Traceback (most recent call last):\n  File "')
+    assert "zrpc" not in err
+    assert "json.decoder.JSONDecodeError" in err
+
+
+def test_lines_come_at_once_where_asked(starter: Starter, write: Write) -> None:
+    script = write("import time; print('now'); time.sleep(1000)")
+    reading, writing = os.pipe()
+    task = Task.script(script).within(line_buffered=True)
+    starter.spawn(task, stdout=writing)
+    os.close(writing)
+    assert os.read(reading, 100) == b"now\n"
+    os.close(reading)
+
+
+def test_unbuffered_interpreter_stays_so(marked: Any, write: Write) -> None:
+    from zrpc.launch import make_starter
+
+    script = write("import time; print('now', end=''); time.sleep(1000)")
+    reading, writing = os.pipe()
+    with make_starter("fork", preload=(), env={**marked.env, "PYTHONUNBUFFERED": "1"}) as starter:
+        starter.spawn(Task.script(script), stdout=writing)
+        os.close(writing)
+        assert os.read(reading, 100) == b"now"
+    os.close(reading)
+
+
+def test_unbuffered_streams_are_as_under_python(write: Write, place: Path, marked: Any) -> None:
+    from zrpc.launch import make_starter
+
+    write(SCRIPTS["streams"], "work/script.py")
+    env = {**marked.env, "PYTHONUNBUFFERED": "1"}
+    expected = under_python(["script.py"], place, env)
+    with make_starter("fork", preload=(), env=env) as starter:
+        assert under_starter(starter, Task.script("script.py"), place) == expected
