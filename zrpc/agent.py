@@ -38,7 +38,7 @@ from zrpc.transport.address import is_alive
 from zrpc.transport.network import Network
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message, parse
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import REQUESTS, Kind
 from zrpc.wire.pickling import Decoder, Encoder
 from zrpc.worker_info import WorkerInfo
 
@@ -248,7 +248,8 @@ class Agent:
 
     def answer_error(self, request: Message, error: BaseException) -> None:
         """Answers a request with an error."""
-        body = dump_exception(error, repr(self.worker_info))
+        same_main = self.membership.same_main(request.sender)
+        body = dump_exception(error, repr(self.worker_info), same_main)
         self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
         self._executing.discard(id(request))
 
@@ -269,10 +270,9 @@ class Agent:
             raise not_initialized()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
-        encoder = self.encoder(to.id)
+        self.encoder(to.id).pack(obj, message)
         if extension is not None:
-            encoder.extension(extension[0]).extend(extension[1])
-        encoder.pack(obj, message)
+            message.extensions = [*message.extensions, extension]
         remaining = remaining_time()
         if remaining is not None:
             timeout = min(timeout or remaining, remaining)
@@ -377,13 +377,19 @@ class Agent:
             return
         if message.kind != Kind.TERMINATION:
             self._received[sender] += 1
-        if message.extensions:
-            message.attachments = {
-                tag: self._extension_handlers[tag](sender, data)
-                for tag, data in message.extensions
-                if tag in self._extension_handlers
-            }
-        handler(message)
+        try:
+            if message.extensions:
+                message.attachments = {
+                    tag: self._extension_handlers[tag](sender, data)
+                    for tag, data in message.extensions
+                    if tag in self._extension_handlers
+                }
+            handler(message)
+        except Exception as error:
+            # Whatever it is, the caller must not wait for it until its deadline.
+            if message.kind in REQUESTS:
+                self.answer_error(message, error)
+            raise
 
     def _run_errands(self) -> None:
         while self._errands:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -13,16 +14,19 @@ from zrpc.errors import RemoteError
 __all__ = ["dump_exception", "load_exception"]
 
 
-def dump_exception(error: BaseException, where: str) -> bytes:
+def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
     """The bytes that `load_exception` makes the error from, never failing.
 
     Args:
         error: what a handler raised.
         where: who it was raised by, for the text.
+        same_main: whether a name in ``__main__`` means the same at the receiver.
     """
     lines = traceback.format_exception(type(error), error, error.__traceback__)
     text = f"On {where}:\n{_safe_repr(error)}\n{''.join(lines)}"
-    return pickle.dumps((_safe_repr(error), text, _pickled(error)), pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(
+        (_safe_repr(error), text, _pickled(error, same_main)), pickle.HIGHEST_PROTOCOL
+    )
 
 
 def load_exception(body: Any) -> Exception:
@@ -43,19 +47,25 @@ def load_exception(body: Any) -> Exception:
     return RemoteError(f"Original exception on remote side was {what}\n{text}")
 
 
-def _pickled(error: BaseException) -> bytes | None:
+def _pickled(error: BaseException, same_main: bool) -> bytes | None:
     """The error as a pickle that is known to load; None where there is none."""
     if not isinstance(error, Exception):
         return None  # SystemExit and its like are not to end the caller
-    for dumps in (pickle.dumps, cloudpickle.dumps):
-        try:
-            pickled: bytes = dumps(error)
-            # An exception pickles as its type and args, which need not fit its __init__.
-            if b"__main__" not in pickled and type(pickle.loads(pickled)) is type(error):
-                return pickled
-        except Exception:  # noqa: PERF203 - the next way, or the text alone
-            continue
-    return None
+    return _by_reference(error, same_main) or _checked(error, cloudpickle.dumps)
+
+
+def _by_reference(error: Exception, same_main: bool) -> bytes | None:
+    pickled = _checked(error, pickle.dumps)
+    return pickled if pickled is None or same_main or b"__main__" not in pickled else None
+
+
+def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
+    try:
+        pickled = dumps(error)
+        # An exception pickles as its type and args, which need not fit its __init__.
+        return pickled if type(pickle.loads(pickled)) is type(error) else None
+    except Exception:  # the next way, or the text alone
+        return None
 
 
 def _safe_repr(error: BaseException) -> str:

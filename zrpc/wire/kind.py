@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Kind"]
+__all__ = ["REQUESTS", "Kind"]
 
 
 class Kind(IntEnum):
@@ -18,3 +18,7 @@ class Kind(IntEnum):
     FETCH = 17  # the value of an RRef
     METHOD = 18  # a call of a method of an RRef's value
     REFERENCE = 19  # reference counting
+
+
+# The kinds that are answered, by RESULT or ERROR.
+REQUESTS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.METHOD))
