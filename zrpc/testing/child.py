@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from zrpc.testing.failure import WorkerFailed, traceback_of
 from zrpc.testing.leaks import Resources

@@ -146,7 +146,8 @@ class Resources:
         names: dict[str, str] | None = None
         new = {}
         for fd, target in sorted(now.items()):
-            if surplus[target] <= 0 or self.descriptors.get(fd) == target:
+            known = target in (self.descriptors.get(fd), _lasting.descriptors.get(fd))
+            if known or surplus[target] <= 0:
                 continue
             surplus[target] -= 1
             if target.startswith(_LASTING_DESCRIPTORS) or fd == _resource_tracker():

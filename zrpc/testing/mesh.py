@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zrpc.agent import Agent
     from zrpc.testing.processes import ProcessWorker
 
-__all__ = ["Mesh", "local_mesh", "start_mesh"]
+__all__ = ["Mesh", "local_mesh", "start_mesh", "warm_up"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -200,7 +200,8 @@ class Mesh:
                 raise
         left += self._end(by_force=not graceful)
         if graceful and left and self._spec.leaks:
-            raise LeakError(left)
+            # A process that outlives its worker was there at the worker's shutdown already.
+            raise LeakError(list(dict.fromkeys(left)))
 
     def new_output(self) -> list[tuple[str, str]]:
         """The name and new output of each worker process that wrote some since the last call."""
@@ -219,10 +220,15 @@ class Mesh:
             worker.ask_for_stacks()
         return "\n".join(f"---- stacks of {w.label} ----\n{w.stacks()}" for w in self._workers)
 
-    def abort(self, error: BaseException) -> None:
-        """Ends all workers and fails what waits for them with ``error``; does not block."""
+    def fail(self, error: BaseException) -> None:
+        """Fails all that waits for the workers, now and later, with ``error``."""
         for worker in self._workers:
-            worker.abort(error)
+            worker.fail(error)
+
+    def end(self) -> None:
+        """Ends what the workers are doing, by force where possible; does not block."""
+        for worker in self._workers:
+            worker.end()
 
     def _start(self) -> None:
         __tracebackhide__ = True
@@ -243,14 +249,12 @@ class Mesh:
 
     def _end(self, by_force: bool) -> list[str]:
         end = time.monotonic() + (_DIES_WITHIN if by_force else _ENDS_WITHIN)
-        left = []
+        self.fail(RuntimeError("the mesh is shut down"))
+        if by_force:
+            self.end()
         for worker in self._workers:
-            worker.fail(RuntimeError("the mesh is shut down"))
-            if by_force:
-                worker.end()
             worker.dismiss()
-        for worker in self._workers:
-            left.append(worker.close(max(0.0, end - time.monotonic())))
+        left = [worker.close(max(0.0, end - time.monotonic())) for worker in self._workers]
         return _labelled(self._workers, left) + (self._clean_up() if self._clean_up else [])
 
     def _worker(self, worker: str | int) -> Worker:
@@ -272,6 +276,27 @@ class Mesh:
                 "Mark the test with @pytest.mark.zrpc(processes=True)"
             )
         return found
+
+
+def warm_up(processes: bool) -> None:
+    """Does what a process does once for all its meshes, and which takes seconds.
+
+    It imports zrpc and torch, or has the fork server do it; before a test's time begins.
+
+    Args:
+        processes: whether for meshes of processes; else for meshes of threads.
+
+    Raises:
+        LaunchError: the fork server could not be started.
+    """
+    if processes:
+        from zrpc.testing.processes import warm_server
+
+        warm_server()
+    else:
+        from zrpc.testing.threads import import_core
+
+        import_core()
 
 
 def start_mesh(
@@ -320,7 +345,8 @@ def local_mesh(
     Args:
         workers: how many workers; they are named ``worker0``, ``worker1``, …
         processes: whether each worker is a process; else it is a thread of this process.
-        timeout: seconds that the whole statement may take.
+        timeout: seconds that the whole statement may take, less those for the first import
+            of torch.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
 
     Raises:
@@ -335,14 +361,17 @@ def local_mesh(
         ['worker0', 'worker1']
     """
     spec = MeshSpec(workers, processes, timeout, options or {})
+    warm_up(processes)
     with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
         with watchdog.interruptible():
             mesh = start_mesh(spec, watchdog)
         try:
             with watchdog.interruptible():
                 yield mesh
-        except BaseException:
+        except BaseException as error:
             mesh.shutdown(graceful=False)
+            if watchdog.timed_out not in (None, error):
+                raise watchdog.timed_out from error  # of which it is a consequence
             raise
         mesh.shutdown()
 

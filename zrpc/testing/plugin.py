@@ -76,13 +76,12 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
     """
     from zrpc.testing.leaks import LeakError
-    from zrpc.testing.mesh import start_mesh
+    from zrpc.testing.mesh import start_mesh, warm_up
     from zrpc.testing.watchdog import Watchdog
 
     item: pytest.Item = request.node
     spec = _spec_of(item)
-    if spec.processes:
-        _start_server()
+    warm_up(spec.processes)
     if spec.leaks:
         request.getfixturevalue("no_leaks")
 
@@ -197,25 +196,21 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes whether the test has failed, and shows what worker processes have printed."""
+    """Notes whether the test has failed, and adds what its workers have to say."""
     report = yield
     if call.excinfo is not None:
         item.stash[_failed] = True
     if _watchdog in item.stash:
-        for mesh in item.stash[_watchdog].meshes:
+        watchdog = item.stash[_watchdog]
+        for mesh in watchdog.meshes:
             for name, text in mesh.new_output():
                 report.sections.append((f"Captured stdout and stderr of {name} {call.when}", text))
+        if call.excinfo is not None and watchdog.timed_out not in (None, call.excinfo.value):
+            report.sections.append(("Past the deadline", str(watchdog.timed_out)))
     if call.when == "teardown":
         with contextlib.suppress(KeyError):
             del item.stash[_watchdog]
     return report
-
-
-def _start_server() -> None:
-    """Starts the fork server before the deadline's time begins, as it is not the test's."""
-    from zrpc.testing.processes import warm_server
-
-    warm_server()
 
 
 @contextlib.contextmanager

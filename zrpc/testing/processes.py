@@ -21,10 +21,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 from zrpc.launch.errors import LaunchError
-from zrpc.launch.forkserver import DEFAULT_PRELOAD, ForkServer
+from zrpc.launch.forkserver import ForkServer
+from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.task import Task
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
     from zrpc.agent import Agent
 
-__all__ = ["ThreadWorker", "thread_workers"]
+__all__ = ["ThreadWorker", "import_core", "thread_workers"]
 
 _Task = tuple[Future[Any], Callable[[], Any]]
 
 
 def thread_workers(spec: MeshSpec) -> list[Worker]:
     """The workers of a mesh that meet in a store of this process; none is started yet."""
-    _import_core()
+    import_core()
     import torch.distributed as dist
 
     store = dist.HashStore()
     return [ThreadWorker(name, rank, spec, store) for rank, name in enumerate(spec.names)]
 
 
-def _import_core() -> None:
+def import_core() -> None:
     """Imports it here, not in N threads at once; what libraries keep open is theirs."""
     if "zrpc.api" not in sys.modules:
         with lasting():
@@ -105,8 +105,10 @@ class ThreadWorker(Worker):
 
     def end(self) -> None:
         """Closes the agent, which fails its calls; a function that does no calls goes on."""
-        agent = self._agent
-        if agent is not None and self._closer is None:
+        with self._lock:
+            agent = self._agent
+            if agent is None or self._closer is not None:
+                return
             # A thread of its own, since the worker's is busy and the caller's must not block.
             self._closer = threading.Thread(
                 target=agent.close, name=f"zrpc-test-{self.name}-close", daemon=True

@@ -37,8 +37,8 @@ class MeshTimeout(TimeoutError):
 class Watchdog:
     """Lets no hang of a test, or of its meshes, outlive a deadline.
 
-    At the deadline its thread collects the stacks of all workers, ends them, and fails what
-    waits for them. A main thread that waits for something else, inside `interruptible`, is
+    At the deadline its thread collects the stacks of all workers, fails what waits for them,
+    and ends them. A main thread that waits for something else, inside `interruptible`, is
     interrupted by a signal. Where even that does not help (it hangs in C code that no
     signal ends), ``give_up`` is called.
 
@@ -54,7 +54,7 @@ class Watchdog:
     def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
-        # Set once, by the watchdog's thread, before it aborts the meshes.
+        # Set once, by the watchdog's thread, before it fails the meshes.
         self.timed_out: MeshTimeout | None = None
         self._give_up = give_up
         # The lock guards _meshes, and that no mesh comes in once timed_out is set.
@@ -131,18 +131,28 @@ class Watchdog:
             report = _report(self.seconds, meshes)
             self.timed_out = error = MeshTimeout(report)
         for mesh in meshes:
-            mesh.abort(error)
+            mesh.fail(error)
+        # A main thread that waited for a mesh is on its way out now. Any other is interrupted
+        # before the workers end, so that the test fails of this and not of what their end
+        # does to it.
+        if self._closed.wait(_FIRST_INTERRUPT):
+            return
+        self._interrupt_main(stuck)
+        for mesh in meshes:
+            mesh.end()
         give_up_at = time.monotonic() + _GIVE_UP_AFTER
-        wait = _FIRST_INTERRUPT
-        while not self._closed.wait(wait):
+        while not self._closed.wait(_INTERRUPT_EVERY):
             if time.monotonic() > give_up_at:
                 self._give_up(report)
                 return
-            if self._in_main and stuck is not None and self._stretch is stuck:
-                ident = threading.main_thread().ident
-                assert ident is not None  # the main thread runs
-                signal.pthread_kill(ident, _SIGNAL)
-            wait = _INTERRUPT_EVERY
+            self._interrupt_main(stuck)
+
+    def _interrupt_main(self, stuck: object | None) -> None:
+        """Interrupts the main thread where it still is in that stretch of code."""
+        if self._in_main and stuck is not None and self._stretch is stuck:
+            ident = threading.main_thread().ident
+            assert ident is not None  # the main thread runs
+            signal.pthread_kill(ident, _SIGNAL)
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
         """Runs in the main thread, between two instructions of whatever it does."""

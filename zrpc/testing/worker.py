@@ -88,11 +88,6 @@ class Worker(ABC):
         with self._lock:
             return list(self._pending.values())
 
-    def abort(self, error: BaseException) -> None:
-        """Fails all that waits for this worker, now and later, with ``error``; ends it."""
-        self.fail(error)
-        self.end()
-
     def fail(self, error: BaseException) -> None:
         """Fails all that waits for this worker, now and later, with ``error``."""
         with self._lock:

@@ -1,0 +1,338 @@
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+
+def test_loading_it_imports_nothing_heavy(pytester):
+    """Every run of pytest loads the plugin, where zrpc is installed."""
+    pytester.makepyfile(
+        """
+        import sys
+
+        def test_modules(pytestconfig):
+            assert "zrpc.testing.plugin" in sys.modules
+            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "asyncio"}
+            assert heavy & sys.modules.keys() == set()
+            ours = sorted(name for name in sys.modules if name.startswith("zrpc"))
+            assert ours == ["zrpc", "zrpc.testing", "zrpc.testing.plugin", "zrpc.testing.spec"]
+        """
+    )
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "zrpc.testing.plugin", "-p", "no:cacheprovider"],
+        env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stdout
+
+
+def test_the_marker_is_registered(run_tests):
+    result = run_tests("def test_nothing(): pass", "--markers")
+    result.stdout.fnmatch_lines(["@pytest.mark.zrpc(workers=2, processes=False, timeout=30, *"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("worker=3", "it takes workers, processes, timeout, options, leaks, but got 'worker'"),
+        ("3", "it takes keyword arguments only, but got (3,)"),
+        ("workers=0", "workers must be at least 1, but got 0"),
+    ],
+)
+def test_wrong_markers_are_refused_before_the_first_test(run_tests, arguments, message):
+    result = run_tests(
+        f"""
+def test_first():
+    pass
+
+@pytest.mark.zrpc({arguments})
+def test_marked(mesh):
+    pass
+"""
+    )
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert f"test_marked: @pytest.mark.zrpc: {message}" in result.stderr.str()
+
+
+def test_markers_add_up(run_tests):
+    result = run_tests(
+        """
+pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 5})
+
+@pytest.mark.zrpc(timeout=10)
+def test_three(mesh):
+    assert len(mesh) == 3
+    assert mesh.agent(0).rpc_timeout == 5
+"""
+    )
+    result.assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_failure_shows_the_worker_and_its_traceback(run_tests, processes):
+    result = run_tests(
+        f"""
+def broken():
+    print("just before")
+    raise ValueError("oops")
+
+@pytest.mark.zrpc(processes={processes})
+def test_broken(mesh):
+    mesh.run("worker1", broken)
+"""
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "in worker1 (*):",
+            "Traceback (most recent call last):",
+            '    raise ValueError("oops")',
+            "*mesh.run(*",
+            "E *ValueError: oops",
+            "* Captured std*",
+            "just before",
+        ]
+    )
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_hang_ends_with_all_stacks(run_tests, processes):
+    result = run_tests(
+        f"""
+def hang():
+    threading.Event().wait(20)
+
+@pytest.mark.zrpc(workers=3, processes={processes}, timeout=0.7)
+def test_hang(mesh):
+    mesh.run("worker1", hang)
+
+def test_after():
+    pass
+"""
+    )
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "E *MeshTimeout: not finished within 0.7 s *",
+            "E *- worker1 (*) runs hang",
+            "E *---- stacks of worker0 (*) ----",
+            "E *---- stacks of worker1 (*) ----",
+            "E *in hang",
+            "E *---- stacks of worker2 (*) ----",
+            "E *---- other threads of this process ----",
+            "E *Thread MainThread*",
+            "E *in test_hang",
+        ]
+    )
+
+
+def test_a_hang_in_the_test_itself_is_interrupted(run_tests):
+    """Also where it waits for a call, in the main thread, that is never answered."""
+    result = run_tests(
+        """
+import zrpc
+
+entered, end = threading.Event(), threading.Event()
+
+def hang():
+    entered.set()
+    end.wait(20)
+
+@pytest.mark.zrpc(timeout=0.5)
+def test_event(mesh):
+    threading.Event().wait()
+
+@pytest.mark.zrpc(timeout=0.5)
+def test_call(mesh):
+    with mesh.agent(0).as_current():
+        zrpc.rpc_sync("worker1", hang, timeout=0)
+
+@pytest.mark.zrpc(timeout=0.5)
+def test_torch_future(mesh):
+    import torch
+    with mesh.agent(0).as_current():
+        torch.futures.wait_all([zrpc.rpc_async("worker1", hang, timeout=0)])
+
+def test_after():
+    end.set()
+"""
+    )
+    result.assert_outcomes(failed=3, passed=1)
+    result.stdout.fnmatch_lines(["E *MeshTimeout: *", "E *in test_event"])
+    result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
+
+
+def test_a_hang_that_is_swallowed_is_no_success(run_tests):
+    result = run_tests(
+        """
+import contextlib
+
+@pytest.mark.zrpc(timeout=0.3)
+def test_swallow(mesh):
+    with contextlib.suppress(TimeoutError):
+        mesh.run(0, threading.Event().wait, 2)
+"""
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown of test_swallow*", "E *MeshTimeout: *"])
+
+
+def test_a_hang_at_the_end_is_the_tests_error(run_tests):
+    """Something that a worker was given and nobody has waited for."""
+    result = run_tests(
+        """
+end = threading.Event()
+
+@pytest.mark.zrpc(timeout=0.5)
+def test_not_awaited(mesh):
+    mesh.submit(1, end.wait, 20)
+
+def test_after():
+    end.set()
+"""
+    )
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*ERROR at teardown*", "E *worker1 (a thread) runs Event.wait"])
+
+
+def test_a_hang_that_nothing_interrupts_ends_the_session(pytester):
+    """A main thread in C code that no signal ends: here, a torch future of nobody's."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from zrpc.testing import watchdog
+        watchdog._GIVE_UP_AFTER = 0.5
+
+        @pytest.mark.zrpc(timeout=0.5)
+        def test_stuck(mesh):
+            import torch
+            torch._C.Future([]).wait()
+        """
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+    assert result.ret == 3
+    result.stderr.fnmatch_lines(
+        ["*::test_stuck: not finished within 0.5 s*", "*in test_stuck", "*ending the session*"]
+    )
+
+
+def test_what_is_left_behind_is_an_error(run_tests):
+    result = run_tests(
+        """
+def leave():
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="forgotten", daemon=True)
+    thread.start()
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    kept = socket.socket(socket.AF_UNIX)
+    path = os.environ["ZRPC_RUNTIME_DIR"] + "/left"
+    kept.bind(path)
+    return end, thread, process, kept
+
+@pytest.fixture(scope="module")
+def kept():
+    kept = []
+    yield kept
+    for end, thread, process, left in kept:
+        end.set()
+        thread.join()
+        process.communicate()
+        left.close()
+
+def test_with_mesh(kept, mesh):
+    kept.append(mesh.run(0, leave))
+
+@pytest.mark.usefixtures("kept", "no_leaks")
+def test_without_mesh(kept):
+    kept.append(leave())
+
+@pytest.mark.zrpc(leaks=False)
+def test_not_looked_at(kept, mesh):
+    os.environ["ZRPC_RUNTIME_DIR"] = os.getcwd()
+    kept.append(mesh.run(0, leave))
+    del os.environ["ZRPC_RUNTIME_DIR"]
+"""
+    )
+    result.assert_outcomes(passed=3, errors=2)
+    for name in ("test_with_mesh", "test_without_mesh"):
+        result.stdout.fnmatch_lines(
+            [
+                f"*ERROR at teardown of {name}*",
+                "left behind:",
+                "- thread forgotten (a daemon), in wait *",
+                "- process *: cat",
+                "- descriptor *: pipe:*",
+                "- descriptor *: socket:* bound to *left",
+                "- socket file */left",
+            ]
+        )
+
+
+def test_what_a_worker_process_leaves_behind_is_an_error(run_tests):
+    result = run_tests(
+        """
+def leave():
+    sys.left = os.pipe()
+
+@pytest.mark.zrpc(processes=True)
+def test_leave(mesh):
+    mesh.run(1, leave)
+"""
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["left behind:", "- worker1 (pid *): descriptor *: pipe:*"])
+
+
+def test_a_failed_test_is_not_searched(run_tests):
+    result = run_tests(
+        """
+def test_fail(mesh):
+    left = os.pipe()
+    try:
+        raise ValueError("the only one")
+    finally:
+        left = [os.fdopen(fd) for fd in left]
+"""
+    )
+    result.assert_outcomes(failed=1)
+
+
+@pytest.mark.parametrize("capture", ["fd", "no"])
+def test_output_of_worker_processes(pytester, capture):
+    pytester.makepyfile(
+        textwrap.dedent(
+            """
+            import pytest
+
+            @pytest.mark.zrpc(processes=True)
+            def test_print(mesh):
+                mesh.run(1, print, "hello from afar", flush=True)
+                assert False
+            """
+        )
+    )
+    args = ("-p", "no:cacheprovider", f"--capture={capture}")
+    result = pytester.runpytest_subprocess(*args, timeout=60)
+    result.assert_outcomes(failed=1)
+    lines = {"fd": ["* Captured stdout and stderr of worker1 call *", "hello from afar"]}
+    result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))
+
+
+def test_the_fork_server_is_started_once(run_tests):
+    result = run_tests(
+        """
+pytestmark = pytest.mark.zrpc(processes=True)
+parents = []
+
+def test_first(mesh):
+    parents.append(mesh.run(0, os.getppid))
+
+def test_second(make_mesh):
+    parents.append(make_mesh(workers=1).run(0, os.getppid))
+    assert parents[0] == parents[1] != os.getpid()
+"""
+    )
+    result.assert_outcomes(passed=2)

@@ -1,0 +1,48 @@
+import pytest
+
+from zrpc.testing import MeshSpec
+
+
+class Mark:
+    def __init__(self, *args, **kwargs):
+        self.args = args
+        self.kwargs = kwargs
+
+
+def test_defaults():
+    spec = MeshSpec.from_marks([])
+    assert (spec.workers, spec.processes, spec.timeout, spec.leaks) == (2, False, 30.0, True)
+    assert spec.names == ["worker0", "worker1"]
+
+
+def test_the_nearest_marker_wins_and_the_others_add():
+    near, far = Mark(workers=4), Mark(workers=3, timeout=5)
+    spec = MeshSpec.from_marks([near, far])
+    assert (spec.workers, spec.timeout) == (4, 5)
+
+
+def test_replace_adds_options():
+    spec = MeshSpec(options={"rpc_timeout": 1, "num_worker_threads": 2})
+    changed = spec.replace(workers=3, options={"rpc_timeout": 5})
+    assert changed == MeshSpec(3, options={"rpc_timeout": 5, "num_worker_threads": 2})
+    assert spec.workers == 2
+
+
+@pytest.mark.parametrize(
+    ("mark", "error", "match"),
+    [
+        (Mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
+        (Mark(worker=4), TypeError, "takes workers, processes, .* but got 'worker'"),
+        (Mark(workers="4"), TypeError, "workers must be a int, but got '4'"),
+        (Mark(workers=True), TypeError, "workers must be a int, but got True"),
+        (Mark(workers=0), ValueError, "at least 1, but got 0"),
+        (Mark(processes=1), TypeError, "processes must be a bool"),
+        (Mark(timeout=0), ValueError, "positive number of seconds"),
+        (Mark(timeout=float("nan")), ValueError, "positive number of seconds"),
+        (Mark(timeout=float("inf")), ValueError, "positive number of seconds"),
+        (Mark(options=[]), TypeError, "options must be a Mapping"),
+    ],
+)
+def test_wrong_arguments(mark, error, match):
+    with pytest.raises(error, match=match):
+        MeshSpec.from_marks([mark])

@@ -1,0 +1,183 @@
+import threading
+
+import pytest
+
+import zrpc
+from zrpc.testing import MeshTimeout, WorkerTraceback, local_mesh
+
+
+def my_name():
+    return zrpc.get_worker_info().name
+
+
+def test_functions_run_on_their_workers(mesh):
+    assert mesh.names == list(mesh) == ["worker0", "worker1"]
+    assert len(mesh) == 2
+    assert mesh.run("worker1", my_name) == "worker1"
+    assert mesh.run(0, my_name) == "worker0"
+    assert mesh.run_all(my_name) == ["worker0", "worker1"]
+
+
+def test_arguments(mesh):
+    assert mesh.run(0, dict, [("a", 1)], fn=2, worker=3) == {"a": 1, "fn": 2, "worker": 3}
+
+
+def test_workers_call_each_other(mesh):
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", my_name) == "worker1"
+
+
+@pytest.mark.zrpc(workers=3)
+def test_all_run_at_once(mesh):
+    assert sorted(mesh.run_all(threading.Barrier(3).wait, 10)) == [0, 1, 2]
+
+
+def test_one_after_another_on_a_worker(mesh):
+    begin, order = threading.Event(), []
+    first = mesh.submit(0, lambda: (begin.wait(10), order.append("first")))
+    second = mesh.submit(0, order.append, "second")
+    assert not first.cancel()
+    begin.set()
+    second.result(10)
+    assert order == ["first", "second"]
+
+
+def test_the_agent_can_be_had(mesh):
+    with mesh.agent(1).as_current():
+        assert my_name() == "worker1"
+    with pytest.raises(TypeError, match="processes=True"):
+        mesh.pid(1)
+    with pytest.raises(TypeError, match="expected a mesh of processes"):
+        mesh.kill(1)
+
+
+@pytest.mark.parametrize("worker", ["worker2", 2, -1, True, None])
+def test_no_such_worker(mesh, worker):
+    with pytest.raises(LookupError, match=r"worker0, worker1\) or rank \(0 to 1\), but got"):
+        mesh.run(worker, my_name)
+
+
+def test_a_failure_keeps_its_type_and_tells_its_worker(mesh):
+    def fail():
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone") as info:
+        mesh.run(1, fail)
+    assert isinstance(info.value.__cause__, WorkerTraceback)
+    assert "in worker1 (a thread):\nTraceback" in str(info.value.__cause__)
+    assert "in fail\n    raise KeyError" in str(info.value.__cause__)
+
+
+def test_a_failure_keeps_its_cause(mesh):
+    def fail():
+        raise KeyError("outer") from ValueError("inner")
+
+    with pytest.raises(KeyError) as info:
+        mesh.run(1, fail)
+    assert isinstance(info.value.__cause__, ValueError)
+    assert isinstance(info.value.__cause__.__cause__, WorkerTraceback)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_first_failure_tells_of_the_others(mesh):
+    failed = threading.Event()
+
+    def fail():
+        if my_name() == "worker1":
+            failed.set()
+            raise KeyError("first")
+        failed.wait(10)
+        if my_name() == "worker2":
+            raise ValueError("second")
+
+    with pytest.raises(KeyError) as info:
+        mesh.run_all(fail)
+    cause = str(info.value.__cause__)
+    assert "in worker1" in cause
+    assert "worker2 (a thread) failed as well: ValueError: second" in cause
+    assert "worker0" not in cause
+
+
+def test_a_failure_does_not_wait_for_those_that_hang(mesh):
+    end = threading.Event()
+
+    def fail():
+        if my_name() == "worker1":
+            raise KeyError("first")
+        end.wait(20)
+
+    with pytest.raises(KeyError):
+        mesh.run_all(fail)
+    assert not end.is_set()
+    end.set()
+
+
+def test_options_reach_the_agent(make_mesh):
+    mesh = make_mesh(workers=1, options={"rpc_timeout": 7})
+    assert mesh.run(0, zrpc.get_rpc_timeout) == 7
+
+
+def test_a_start_that_fails_is_told_at_once(make_mesh):
+    with pytest.raises(TypeError, match="no_such_option"):
+        make_mesh(options={"no_such_option": 1})
+
+
+def test_several_meshes(make_mesh):
+    meshes = [make_mesh(workers=n) for n in (1, 2)]
+    assert [mesh.run(0, lambda: zrpc.get_worker_info("worker0").id) for mesh in meshes] == [0, 0]
+    assert [len(mesh) for mesh in meshes] == [1, 2]
+
+
+def test_after_shutdown(mesh):
+    mesh.shutdown()
+    mesh.shutdown()
+    with pytest.raises(RuntimeError, match="the mesh is shut down"):
+        mesh.run(0, my_name)
+    with pytest.raises(RuntimeError, match="worker0 has no agent"):
+        mesh.agent(0)
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_without_the_fixtures():
+    with local_mesh(3) as mesh:
+        assert mesh.run(2, zrpc.rpc_sync, "worker0", max, args=(1, 2)) == 2
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_without_the_fixtures_a_hang_ends_too():
+    end = threading.Event()
+
+    def hang_in_main():
+        with local_mesh(1, timeout=0.3):
+            end.wait(20)
+
+    def hang_in_worker():
+        with local_mesh(2, timeout=0.3) as mesh:
+            mesh.run("worker1", end.wait, 20)
+
+    for hang in (hang_in_main, hang_in_worker):
+        with pytest.raises(MeshTimeout, match=r"not finished within 0\.3 s") as info:
+            hang()
+        assert f"in {hang.__name__}" in str(info.value)
+    assert "- worker1 (a thread) runs Event.wait" in str(info.value)
+    end.set()  # the abandoned thread ends
+
+
+# Here, since what a closure holds can't be sent.
+entered, end = threading.Event(), threading.Event()
+
+
+def enter_and_wait():
+    entered.set()
+    end.wait(20)
+
+
+def test_a_worker_that_hangs_in_a_call_is_freed(mesh):
+    """The end of the agent ends its calls, and with them the thread."""
+    waiting = mesh.submit(0, zrpc.rpc_sync, "worker1", enter_and_wait, timeout=0)
+    assert entered.wait(10)
+    threads = [t for t in threading.enumerate() if t.name == "zrpc-test-worker0-main"]
+    mesh.shutdown(graceful=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        waiting.result(10)
+    assert [t.is_alive() for t in threads] == [False]
+    end.set()
