@@ -17,9 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import zmq
 from torch.distributed import Store
@@ -76,6 +76,9 @@ class Layer(Protocol):
         """The agent closes; nothing can be sent any more."""
 
 
+L = TypeVar("L")
+
+
 class Agent:
     """One member of a mesh. `join_mesh` makes one; several may live in one process.
 
@@ -100,6 +103,11 @@ class Agent:
         self.worker_info = membership.info
         self.rpc_timeout = options.rpc_timeout
         self.layers: list[Layer] = []
+        # What layers do to each message with an object, see Encoder and Decoder, and the
+        # scope that they give to the handler of a request.
+        self.finishers: list[Callable[[Encoder], None]] = []
+        self.openers: list[Callable[[Decoder], None]] = []
+        self.scopes: list[Callable[[Message], AbstractContextManager[Any]]] = []
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store = store
@@ -136,6 +144,17 @@ class Agent:
         """Begins to read messages, with these layers plugged in. To be called once."""
         self.layers.extend(layers)
         self._io_thread.start()
+
+    def layer(self, kind: type[L]) -> L:
+        """The layer of this type.
+
+        Raises:
+            RpcError: there is none.
+        """
+        for layer in self.layers:
+            if isinstance(layer, kind):
+                return layer
+        raise RpcError(f"the agent of {self.worker_info} was started without a {kind.__name__}")
 
     @property
     def closed(self) -> bool:
@@ -239,7 +258,7 @@ class Agent:
         """Answers a request with a value, or with an error where it can't be pickled."""
         reply = Message(Kind.RESULT, request.call_id)
         try:
-            self.encoder(request.sender).pack(value, reply)
+            self.encoder(request.sender, request).pack(value, reply)
         except Exception as error:
             self.answer_error(request, error)
             return
@@ -253,9 +272,10 @@ class Agent:
         self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
         self._executing.discard(id(request))
 
-    def encoder(self, rank: int) -> Encoder:
-        """For packing a message to ``rank``."""
-        return Encoder(self, rank, self.membership.same_main(rank))
+    def encoder(self, rank: int, request: Message | None = None) -> Encoder:
+        """For packing a message to ``rank``, which may be the answer to a request."""
+        same_main = self.membership.same_main(rank)
+        return Encoder(self, rank, same_main, request, self.finishers)
 
     def _prepare(
         self,
@@ -305,7 +325,7 @@ class Agent:
             raise type(outcome)(*outcome.args)
         if outcome.kind == Kind.ERROR:
             raise load_exception(outcome.body)
-        return Decoder(self, outcome).unpack()
+        return self.unpack(outcome)
 
     # -- executing -----------------------------------------------------------------------
 
@@ -315,7 +335,17 @@ class Agent:
         """Runs a function for a request, in the pool; see `Execution`."""
         self.accept(request)
         execution = Execution(outlet, self._loop, self.pool.submit)
-        self.pool.submit(partial(execution.run, request.deadline, resolve))
+        if not self.scopes:
+            self.pool.submit(partial(execution.run, request.deadline, resolve))
+            return
+
+        def run() -> None:
+            with ExitStack() as stack:
+                for scope in self.scopes:
+                    stack.enter_context(scope(request))
+                execution.run(request.deadline, resolve)
+
+        self.pool.submit(run)
 
     def accept(self, request: Message) -> None:
         """Notes that a request will be answered: until then this worker is not idle."""
@@ -327,7 +357,7 @@ class Agent:
 
     def unpack(self, message: Message) -> Any:
         """The object in a message. It runs what the sender chose: never in the I/O thread."""
-        return Decoder(self, message).unpack()
+        return Decoder(self, message, self.openers).unpack()
 
     def log_failure(self, error: BaseException) -> None:
         """Tells this worker's log that a handler failed."""

@@ -332,10 +332,7 @@ class _Keep:
 
 def layer_of(agent: Agent) -> RRefLayer:
     """The RRef layer of an agent."""
-    for layer in agent.layers:
-        if isinstance(layer, RRefLayer):
-            return layer
-    raise RuntimeError(f"the agent of {agent.worker_info} was started without RRefs")
+    return agent.layer(RRefLayer)
 
 
 def _pack_ids(ids: list[GloballyUniqueId]) -> bytes:

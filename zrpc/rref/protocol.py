@@ -304,14 +304,15 @@ class References:
         """
         if parent is None:
             self.add(fork.rref_id, fork.fork_id, receiver)
-        else:
+        elif not self._lost & {receiver, fork.owner}:  # else nobody would answer for the child
             self._held[parent].children[fork.fork_id] = receiver
             self._parents[fork.fork_id] = parent
 
     def cancel(self, fork: Fork) -> None:
         """The message with the child is not sent after all."""
         if fork.owner == self._rank:
-            self._delete(fork.rref_id, fork.fork_id, self._rank)
+            self._entry(fork.rref_id).forks.pop(fork.fork_id, None)
+            self._free_if_unused(fork.rref_id)
         else:
             self._on_listed(fork.fork_id)
 
@@ -320,7 +321,7 @@ class References:
         rref_id, fork_id, owner, parent_id = fork
         if owner != self._rank:
             self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
-            if sender != owner:
+            if sender != owner and owner not in self._lost:
                 self._adding.add(fork_id)
                 self._send(owner, Verb.ADD, rref_id, fork_id, sender, parent_id)
             return

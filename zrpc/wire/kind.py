@@ -18,7 +18,11 @@ class Kind(IntEnum):
     FETCH = 17  # the value of an RRef
     METHOD = 18  # a call of a method of an RRef's value
     REFERENCE = 19  # reference counting
+    BACKWARD = 24  # take part in a backward pass; answered when this worker's part is done
+    GRADIENT = 25  # the gradients of the tensors that a message carried
+    ABORT = 26  # a backward pass has failed
+    RELEASE = 27  # an autograd context has ended
 
 
 # The kinds that are answered, by RESULT or ERROR.
-REQUESTS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.METHOD))
+REQUESTS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.METHOD, Kind.BACKWARD))

@@ -14,7 +14,7 @@ import pickle
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -63,12 +63,23 @@ class Encoder:
         agent: the sending agent, for reducers of upper layers.
         destination: the rank of the worker that it goes to.
         same_main: whether a name in ``__main__`` means the same at the receiver.
+        request: what the message answers; None where it is a request itself.
+        finishers: called with this encoder when all tensors of the message are known.
     """
 
-    def __init__(self, agent: Any, destination: int, same_main: bool) -> None:
+    def __init__(
+        self,
+        agent: Any,
+        destination: int,
+        same_main: bool,
+        request: Message | None = None,
+        finishers: Sequence[Callable[[Encoder], None]] = (),
+    ) -> None:
         self.agent = agent
         self.destination = destination
         self.same_main = same_main
+        self.request = request
+        self._finishers = finishers
         self._undo: list[Callable[[], None]] = []
         self._start()
 
@@ -101,6 +112,8 @@ class Encoder:
         _thread.encoder = self
         try:
             message.body = self._pickle(obj)
+            for finish in self._finishers:
+                finish(self)
             message.table = self.tensors.table(self.buffers)
         except BaseException:
             self.abort()
@@ -142,12 +155,23 @@ class Encoder:
 
 
 class Decoder:
-    """One message that is being unpacked."""
+    """One message that is being unpacked.
 
-    def __init__(self, agent: Any, message: Message) -> None:
+    Args:
+        agent: the receiving agent.
+        message: the message.
+        openers: called with this decoder when the tensors of the message are made, and before
+            its body is unpickled; they may put others into `tensors`.
+    """
+
+    def __init__(
+        self, agent: Any, message: Message, openers: Sequence[Callable[[Decoder], None]] = ()
+    ) -> None:
         self.agent = agent
         self.message = message
         self.tensors = read_table(message.table, message.buffers) if message.table else []
+        for opener in openers:
+            opener(self)
 
     def unpack(self) -> Any:
         """The object that the message holds.

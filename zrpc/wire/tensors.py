@@ -48,16 +48,22 @@ class TensorWriter:
 
     def __init__(self) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []
+        # Those of the tensors that require grad, as they were given, by index.
+        self.requiring_grad: dict[int, torch.Tensor] = {}
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def add(self, tensor: torch.Tensor) -> int:
         """Takes a strided tensor into the table and returns its index."""
-        flags = _REQUIRES_GRAD * tensor.requires_grad
+        flags = 0
+        plain = tensor
+        if tensor.requires_grad:
+            flags = _REQUIRES_GRAD
+            plain = tensor.detach()
+            self.requiring_grad[len(self._tensors)] = tensor
         if isinstance(tensor, torch.nn.Parameter):
             flags |= _PARAMETER
-        plain = tensor.detach() if tensor.requires_grad else tensor
         if plain.is_conj():
             plain, flags = plain.conj(), flags | _CONJUGATE
         if plain.is_neg():
