@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,8 @@ def test_loading_it_imports_nothing_heavy(pytester):
 
         def test_modules(pytestconfig):
             assert "zrpc.testing.plugin" in sys.modules
-            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "asyncio"}
+            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "zrpc.agent"}
             assert heavy & sys.modules.keys() == set()
-            ours = sorted(name for name in sys.modules if name.startswith("zrpc"))
-            assert ours == ["zrpc", "zrpc.testing", "zrpc.testing.plugin", "zrpc.testing.spec"]
         """
     )
     run = subprocess.run(
@@ -100,12 +99,13 @@ def test_broken(mesh):
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_hang_ends_with_all_stacks(run_tests, processes):
+    timeout = 1.5 if processes else 0.5  # on a busy machine a process takes its time to start
     result = run_tests(
         f"""
 def hang():
     threading.Event().wait(20)
 
-@pytest.mark.zrpc(workers=3, processes={processes}, timeout=0.7)
+@pytest.mark.zrpc(workers=3, processes={processes}, timeout={timeout})
 def test_hang(mesh):
     mesh.run("worker1", hang)
 
@@ -116,7 +116,7 @@ def test_after():
     result.assert_outcomes(failed=1, passed=1)
     result.stdout.fnmatch_lines(
         [
-            "E *MeshTimeout: not finished within 0.7 s *",
+            f"E *MeshTimeout: not finished within {timeout} s *",
             "E *- worker1 (*) runs hang",
             "E *---- stacks of worker0 (*) ----",
             "E *---- stacks of worker1 (*) ----",
@@ -257,18 +257,17 @@ def test_not_looked_at(kept, mesh):
 """
     )
     result.assert_outcomes(passed=3, errors=2)
-    for name in ("test_with_mesh", "test_without_mesh"):
-        result.stdout.fnmatch_lines(
-            [
-                f"*ERROR at teardown of {name}*",
-                "left behind:",
-                "- thread forgotten (a daemon), in wait *",
-                "- process *: cat",
-                "- descriptor *: pipe:*",
-                "- descriptor *: socket:* bound to *left",
-                "- socket file */left",
-            ]
-        )
+    _, with_mesh, without_mesh = re.split("ERROR at teardown of", result.stdout.str())
+    for name, report in (("with_mesh", with_mesh), ("without_mesh", without_mesh)):
+        assert report.startswith(f" test_{name} ___")
+        for line in (
+            r"thread forgotten \(a daemon\), in wait .*",
+            r"process \d+: cat",
+            r"descriptor \d+: pipe:.*",
+            r"descriptor \d+: socket:.* bound to .*/left",
+            "socket file /.*/left",
+        ):
+            assert re.search(f"^- {line}$", report, re.MULTILINE), line
 
 
 def test_what_a_worker_process_leaves_behind_is_an_error(run_tests):

@@ -167,7 +167,7 @@ def test_a_worker_that_is_stopped_is_named(make_mesh):
     """A process that can't even write its stacks must not hold up the end."""
 
     def hang():
-        with local_mesh(2, processes=True, timeout=1) as mesh:
+        with local_mesh(2, processes=True, timeout=1.5) as mesh:
             os.kill(mesh.pid(1), signal.SIGSTOP)
             mesh.run(1, my_name)
 
@@ -179,10 +179,10 @@ def test_a_worker_that_is_stopped_is_named(make_mesh):
 @pytest.mark.usefixtures("no_leaks")
 def test_a_hang_shows_all_stacks():
     def hang():
-        with local_mesh(3, processes=True, timeout=1) as mesh:
+        with local_mesh(3, processes=True, timeout=1.5) as mesh:
             mesh.run(1, wait_for_ever)
 
-    with pytest.raises(MeshTimeout, match=r"not finished within 1 s") as info:
+    with pytest.raises(MeshTimeout, match=r"not finished within 1\.5 s") as info:
         hang()
     message = str(info.value)
     assert "worker1 (pid " in message

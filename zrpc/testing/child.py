@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from zrpc.testing.failure import WorkerFailed, traceback_of
+from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
 
 __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
@@ -128,7 +128,7 @@ class _WorkerProcess:
 
 
 def _failure(error: BaseException) -> bytes:
-    text = traceback_of(error, skip=2)
+    text = traceback_of(without_frames(error, 2))
     try:
         data: bytes = cloudpickle.dumps((False, error, text))
         pickle.loads(data)  # many exceptions can be pickled, but not be made anew

@@ -13,6 +13,7 @@ __all__ = [
     "add_others",
     "attribute",
     "traceback_of",
+    "without_frames",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -75,9 +76,14 @@ def _last_cause(error: BaseException) -> BaseException:
     return error
 
 
-def traceback_of(error: BaseException, skip: int = 1) -> str:
-    """The traceback of ``error`` as text, less the ``skip`` outermost frames (ours)."""
+def without_frames(error: E, count: int) -> E:
+    """``error`` without the ``count`` outermost frames of its traceback, which are ours."""
     tb = error.__traceback__
-    for _ in range(skip):
+    for _ in range(count):
         tb = tb.tb_next if tb is not None else None
-    return "".join(traceback.format_exception(type(error), error, tb))
+    return error.with_traceback(tb)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of ``error`` as text, with those of its causes."""
+    return "".join(traceback.format_exception(error))

@@ -100,7 +100,7 @@ class Mesh:
                 of its causes tells the worker and the traceback there.
         """
         __tracebackhide__ = True
-        return self.submit(worker, fn, *args, **kwargs).result()
+        return _result(self.submit(worker, fn, *args, **kwargs))
 
     def run_all(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Runs ``fn(*args, **kwargs)`` on all workers at once.
@@ -396,3 +396,12 @@ def _gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
         assert error is not None  # it is what makes it the first
         raise add_others(error, others)
     return [future.result() for future in futures]
+
+
+def _result(future: Future[T]) -> T:
+    """What ``future.result()`` is, with a traceback that holds nothing but the worker's."""
+    __tracebackhide__ = True
+    error = future.exception()
+    if error is not None:
+        raise error
+    return future.result()

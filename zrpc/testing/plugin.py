@@ -81,6 +81,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
 
     item: pytest.Item = request.node
     spec = _spec_of(item)
+    module = item.getparent(pytest.Module)
     warm_up(spec.processes)
     if spec.leaks:
         request.getfixturevalue("no_leaks")
@@ -100,8 +101,8 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             return start_mesh(
                 spec.replace(workers, processes, options),
                 watchdog,
-                by_value=[request.module.__name__],
-                capture=request.config.getoption("capture") != "no",
+                by_value=[] if module is None else [module.obj.__name__],
+                capture=request.config.getoption("capture", "no") != "no",
             )
 
         yield make
@@ -116,7 +117,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
         except BaseException as error:
             item.stash[_failed] = True
             if isinstance(error, LeakError):
-                pytest.fail(str(error), pytrace=False)  # where it was found tells nothing
+                raise _error(error) from None
             raise
 
 
@@ -143,7 +144,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     except _Failed:
         pass
     except LeakError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise _error(error) from None
 
 
 class _Failed(Exception):
@@ -220,6 +221,11 @@ def _interruptible(item: pytest.Item) -> Iterator[None]:
         return
     with item.stash[_watchdog].interruptible():
         yield
+
+
+def _error(error: BaseException) -> BaseException:
+    """The error as pytest shows it without our stack, which tells nothing of it."""
+    return pytest.fail.Exception(str(error), pytrace=False)
 
 
 def _spec_of(item: pytest.Item) -> MeshSpec:

@@ -138,6 +138,9 @@ class ProcessWorker(Worker):
         self._output_path = home / f"{name}.output" if capture else None
         self._stacks_path = home / f"{name}.stacks"
         self._pid: int | None = None
+        # What signals are sent to: unlike a process id, it can't come to mean another process.
+        # -1 where there is none; guarded by self._lock, as it is closed when the process ends.
+        self._process = -1
         self._killed = False
         self._shown = 0  # how much of the output new_output() has returned
         self._kept_output = ""  # all of it, once the file is gone
@@ -175,13 +178,16 @@ class ProcessWorker(Worker):
         with ours, theirs, self._streams() as streams:
             fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _SOCKETS_FROM)
             try:
-                self._pid = self._server.spawn(
+                pid = self._server.spawn(
                     self._task(fd), stdout=streams[0], stderr=streams[1], pass_fds=[fd]
                 )
             finally:
                 os.close(fd)
-            # Not a process id: it can't come to mean another process.
-            self._process = os.pidfd_open(self._pid)
+            try:
+                self._process = os.pidfd_open(pid)
+            except ProcessLookupError:
+                raise WorkerExited(f"{self.name} (pid {pid}) ended as it was started") from None
+            self._pid = pid
             self._connection = Connection(ours.detach())
         self._reader.start()
         return self._request("starts", "start")
@@ -204,8 +210,8 @@ class ProcessWorker(Worker):
 
     def stacks(self) -> str:
         """The stacks of its threads, innermost call first; takes a second at most."""
-        if self._exit is not None:
-            return f"none: it {self._ended()}\n"
+        if self._pid is None or self._process == -1:
+            return f"none: it {'was not started' if self._pid is None else self._ended()}\n"
         end = time.monotonic() + _STACKS_WITHIN
         text, size = "", -1
         # faulthandler writes bit by bit, in a signal handler, and does not say when it is done.
@@ -215,7 +221,7 @@ class ProcessWorker(Worker):
             text = _text(self._stacks_path)
         return (
             _BOTTOM.sub("", text)
-            or f"none within {_STACKS_WITHIN:g} s; state: {state_of(self.pid)}\n"
+            or f"none within {_STACKS_WITHIN:g} s; state: {state_of(self._pid)}\n"
         )
 
     def output(self) -> str:
@@ -321,14 +327,15 @@ class ProcessWorker(Worker):
         try:
             with _server_lock:
                 self._exit = self._server.wait(self.pid, _DIES_WITHIN)
-        except (LaunchError, TimeoutError) as error:
-            self.fail(WorkerExited(f"{self.label} is gone, and so is its exit code: {error}"))
-        else:
-            self.fail(WorkerExited(f"{self.label} {self._ended()}"))
+        except (LaunchError, TimeoutError):  # the server died, and its children with it
+            self._exit = None
         finally:
+            self.fail(WorkerExited(f"{self.label} {self._ended()}"))
             with self._sending:  # nobody is using it
                 self._connection.close()
-            os.close(self._process)
+            with self._lock:
+                os.close(self._process)
+                self._process = -1
 
     def _on_reply(self, data: bytes) -> None:
         with self._lock:
@@ -346,11 +353,12 @@ class ProcessWorker(Worker):
             self._settle(future, error=attribute(reply[1], self.label, reply[2]))
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._process, number)
 
     def _ended(self) -> str:
-        assert self._exit is not None
+        if self._exit is None:
+            return "is gone, and so is its exit code"
         if self._exit >= 0:
             return f"exited with status {self._exit}"
         return f"was killed by {signal.Signals(-self._exit).name}"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from zrpc.testing.failure import attribute, traceback_of
+from zrpc.testing.failure import attribute, traceback_of, without_frames
 from zrpc.testing.leaks import lasting
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.stacks import stacks_of
@@ -164,7 +164,8 @@ class ThreadWorker(Worker):
             try:
                 value = work()
             except BaseException as e:  # also pytest's outcomes, SystemExit: all the test's
-                error = attribute(e, self.label, traceback_of(e, skip=2))
+                error = without_frames(e, 2)
+                attribute(error, self.label, traceback_of(error))
             self._settle(future, value, error)
             # What they refer to must not live on until the next task.
             del task, future, work, value, error
