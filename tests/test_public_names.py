@@ -1,0 +1,139 @@
+"""The names that programs import."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import zrpc
+
+# What torch 2.13's `torch.distributed.rpc` offers to programs, written down here so that the
+# test needs no torch built with RPC. Left out: TensorPipe's agent, and names that torch's
+# modules have only because they import them.
+TORCH_NAMES = {
+    "BackendType",
+    "Future",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "api",
+    "backend_registry",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "is_available",
+    "options",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+}
+TORCH_PRIVATE_NAMES = {"_is_current_rpc_agent_set", "_set_rpc_timeout", "_wait_all"}
+OWN_NAMES = {
+    "NotInitializedError",
+    "OwnerDied",
+    "ProtocolError",
+    "RemoteError",
+    "RendezvousError",
+    "RpcError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "UNSET_RPC_TIMEOUT",
+    "WorkerDied",
+    "ZmqRpcBackendOptions",
+    "errors",
+}
+
+
+def test_all_is_what_it_should_be():
+    assert set(zrpc.__all__) == TORCH_NAMES | OWN_NAMES
+    assert len(zrpc.__all__) == len(set(zrpc.__all__))
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_NAMES | TORCH_PRIVATE_NAMES | OWN_NAMES))
+def test_each_name_is_there(name):
+    value = getattr(zrpc, name)
+    assert value is not None
+    assert getattr(zrpc, name) is value
+
+
+@pytest.mark.parametrize("name", zrpc.__all__)
+def test_each_public_name_is_described(name):
+    value = getattr(zrpc, name)
+    if inspect.ismodule(value) or inspect.isfunction(value) or inspect.isclass(value):
+        assert inspect.getdoc(value)
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'zrpc' has no attribute 'rpc_snyc'"):
+        zrpc.rpc_snyc  # noqa: B018
+    with pytest.raises(ImportError):
+        from zrpc import rpc_snyc  # noqa: F401
+
+
+def test_dir_lists_the_names():
+    assert set(zrpc.__all__) <= set(dir(zrpc))
+
+
+def test_a_star_import_brings_all_names():
+    namespace: dict[str, object] = {}
+    exec("from zrpc import *", namespace)
+    assert set(zrpc.__all__) <= set(namespace)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        ("init_rpc", ["name", "backend", "rank", "world_size", "rpc_backend_options"]),
+        ("shutdown", ["graceful", "timeout"]),
+        ("rpc_sync", ["to", "func", "args", "kwargs", "timeout"]),
+        ("rpc_async", ["to", "func", "args", "kwargs", "timeout"]),
+        ("remote", ["to", "func", "args", "kwargs", "timeout"]),
+        ("get_worker_info", ["worker_name"]),
+    ],
+)
+def test_parameters_have_the_names_and_the_order_of_torch(function, parameters):
+    assert list(inspect.signature(getattr(zrpc, function)).parameters) == parameters
+
+
+def test_defaults_are_those_of_torch():
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(zrpc.init_rpc).parameters.items()
+        if name != "name"
+    }
+    assert defaults == {
+        "backend": None,
+        "rank": -1,
+        "world_size": None,
+        "rpc_backend_options": None,
+    }
+    for function in (zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote):
+        assert inspect.signature(function).parameters["timeout"].default == -1.0
+
+
+def test_importing_zrpc_alone_costs_nothing():
+    code = "import sys, zrpc; print([m for m in ('torch', 'zmq') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_rref_serves_as_type_hint_and_class_base():
+    class Mine(zrpc.RRef[int]):
+        pass
+
+    class Options(zrpc.RpcBackendOptions):
+        pass
+
+    def function(rref: zrpc.RRef[int]) -> zrpc.RRef[list[str]]: ...
+
+    assert issubclass(Mine, zrpc.RRef)
+    assert issubclass(zrpc.TensorPipeRpcBackendOptions, zrpc.RpcBackendOptions)
+    assert Options(rpc_timeout=3).rpc_timeout == 3
