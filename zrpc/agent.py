@@ -259,7 +259,7 @@ class Agent:
         reply = Message(Kind.RESULT, request.call_id)
         try:
             self.encoder(request.sender, request).pack(value, reply)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: the caller waits for an answer
             self.answer_error(request, error)
             return
         self.post(request.sender, reply)
@@ -387,9 +387,13 @@ class Agent:
                 now = time.monotonic()
                 if now >= self._calls.earliest_deadline:
                     self._calls.expire(now)
+                if self._termination is not None:
+                    # A handler that ends in the pool says nothing here: look more often.
+                    next_tick = min(next_tick, now + _TICK_AT_SHUTDOWN)
+                    self._report_idle(self._termination)
                 if now >= next_tick:
                     self._tick()
-                    next_tick = now + (_TICK if self._termination is None else _TICK_AT_SHUTDOWN)
+                    next_tick = now + _TICK
             except Exception:
                 logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
 
@@ -437,11 +441,15 @@ class Agent:
                 self._post_termination(self._termination.lose(rank))
         self.pool.relieve()
         self._completions.relieve()
-        if self._termination is not None and self._termination.asked and self._idle():
-            living = self.membership.living
-            sent = self._network.sent(living)
-            received = sum(self._received[rank] for rank in living)
-            self._post_termination(self._termination.idle(sent, received))
+
+    def _report_idle(self, termination: Termination) -> None:
+        """Answers the leader of a shutdown, where it has asked and there is nothing to do."""
+        if termination.asked is None or not self._idle():
+            return
+        living = self.membership.living
+        sent = self._network.sent(living)
+        received = sum(self._received[rank] for rank in living)
+        self._post_termination(termination.idle(sent, received))
 
     def _idle(self) -> bool:
         """Whether this worker does nothing and waits for nothing."""

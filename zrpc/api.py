@@ -16,6 +16,7 @@ from torch.distributed import DistNetworkError, Store
 from torch.distributed import is_available as is_distributed_available
 
 from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
+from zrpc.autograd.layer import plug_in as plug_in_autograd
 from zrpc.backend_registry import BackendType
 from zrpc.current import current_agent, default_agent, find_agent, set_default_agent
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
@@ -23,7 +24,8 @@ from zrpc.futures import Future
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.rendezvous import connect_store, resolve_rank
-from zrpc.rref.rref import RRef, plug_in
+from zrpc.rref.rref import RRef
+from zrpc.rref.rref import plug_in as plug_in_rrefs
 from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 
@@ -74,7 +76,7 @@ def start_agent(
         world_size=world_size,
         store=store,
         options=options,
-        layers=[plug_in],
+        layers=[plug_in_rrefs, plug_in_autograd],
         init_method=init_method,
     )
 

@@ -10,6 +10,7 @@
         ├── SerializationError        a value can't travel, or can't be rebuilt
         ├── ProtocolError             a peer sent what it must not send
         ├── RemoteError               the callee failed, told as text
+        ├── BackwardError             a worker's part of a backward pass failed
         └── WorkerDied                the peer is gone (also a ConnectionError)
             └── OwnerDied             the peer that owned an RRef's value is gone
 
@@ -22,6 +23,7 @@ that holds the remote traceback as its ``__cause__``.
 from __future__ import annotations
 
 __all__ = [
+    "BackwardError",
     "NotInitializedError",
     "OwnerDied",
     "ProtocolError",
@@ -70,6 +72,10 @@ class RemoteError(RpcError):
     pickled, or would end the caller, as ``SystemExit`` would), and it is the ``__cause__``
     of every exception that did travel, since a traceback can't be sent as an object.
     """
+
+
+class BackwardError(RpcError):
+    """A worker's part of a backward pass failed; the message says which worker's, and how."""
 
 
 class WorkerDied(RpcError, ConnectionError):

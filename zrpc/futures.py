@@ -194,8 +194,10 @@ class Future(torch.futures.Future[T]):
         decode = functools.partial(self._decode, outcome)  # type: ignore[attr-defined]
         try:
             value = decode()
-        except Exception:
+        except BaseException as error:
             self._fail(decode)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C in the midst of it
         else:
             self.set_result(value)
         self._call = None

@@ -140,8 +140,9 @@ class _Owned:
     handles: int = 0
     # Forks whose DELETE came first, by sender; what lists them is still on its way from there.
     ended_early: dict[ForkId, int] = field(default_factory=dict)
-    # Forks that a child has named as its parent, by holder; what lists them is on its way too.
-    announced: dict[ForkId, int] = field(default_factory=dict)
+    # Forks that a child has named as its parent, with the parent's holder and the worker that
+    # said so; what lists them is on its way too.
+    announced: dict[ForkId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -235,11 +236,11 @@ class References:
             owned.forks[fork_id] = holder
         self._free_if_unused(rref_id)
 
-    def _announce(self, rref_id: RRefId, parent_id: ForkId, holder: int) -> None:
+    def _announce(self, rref_id: RRefId, parent_id: ForkId, holder: int, sender: int) -> None:
         """A child names its parent, which lives and is either listed or about to be."""
         owned = self._entry(rref_id)
         if parent_id not in owned.forks and holder not in self._lost:
-            owned.announced[parent_id] = holder
+            owned.announced[parent_id] = (holder, sender)
 
     def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: int) -> None:
         owned = self._entry(rref_id)
@@ -329,7 +330,7 @@ class References:
         if sender == owner:
             self._delete(rref_id, fork_id, sender)
         else:
-            self._announce(rref_id, parent_id, sender)
+            self._announce(rref_id, parent_id, sender, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
 
     # -- messages and peers --------------------------------------------------------------
@@ -342,7 +343,7 @@ class References:
             return
         verb, _, rref_id, fork_id, parent, parent_id = message
         if verb is Verb.ADD:
-            self._announce(rref_id, parent_id, parent)
+            self._announce(rref_id, parent_id, parent, sender)
             self.add(rref_id, fork_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
             if parent != sender:
@@ -356,9 +357,12 @@ class References:
         """A peer is gone: its forks end, and nobody waits for it or for what went to it."""
         self._lost.add(rank)
         for rref_id, owned in list(self._owned.items()):
-            for by_rank in (owned.forks, owned.ended_early, owned.announced):
+            for by_rank in (owned.forks, owned.ended_early):
                 for fork_id in [f for f, holder in by_rank.items() if holder == rank]:
                     del by_rank[fork_id]
+            # A worker that announced and is gone may have told of a parent that has ended.
+            for fork_id in [f for f, ranks in owned.announced.items() if rank in ranks]:
+                del owned.announced[fork_id]
             self._free_if_unused(rref_id)
         unanswered = {f for f in self._adding if f not in self._held or self._held[f].owner == rank}
         self._adding -= unanswered

@@ -19,8 +19,9 @@ from typing import Any, ClassVar
 
 import cloudpickle
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 
-from zrpc.errors import SerializationError
+from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.header import Message
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 
@@ -128,13 +129,17 @@ class Encoder:
             body = self._dump(_Pickler, obj)
             if self.same_main or b"__main__" not in body:
                 return body
-        except (pickle.PicklingError, AttributeError, TypeError):
-            pass  # cloudpickle can do more, and its error says more
+        except RpcError:
+            raise  # a reducer's own word
+        except Exception:  # cloudpickle can do more, and its error says more
+            pass
         self.abort()
         self._start()
         try:
             return self._dump(_ByValuePickler, obj)
-        except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        except RpcError:
+            raise
+        except Exception as error:
             raise SerializationError(
                 f"expected picklable values, found {type(obj).__name__} that holds one that "
                 f"can't be pickled: {error}"
@@ -189,7 +194,7 @@ class Decoder:
                 "imported: ensure that functions and classes are defined in modules that both "
                 "the caller and the callee can import"
             ) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise SerializationError(
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
             ) from error
@@ -315,6 +320,19 @@ def _rebuild_script(code: bytes) -> Any:
     return torch.jit.load(io.BytesIO(code))
 
 
+def _reduce_operator(operator: Any) -> Any:
+    """Operators of ``torch.ops`` travel by name, custom ones too; without overload all of it."""
+    if isinstance(operator, OpOverload):
+        return _find_operator, (operator._schema.name, operator._overloadname)
+    return _find_operator, (operator._qualified_op_name, None)
+
+
+def _find_operator(name: str, overload: str | None) -> Any:
+    namespace, name = name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return packet if overload is None else getattr(packet, overload)
+
+
 def _current_encoder() -> Encoder:
     current = encoder()
     if current is None:
@@ -328,3 +346,5 @@ register_reducer(torch.UntypedStorage, _reduce_untyped_storage)
 register_reducer(torch.TypedStorage, _reduce_typed_storage)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.jit.RecursiveScriptModule, _reduce_script)
+register_reducer(OpOverload, _reduce_operator)
+register_reducer(OpOverloadPacket, _reduce_operator)

@@ -1,0 +1,518 @@
+"""Distributed autograd of one agent: what contexts say to each other, and backward passes.
+
+Every message within a context says so in an extension, and which of its tensors belong to the
+graph. Where tensors do, the sender appends a `Send` node to its chain and the receiver a
+`Receive` node.
+
+A backward pass. The worker that asks for it *engages*: it asks each worker that it exchanged
+tensors with to take part (BACKWARD), and then runs its engine once. A worker that is asked
+for the first time engages likewise, and answers when its own part and those that it has asked
+for are done; asked again, it answers at once. So the pass is done everywhere when it is done
+where it began (E. W. Dijkstra and C. S. Scholten, "Termination detection for diffusing
+computations", Information Processing Letters 11, 1980).
+
+A `Receive` node sends the gradients of its tensors back (GRADIENT), a `Send` node waits for
+them. BACKWARD lists what the asking worker has sent and received, so that a message that only
+one of the two knows of (its call timed out, or never arrived) holds nobody up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zrpc.agent import Agent
+from zrpc.autograd import engine, replicas
+from zrpc.autograd.nodes import Gradients, receive, send
+from zrpc.autograd.state import ContextState, Pass
+from zrpc.errors import BackwardError, ProtocolError, RpcError, WorkerDied
+from zrpc.wire.exceptions import dump_exception, load_exception
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
+from zrpc.wire.pickling import Decoder, Encoder
+
+__all__ = ["AutogradLayer", "plug_in"]
+
+# The tags of extensions: of any message within a context, and of messages about a pass.
+GRAPH = 3
+PASS = 4
+
+_GRAPH = struct.Struct("<qQ")  # context, number of the send (0: no tensors); then indices
+_PASS = struct.Struct("<qQQB")  # context, pass, number of the send, retain_graph
+_INDEX = struct.Struct("<I")
+_NUMBER = struct.Struct("<Q")
+
+# Contexts that have ended, remembered so that a message that comes late does not begin them
+# anew. One that comes later than this many ends is taken for one of a new context.
+_ENDED_REMEMBERED = 4096
+
+_context_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "zrpc_autograd_context", default=None
+)
+_pass: contextvars.ContextVar[Pass | None] = contextvars.ContextVar(
+    "zrpc_autograd_pass", default=None
+)
+
+
+class AutogradLayer:
+    """Plugs distributed autograd into an agent.
+
+    Args:
+        agent: the agent; this layer registers its handlers there.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.rank = agent.worker_info.id
+        self._numbers = itertools.count()
+        self._sends = itertools.count(1)
+        # Guards the contexts that live and the ids of those that have ended.
+        self._lock = threading.Lock()
+        self._contexts: dict[int, ContextState] = {}
+        self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
+        agent.register(Kind.BACKWARD, self._on_backward)
+        agent.register(Kind.GRADIENT, self._on_gradient)
+        agent.register(Kind.ABORT, self._on_abort)
+        agent.register(Kind.RELEASE, self._on_release)
+        agent.register_extension(GRAPH, self._read_graph)
+        agent.register_extension(PASS, lambda _, data: _PASS.unpack(data))
+        agent.finishers.append(self._append_send)
+        agent.openers.append(self._append_receive)
+        agent.scopes.append(self._scope)
+
+    # -- contexts ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[int]:
+        """A new context, current in this thread; it ends everywhere with the block."""
+        if _context_id.get() is not None:
+            raise RpcError(
+                "Already have an autograd context id for this thread: contexts can't be nested"
+            )
+        context_id = (self.rank << 48) + next(self._numbers)
+        with self._lock:
+            self._contexts[context_id] = ContextState(context_id)
+        token = _context_id.set(context_id)
+        replicas.watch()
+        try:
+            yield context_id
+        finally:
+            _context_id.reset(token)
+            self._release(context_id, but=self.rank)
+
+    def current_context(self) -> int:
+        """The id of the context that this thread is in.
+
+        Raises:
+            RpcError: it is in none.
+        """
+        context_id = _context_id.get()
+        if context_id is None:
+            raise RpcError(
+                "Current thread doesn't have a valid autograd context. Please wrap your code "
+                "using: `with zrpc.autograd.context() as context_id` to generate a valid context"
+            )
+        return context_id
+
+    def find(self, context_id: int) -> ContextState:
+        """A context that lives at this worker.
+
+        Raises:
+            RpcError: there is none of this id.
+        """
+        with self._lock:
+            state = self._contexts.get(context_id)
+        if state is None:
+            raise RpcError(f"Could not find autograd context with id: {context_id}")
+        return state
+
+    def __len__(self) -> int:
+        """How many contexts live at this worker."""
+        with self._lock:
+            return len(self._contexts)
+
+    def _join(self, context_id: int, peer: int) -> ContextState | None:
+        """A context that a message from or to ``peer`` is within; None where it has ended."""
+        with self._lock:
+            state = self._contexts.get(context_id)
+            if state is None:
+                if context_id in self._ended:
+                    return None
+                state = self._contexts[context_id] = ContextState(context_id)
+        state.peers.add(peer)
+        return state
+
+    def _release(self, context_id: int, but: int) -> None:
+        """Ends a context here and at all workers that took part, but for the one that knows."""
+        with self._lock:
+            state = self._contexts.pop(context_id, None)
+            self._ended.append(context_id)
+        if state is None:
+            return
+        for peer in state.peers - {self.rank, but}:
+            self._post(peer, Kind.RELEASE, _PASS.pack(context_id, 0, 0, False))
+
+    def _on_release(self, message: Message) -> None:
+        context_id = self._pass_fields(message)[0]
+        self._release(context_id, but=message.sender)
+
+    # -- messages within a context -------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _scope(self, request: Message) -> Iterator[None]:
+        """A handler works in the context of its caller."""
+        graph = _graph_of(request)
+        if graph is None:
+            yield
+            return
+        token = _context_id.set(graph.state.context_id)
+        replicas.watch()
+        try:
+            yield
+        finally:
+            _context_id.reset(token)
+
+    def _append_send(self, encoder: Encoder) -> None:
+        """All tensors of an outgoing message are known: those that require grad leave."""
+        if encoder.request is not None:
+            graph = _graph_of(encoder.request)
+            context_id = None if graph is None else graph.state.context_id
+        else:
+            context_id = _context_id.get()
+        if context_id is None:
+            return
+        state = self._join(context_id, encoder.destination)
+        if state is None:
+            return
+        tensors = encoder.tensors.requiring_grad
+        send_id = 0
+        if tensors and torch.is_grad_enabled():
+            send_id = next(self._sends)
+            link = _Outgoing(self, state, send_id, len(tensors))
+            with state.lock, torch.enable_grad():
+                state.token = send(state.token, link, *tensors.values())
+                state.sends[send_id] = encoder.destination
+        extension = encoder.extension(GRAPH)
+        extension.extend(_GRAPH.pack(context_id, send_id))
+        if send_id:
+            extension.extend(b"".join(map(_INDEX.pack, tensors)))
+
+    def _read_graph(self, sender: int, data: bytes) -> _Graph | None:
+        """In the I/O thread: which context a message is within, and which tensors are."""
+        if len(data) < _GRAPH.size:
+            raise ProtocolError(f"expected a context id, found {len(data)} bytes")
+        context_id, send_id = _GRAPH.unpack_from(data)
+        state = self._join(context_id, sender)
+        if state is None:
+            return None
+        indices = [i for (i,) in _INDEX.iter_unpack(data[_GRAPH.size :])]
+        return _Graph(state, sender, send_id, indices)
+
+    def _append_receive(self, decoder: Decoder) -> None:
+        """The tensors of an incoming message are made: those of the graph arrive."""
+        graph = _graph_of(decoder.message)
+        if graph is None or not graph.send_id:
+            return
+        state, key = graph.state, (graph.sender, graph.send_id)
+        with state.lock:
+            if key in state.receives:
+                return  # unpacked once more, to raise its error again
+            state.receives.add(key)
+            tensors = [decoder.tensors[i].detach() for i in graph.indices]
+            link = _Incoming(self, state, graph.sender, graph.send_id)
+            with torch.enable_grad():
+                state.token, *received = receive(state.token, link, tensors)
+        for i, tensor in zip(graph.indices, received, strict=True):
+            decoder.tensors[i] = tensor
+
+    # -- backward ------------------------------------------------------------------------
+
+    def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
+        """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
+        engine.check_roots(roots)
+        state = self.find(context_id)
+        pass_ = state.find_pass((self.rank << 48) + next(self._numbers))
+        pass_.engage()
+        self._run(state, pass_, roots, retain_graph, parent=self.rank)
+
+    def _run(
+        self,
+        state: ContextState,
+        pass_: Pass,
+        roots: Sequence[torch.Tensor],
+        retain_graph: bool,
+        parent: int,
+    ) -> None:
+        """This worker's part of a pass: asks the others, runs the engine, waits for them."""
+        with state.lock:
+            token = state.token
+            linked = state.linked - {self.rank}
+        asked: list[Any] = []
+        running = _pass.set(pass_)
+        try:
+            asked.extend(self._ask(state, pass_, p, retain_graph) for p in linked - {parent})
+            self._settle_unknown(state, pass_, self.rank, *_events(state, self.rank))
+            engine.run(roots, state.start, token, retain_graph, state.add_gradient)
+            for future in asked:
+                future.wait()
+            pass_.check()
+        except Exception as error:
+            self._fail(state, pass_, error)
+            for future in asked:
+                future.add_done_callback(_ignore_error)  # the first error is the one to tell
+            pass_.check()
+        finally:
+            _pass.reset(running)
+            with state.lock:
+                state.passes.pop(pass_.pass_id, None)
+
+    def _ask(self, state: ContextState, pass_: Pass, peer: int, retain_graph: bool) -> Any:
+        """Asks a worker to take part; returns a future of the end of its part."""
+        sends, receives = _events(state, peer)
+        data = _PASS.pack(state.context_id, pass_.pass_id, len(sends), retain_graph)
+        numbers = b"".join(map(_NUMBER.pack, [*sends, *receives]))
+        return self.agent.call_async(
+            self.agent.membership.infos[peer],
+            Kind.BACKWARD,
+            numbers,
+            0,
+            extension=(PASS, data),
+        )
+
+    def _on_backward(self, request: Message) -> None:
+        self.agent.accept(request)
+        self.agent.pool.submit(partial(self._take_part, request))
+
+    def _take_part(self, request: Message) -> None:
+        """In the pool: a peer asks to take part in a pass."""
+        try:
+            context_id, pass_id, sent, retain_graph = self._pass_fields(request)
+            numbers = [n for (n,) in _NUMBER.iter_unpack(self.agent.unpack(request))]
+            state = self._join(context_id, request.sender)
+            if state is None:
+                raise RpcError(f"Could not find autograd context with id: {context_id}")
+            pass_ = state.find_pass(pass_id)
+            self._settle_unknown(state, pass_, request.sender, numbers[:sent], numbers[sent:])
+            if pass_.engage():
+                self._run(state, pass_, [], bool(retain_graph), parent=request.sender)
+        except Exception as error:
+            self.agent.answer_error(request, error)
+        else:
+            self.agent.answer(request, None)
+
+    def _settle_unknown(
+        self,
+        state: ContextState,
+        pass_: Pass,
+        peer: int,
+        their_sends: Sequence[int],
+        their_receives: Sequence[int],
+    ) -> None:
+        """Takes what only one of two workers knows of for unused."""
+        with state.lock:
+            never_came = [n for n in their_sends if (peer, n) not in state.receives]
+            ours = [n for n, to in state.sends.items() if to == peer]
+        for number in never_came:
+            self._post_gradients(peer, state, pass_, number, None)
+        known = set(their_receives)
+        for number in ours:
+            if number not in known:
+                pass_.deliver(number, None)
+
+    def _on_gradient(self, message: Message) -> None:
+        context_id, pass_id, send_id, _ = self._pass_fields(message)
+        with self._lock:
+            state = self._contexts.get(context_id)
+        if state is not None:
+            used = bool(message.body)
+            state.find_pass(pass_id).deliver(send_id, message if used else _UNUSED)
+
+    def _post_gradients(
+        self,
+        peer: int,
+        state: ContextState,
+        pass_: Pass,
+        send_id: int,
+        gradients: Gradients | None,
+    ) -> None:
+        message = Message(Kind.GRADIENT)
+        if gradients is not None and any(gradient is not None for gradient in gradients):
+            with _outside_of_contexts():
+                self.agent.encoder(peer).pack(list(gradients), message)
+        data = _PASS.pack(state.context_id, pass_.pass_id, send_id, False)
+        message.extensions = [*message.extensions, (PASS, data)]
+        self.agent.post(peer, message)
+
+    # -- failure -------------------------------------------------------------------------
+
+    def _fail(self, state: ContextState, pass_: Pass, error: Exception) -> None:
+        """This worker's part has failed: so does the whole pass."""
+        with state.lock:
+            linked = state.linked - {self.rank}
+        if pass_.pass_id >> 48 != self.rank and not isinstance(error, BackwardError):
+            error = BackwardError(f"Error on Node {self.rank}: {type(error).__name__}: {error}")
+        if not pass_.fail(lambda: error):
+            return  # told by the one who failed first
+        body = dump_exception(error, repr(self.agent.worker_info), same_main=False)
+        data = _PASS.pack(state.context_id, pass_.pass_id, 0, False)
+        for peer in linked:
+            self._post(peer, Kind.ABORT, data, body)
+
+    def _on_abort(self, message: Message) -> None:
+        context_id, pass_id, _, _ = self._pass_fields(message)
+        with self._lock:
+            state = self._contexts.get(context_id)
+        if state is None:
+            return
+        body = bytes(message.body)
+        state.find_pass(pass_id).fail(lambda: load_exception(body))
+
+    def lose(self, rank: int) -> None:
+        """A peer is gone: passes that it took part in fail."""
+        with self._lock:
+            states = list(self._contexts.values())
+        info = self.agent.membership.infos[rank]
+        for state in states:
+            with state.lock:
+                passes = list(state.passes.values()) if rank in state.linked else []
+            for pass_ in passes:
+                pass_.fail(
+                    lambda: WorkerDied(
+                        f"Error on Node {rank}: worker {info.name} died during a backward pass"
+                    )
+                )
+
+    # -- the layer -----------------------------------------------------------------------
+
+    def quiet(self) -> bool:
+        """Passes are requests, which the agent counts itself."""
+        return True
+
+    def flush(self) -> None:
+        """There is nothing that finalizers leave to send."""
+
+    def close(self) -> None:
+        """Drops all contexts, and ends the waits of passes under way."""
+        with self._lock:
+            states, self._contexts = list(self._contexts.values()), {}
+        for state in states:
+            for pass_ in list(state.passes.values()):
+                pass_.fail(lambda: RpcError("this worker has shut down during a backward pass"))
+
+    def _post(self, peer: int, kind: Kind, data: bytes, body: bytes = b"") -> None:
+        self.agent.post(peer, Message(kind, body=body, extensions=[(PASS, data)]))
+
+    @staticmethod
+    def _pass_fields(message: Message) -> tuple[int, int, int, int]:
+        fields: tuple[int, int, int, int] = (message.attachments or {})[PASS]
+        return fields
+
+
+# In place of a message, for gradients that nobody needs.
+_UNUSED = object()
+
+
+class _Graph:
+    """What the extension of a message says of its context."""
+
+    __slots__ = ("indices", "send_id", "sender", "state")
+
+    def __init__(self, state: ContextState, sender: int, send_id: int, indices: list[int]) -> None:
+        self.state = state
+        self.sender = sender
+        self.send_id = send_id
+        self.indices = indices
+
+
+class _Outgoing:
+    """The link of a `Send` node."""
+
+    __slots__ = ("_count", "_layer", "_send_id", "_state")
+
+    def __init__(self, layer: AutogradLayer, state: ContextState, send_id: int, count: int) -> None:
+        self._layer = layer
+        self._state = state
+        self._send_id = send_id
+        self._count = count
+
+    def await_gradients(self) -> Gradients:
+        message = _running_pass().wait(self._send_id)
+        if not isinstance(message, Message):
+            return [None] * self._count
+        gradients: Gradients = self._layer.agent.unpack(message)
+        return gradients
+
+    def send_gradients(self, gradients: Gradients) -> None:
+        raise NotImplementedError
+
+
+class _Incoming:
+    """The link of a `Receive` node."""
+
+    __slots__ = ("_layer", "_send_id", "_sender", "_state")
+
+    def __init__(
+        self, layer: AutogradLayer, state: ContextState, sender: int, send_id: int
+    ) -> None:
+        self._layer = layer
+        self._state = state
+        self._sender = sender
+        self._send_id = send_id
+
+    def await_gradients(self) -> Gradients:
+        raise NotImplementedError
+
+    def send_gradients(self, gradients: Gradients) -> None:
+        pass_ = _running_pass()
+        pass_.check()
+        self._layer._post_gradients(self._sender, self._state, pass_, self._send_id, gradients)
+
+
+def plug_in(agent: Agent) -> AutogradLayer:
+    """Plugs distributed autograd into an agent, see `join_mesh`."""
+    return AutogradLayer(agent)
+
+
+def _graph_of(message: Message) -> _Graph | None:
+    return message.attachments.get(GRAPH) if message.attachments else None
+
+
+def _events(state: ContextState, peer: int) -> tuple[list[int], list[int]]:
+    """The numbers of what was sent to a peer, and of what was received from it."""
+    with state.lock:
+        sends = [number for number, to in state.sends.items() if to == peer]
+        receives = [number for sender, number in state.receives if sender == peer]
+    return sends, receives
+
+
+def _ignore_error(future: Any) -> None:
+    with contextlib.suppress(Exception):
+        future.value()
+
+
+def _running_pass() -> Pass:
+    pass_ = _pass.get()
+    if pass_ is None:
+        raise RpcError(
+            "expected zrpc.autograd.backward(context_id, roots), found torch's own backward: "
+            "tensors that came from another worker within a context have gradients there"
+        )
+    return pass_
+
+
+@contextlib.contextmanager
+def _outside_of_contexts() -> Iterator[None]:
+    token = _context_id.set(None)
+    try:
+        yield
+    finally:
+        _context_id.reset(token)
