@@ -1,0 +1,33 @@
+"""Sphinx configuration."""
+
+from importlib.metadata import version as installed_version
+
+project = "zrpc"
+author = "the zrpc developers"
+project_copyright = f"%Y, {author}"
+version = release = installed_version("torch-zrpc")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = f"zrpc {version}"
+html_copy_source = False
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# A name in single backticks in a docstring is a reference where there is such a name.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+napoleon_numpy_docstring = False
+
+# What is documented elsewhere, which is not looked up: the docs build without a network.
+nitpick_ignore_regex = [
+    ("py:class", r"(?!zrpc\.).*"),
+    ("py:exc", r"\w+"),
+    # Internals, in the docstrings that explain the protocols.
+    ("py:obj", r"References\.\w+"),
+]

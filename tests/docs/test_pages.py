@@ -1,0 +1,60 @@
+"""What README and the docs show as programs and sessions really runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT, Block, blocks, pages
+
+_RUN = [page for page in pages() if any(b.language in ("python", "console") for b in blocks(page))]
+
+
+@pytest.mark.parametrize("page", _RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_and_sessions(page: Path, tmp_path: Path) -> None:
+    for block in blocks(page):
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+        elif block.language == "python":
+            _run(where, [sys.executable, "-c", block.text], tmp_path)
+        elif block.language == "console":
+            _run_session(where, block, tmp_path)
+
+
+def _run_session(where: str, block: Block, directory: Path) -> None:
+    # The port that the pages name may be taken on this machine.
+    commands = "\n".join(block.commands).replace("29500", str(_free_port()))
+    output = _run(where, ["bash", "-c", commands], directory).splitlines()
+    for pattern in block.expected:
+        assert any(pattern.fullmatch(line.rstrip()) for line in output), (
+            f"{where}: no line {pattern.pattern!r} in the output:\n" + "\n".join(output)
+        )
+
+
+def _run(where: str, command: list[str], directory: Path) -> str:
+    scripts = os.path.dirname(sys.executable)
+    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
