@@ -1,0 +1,167 @@
+"""An asynchronous parameter server: every trainer at its own pace.
+
+What it shows: an RRef to an object that many workers call at the same time, and the lock that
+this takes. Trainers pull the parameters, compute gradients, and push them, without waiting for
+one another. So a gradient may have been computed with parameters that others have changed since;
+the server counts by how many updates, which is called staleness. Gradients are computed where
+the data is; no autograd graph goes from worker to worker.
+
+It corresponds to "Implementing a Parameter Server Using Distributed RPC Framework" in PyTorch's
+tutorials. The task is to learn the function sin(3a) cos(2b), to a mean squared error below 0.005
+on points that no trainer has seen. That function's variance is about 0.25.
+
+    zrpc launch --nprocs 4 examples/async_parameter_server.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections import Counter
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import zrpc as rpc
+
+LEARNING_RATE = 0.001
+UPDATES_PER_LINE = 200
+
+
+def make_model() -> nn.Module:
+    """The network that is trained."""
+    return nn.Sequential(
+        nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
+    )
+
+
+def make_points(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points, and the function's value at each."""
+    points = 2 * torch.rand(count, 2, generator=generator) - 1
+    values = (3 * points[:, :1]).sin() * (2 * points[:, 1:]).cos()
+    return points, values
+
+
+class ParameterServer:
+    """The parameters, and when to stop.
+
+    Args:
+        target: the loss on points kept back, below which it has the trainers stop.
+        max_updates: stop after these in any case.
+        seed: of the model, and of the points.
+    """
+
+    def __init__(self, target: float, max_updates: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.target = target
+        self.max_updates = max_updates
+        self.points, self.values = make_points(2000, torch.Generator().manual_seed(seed))
+        # Guards all below: calls of several trainers run at the same time, and a trainer must
+        # not see parameters of which half are updated.
+        self.lock = threading.Lock()
+        self.model = make_model()
+        self.parameters = list(self.model.parameters())
+        self.optimizer = torch.optim.Adam(self.parameters, LEARNING_RATE)
+        self.updates = 0
+        self.loss = float("inf")
+        self.pushes: Counter[str] = Counter()
+        self.staleness: Counter[str] = Counter()
+
+    def pull(self) -> tuple[int, list[torch.Tensor]]:
+        """The number of updates so far, and copies of the parameters."""
+        with self.lock:
+            return self.updates, [parameter.detach().clone() for parameter in self.parameters]
+
+    def push(self, trainer: str, version: int, gradients: list[torch.Tensor]) -> bool:
+        """Applies gradients; returns whether to go on.
+
+        Args:
+            trainer: who has computed them.
+            version: with the parameters after how many updates.
+            gradients: one for each parameter.
+        """
+        with self.lock:
+            if self._is_over():
+                return False
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self.optimizer.step()
+            self.pushes[trainer] += 1
+            self.staleness[trainer] += self.updates - version
+            self.updates += 1
+            if self.updates % UPDATES_PER_LINE == 0:
+                self._measure()
+            return not self._is_over()
+
+    def _is_over(self) -> bool:
+        return self.loss < self.target or self.updates >= self.max_updates
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        self.loss = functional.mse_loss(self.model(self.points), self.values).item()
+        print(f"{self.updates:6d} updates, loss {self.loss:.4f}", flush=True)
+
+
+def train(server: rpc.RRef[ParameterServer], index: int, seed: int) -> None:
+    """On a trainer: pulls and pushes until the server tells to stop."""
+    torch.set_num_threads(1)  # a small network, and every worker has one
+    model = make_model()
+    parameters = list(model.parameters())
+    generator = torch.Generator().manual_seed(seed + 1 + index)
+    minibatch = 64 * (1 + 8 * index)  # each takes longer than the one before
+    name = rpc.get_worker_info().name
+    go_on = True
+    while go_on:
+        version, values = server.rpc_sync().pull()
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.copy_(value)
+        points, wanted = make_points(minibatch, generator)
+        loss = functional.mse_loss(model(points), wanted)
+        gradients = list(torch.autograd.grad(loss, parameters))
+        go_on = server.rpc_sync().push(name, version, gradients)
+
+
+def run(trainers: list[str], options: argparse.Namespace) -> str | None:
+    """On the server: has all trainers train, and returns why the target was not reached."""
+    server = ParameterServer(options.target, options.max_updates, options.seed)
+    rref = rpc.RRef(server)
+    futures = [
+        rpc.rpc_async(name, train, args=(rref, index, options.seed), timeout=0)
+        for index, name in enumerate(trainers)
+    ]
+    for future in futures:
+        future.wait()
+    for name in trainers:
+        pushes = server.pushes[name]
+        mean = server.staleness[name] / max(pushes, 1)
+        print(f"{name}: {pushes} gradients, each {mean:.1f} updates old on average")
+    what = f"{options.target:g} after {server.updates} updates; the loss is {server.loss:.4f}."
+    if server.loss >= options.target:
+        return f"Not below {what}"
+    print(f"Below {what}", flush=True)
+    return None
+
+
+def main() -> None:
+    """Runs this worker: the parameter server where its rank is 0, otherwise a trainer."""
+    parser = argparse.ArgumentParser(description="Train asynchronously, with a parameter server.")
+    parser.add_argument("--target", type=float, default=0.005, help="default: %(default)s")
+    parser.add_argument("--max-updates", type=int, default=20_000, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    options = parser.parse_args()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size < 2:
+        parser.error("there must be at least 2 workers: a server and a trainer")
+    names = ["server", *(f"trainer{index}" for index in range(1, world_size))]
+    rpc.init_rpc(names[rank])
+    failure = run(names[1:], options) if rank == 0 else None
+    rpc.shutdown()  # here trainers answer calls, until the server is done
+    sys.exit(failure)
+
+
+if __name__ == "__main__":
+    main()
