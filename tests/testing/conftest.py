@@ -3,8 +3,8 @@ import pytest
 # pytester forgets the modules that were first imported in a run of its own, and torch can't be
 # imported twice.
 import zrpc.api
-import zrpc.testing.mesh
 import zrpc.testing.processes
+import zrpc.testing.startup
 import zrpc.testing.threads  # noqa: F401
 
 

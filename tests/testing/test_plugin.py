@@ -172,8 +172,9 @@ import contextlib
 
 @pytest.mark.zrpc(timeout=0.3)
 def test_swallow(mesh):
+    mesh.shutdown()
     with contextlib.suppress(TimeoutError):
-        mesh.run(0, threading.Event().wait, 2)
+        threading.Event().wait()
 """
     )
     result.assert_outcomes(passed=1, errors=1)

@@ -67,11 +67,13 @@ def test_classes_of_the_test_keep_their_identity(mesh):
     assert "in fail\n    raise Failure" in cause
 
 
-def test_assertions_tell_what_was_compared(mesh):
-    def compare():
-        found = {"a": 1}
-        assert found == {"a": 2}
+def compare():
+    found = {"a": 1}
+    assert found == {"a": 2}
 
+
+def test_assertions_tell_what_was_compared(mesh):
+    """A function of a module that is imported by name there has assertions that say nothing."""
     with pytest.raises(AssertionError, match="'a': 1"):
         mesh.run(1, compare)
 

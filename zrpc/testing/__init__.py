@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zrpc.testing.failure import WorkerExited, WorkerFailed, WorkerTraceback
     from zrpc.testing.leaks import LeakError, no_leaks
-    from zrpc.testing.mesh import Mesh, local_mesh
+    from zrpc.testing.mesh import Mesh
     from zrpc.testing.spec import MeshSpec
+    from zrpc.testing.startup import local_mesh
     from zrpc.testing.watchdog import MeshTimeout
 
 __all__ = [
@@ -38,7 +39,7 @@ _MODULES = {
     "WorkerExited": "failure",
     "WorkerFailed": "failure",
     "WorkerTraceback": "failure",
-    "local_mesh": "mesh",
+    "local_mesh": "startup",
     "no_leaks": "leaks",
 }
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from zrpc.testing.failure import add_others
 from zrpc.testing.leaks import LeakError
-from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
-from zrpc.testing.watchdog import Watchdog, print_and_go_on
+from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker
 
 if TYPE_CHECKING:
     from zrpc.agent import Agent
     from zrpc.testing.processes import ProcessWorker
 
-__all__ = ["Mesh", "local_mesh", "start_mesh", "warm_up"]
+__all__ = ["Mesh"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,9 +26,6 @@ _OTHERS_FAIL_WITHIN = 0.5
 # How long a worker may take to end, in seconds: once it has been told to, and by force.
 _ENDS_WITHIN = 5.0
 _DIES_WITHIN = 1.0
-# A worker that fails to start is reported at once, but in a mesh of threads the others wait
-# for it until the end of init_timeout: keep that short. In seconds.
-_INIT_TIMEOUT = 10.0
 
 
 class Mesh:
@@ -175,6 +170,15 @@ class Mesh:
         """
         return self._process(worker).output()
 
+    def start(self) -> None:
+        """Starts the workers; returns once all of them are connected.
+
+        Raises:
+            Exception: what a worker failed with; the mesh is to be shut down.
+        """
+        __tracebackhide__ = True
+        _gather(self._workers, [worker.start() for worker in self._workers])
+
     def shutdown(self, graceful: bool = True) -> None:
         """Ends the mesh; what it does after the first call is nothing.
 
@@ -230,15 +234,6 @@ class Mesh:
         for worker in self._workers:
             worker.end()
 
-    def _start(self) -> None:
-        __tracebackhide__ = True
-        try:
-            _gather(self._workers, [worker.start() for worker in self._workers])
-        except BaseException:
-            self._shut_down = True
-            self._end(by_force=True)
-            raise
-
     def _leave(self) -> list[str]:
         workers = [worker for worker in self._workers if not worker.killed]
         # A graceful shutdown is agreed upon by all, which the dead can't.
@@ -276,104 +271,6 @@ class Mesh:
                 "Mark the test with @pytest.mark.zrpc(processes=True)"
             )
         return found
-
-
-def warm_up(processes: bool) -> None:
-    """Does what a process does once for all its meshes, and which takes seconds.
-
-    It imports zrpc and torch, or has the fork server do it; before a test's time begins.
-
-    Args:
-        processes: whether for meshes of processes; else for meshes of threads.
-
-    Raises:
-        LaunchError: the fork server could not be started.
-    """
-    if processes:
-        from zrpc.testing.processes import warm_server
-
-        warm_server()
-    else:
-        from zrpc.testing.threads import import_core
-
-        import_core()
-
-
-def start_mesh(
-    spec: MeshSpec, watchdog: Watchdog, *, by_value: Iterable[str] = (), capture: bool = False
-) -> Mesh:
-    """Starts a mesh and returns it once all workers have joined.
-
-    Args:
-        spec: what it is like; its ``timeout`` is the watchdog's business.
-        watchdog: ends the mesh at its deadline.
-        by_value: the modules whose functions are sent to worker processes by value.
-        capture: whether the output of worker processes is kept for `Mesh.output`.
-
-    Raises:
-        MeshTimeout: the deadline passed.
-        Exception: what a worker failed with; the others are ended.
-    """
-    __tracebackhide__ = True
-    timeout = max(0.1, min(_INIT_TIMEOUT, 0.8 * watchdog.remaining()))
-    spec = spec.replace(options={"init_timeout": timeout, **spec.options})
-    if spec.processes:
-        from zrpc.testing.processes import process_workers
-
-        mesh = Mesh(spec, *process_workers(spec, by_value=by_value, capture=capture))
-    else:
-        from zrpc.testing.threads import thread_workers
-
-        mesh = Mesh(spec, thread_workers(spec))
-    watchdog.watch(mesh)
-    mesh._start()
-    return mesh
-
-
-@contextlib.contextmanager
-def local_mesh(
-    workers: int = DEFAULT_WORKERS,
-    *,
-    processes: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
-    options: Mapping[str, Any] | None = None,
-) -> Iterator[Mesh]:
-    """A mesh for the length of a ``with`` statement, for scripts, notebooks and doctests.
-
-    It is shut down gracefully at the end of the statement, and by force after an error.
-
-    Args:
-        workers: how many workers; they are named ``worker0``, ``worker1``, …
-        processes: whether each worker is a process; else it is a thread of this process.
-        timeout: seconds that the whole statement may take, less those for the first import
-            of torch.
-        options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
-
-    Raises:
-        MeshTimeout: the statement was not over within ``timeout``.
-        LeakError: a worker process had something left after its shutdown.
-        Exception: what a worker failed with.
-
-    Example:
-        >>> import zrpc
-        >>> with local_mesh(2) as mesh:
-        ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
-        ['worker0', 'worker1']
-    """
-    spec = MeshSpec(workers, processes, timeout, options or {})
-    warm_up(processes)
-    with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
-        with watchdog.interruptible():
-            mesh = start_mesh(spec, watchdog)
-        try:
-            with watchdog.interruptible():
-                yield mesh
-        except BaseException as error:
-            mesh.shutdown(graceful=False)
-            if watchdog.timed_out not in (None, error):
-                raise watchdog.timed_out from error  # of which it is a consequence
-            raise
-        mesh.shutdown()
 
 
 def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:

@@ -76,7 +76,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
     """
     from zrpc.testing.leaks import LeakError
-    from zrpc.testing.mesh import start_mesh, warm_up
+    from zrpc.testing.startup import start_mesh, warm_up
     from zrpc.testing.watchdog import Watchdog
 
     item: pytest.Item = request.node

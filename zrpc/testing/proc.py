@@ -1,4 +1,4 @@
-"""What Linux's /proc tells of processes and descriptors; nothing on other systems."""
+"""What Linux's /proc tells of processes and descriptors; elsewhere, that there are none."""
 
 from __future__ import annotations
 

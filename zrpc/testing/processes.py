@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import os
@@ -12,7 +11,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,19 +23,17 @@ import cloudpickle
 
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.task import Task
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
-from zrpc.testing.leaks import files_in, lasting
+from zrpc.testing.leaks import files_in
 from zrpc.testing.proc import command_of, session_members, state_of
+from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker, described
 
-__all__ = ["ProcessWorker", "process_workers", "warm_server"]
+__all__ = ["ProcessWorker", "process_workers"]
 
-# Functions of a test module call pytest's assertion rewriting when they are unpickled.
-_PRELOAD = (*DEFAULT_PRELOAD, "zrpc.testing.child", "_pytest.assertion.rewrite")
 # Above the numbers that a preloaded module could have open in the server.
 _SOCKETS_FROM = 200
 # Seconds: for the stacks of a process, for them to stop growing, for a killed one to be gone.
@@ -52,33 +48,8 @@ _BOTTOM = re.compile(
     re.MULTILINE,
 )
 
-# The lock guards the server, which one thread at a time may start or ask for exits.
-_server_lock = threading.Lock()
-_server: ForkServer | None = None
 # cloudpickle's list of modules that go by value is global: the lock guards changes to it.
 _by_value_lock = threading.Lock()
-
-
-def warm_server() -> ForkServer:
-    """The process's fork server, started (some seconds) when first asked for.
-
-    It ends with this process. May be called from any thread.
-
-    Raises:
-        LaunchError: it could not be started.
-    """
-    global _server
-    with _server_lock:
-        if _server is not None and state_of(_server.pid) in ("", "Z"):
-            _server.close()  # it was killed; its children died with it
-            _server = None
-        if _server is None:
-            with lasting():
-                server = ForkServer(preload=_PRELOAD)
-                server.start()
-            atexit.register(server.close)
-            _server = server
-        return _server
 
 
 def process_workers(
@@ -95,8 +66,9 @@ def process_workers(
         The workers, and what to call once all are closed; it returns what they left behind.
     """
     server = warm_server()
-    # For the store, the workers' sockets, output and stacks.
-    home = Path(tempfile.mkdtemp(prefix="zrpc-test-"))
+    # For the store, the workers' sockets, output and stacks. Should this process be killed, the
+    # server removes it.
+    home = Path(server.make_directory())
     (home / "run").mkdir()
     modules = tuple(by_value)
     workers = [
@@ -325,7 +297,7 @@ class ProcessWorker(Worker):
             self._on_reply(reply)
         del ready
         try:
-            with _server_lock:
+            with server_lock:
                 self._exit = self._server.wait(self.pid, _DIES_WITHIN)
         except (LaunchError, TimeoutError):  # the server died, and its children with it
             self._exit = None

@@ -1,0 +1,50 @@
+import os
+import select
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zrpc.testing.proc import children, state_of
+from zrpc.testing.server import warm_server
+
+SCRIPT = """
+import sys, threading
+from zrpc.testing import local_mesh
+with local_mesh(2, processes=True, timeout=60) as mesh:
+    print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._home, flush=True)
+    mesh.run(1, threading.Event().wait)
+"""
+
+
+@pytest.mark.zrpc(processes=True)
+def test_a_new_server_takes_the_place_of_a_dead_one(make_mesh):
+    first = warm_server()
+    os.kill(first.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+    assert make_mesh(workers=1).run(0, os.getppid) == warm_server().pid != first.pid
+    assert warm_server() is warm_server()
+
+
+def test_nothing_outlives_a_test_process_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
+        server, home = process.stdout.readline().decode().split()
+        workers = children(int(server))
+        # Their descriptors are readable once they have ended.
+        ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
+        assert len(workers) == 2
+        assert os.path.isdir(home)
+        process.kill()
+    poll = select.poll()
+    for end in ends:
+        poll.register(end, select.POLLIN)
+    while ends:
+        ready = [fd for fd, _ in poll.poll(20_000)]
+        assert ready, "the server or a worker still runs"
+        for fd in ready:
+            poll.unregister(fd)
+            ends.remove(fd)
+            os.close(fd)
+    assert state_of(int(server)) in ("", "Z")
+    assert not os.path.exists(home)

@@ -1,0 +1,119 @@
+"""Starting a mesh: for the pytest plugin, and for a ``with`` statement elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from zrpc.testing.mesh import Mesh
+from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
+from zrpc.testing.watchdog import Watchdog, print_and_go_on
+
+__all__ = ["local_mesh", "start_mesh", "warm_up"]
+
+# A worker that fails to start is reported at once, but in a mesh of threads the others wait
+# for it until the end of init_timeout: keep that short. In seconds.
+_INIT_TIMEOUT = 10.0
+
+
+def warm_up(processes: bool) -> None:
+    """Does what a process does once for all its meshes, and which takes seconds.
+
+    It imports zrpc and torch, or has the fork server do it; before a test's time begins.
+
+    Args:
+        processes: whether for meshes of processes; else for meshes of threads.
+
+    Raises:
+        LaunchError: the fork server could not be started.
+    """
+    if processes:
+        from zrpc.testing.server import warm_server
+
+        warm_server()
+    else:
+        from zrpc.testing.threads import import_core
+
+        import_core()
+
+
+def start_mesh(
+    spec: MeshSpec, watchdog: Watchdog, *, by_value: Iterable[str] = (), capture: bool = False
+) -> Mesh:
+    """Starts a mesh and returns it once all workers have joined.
+
+    Args:
+        spec: what it is like; its ``timeout`` is the watchdog's business.
+        watchdog: ends the mesh at its deadline.
+        by_value: the modules whose functions are sent to worker processes by value.
+        capture: whether the output of worker processes is kept for `Mesh.output`.
+
+    Raises:
+        MeshTimeout: the deadline passed.
+        Exception: what a worker failed with; the others are ended.
+    """
+    __tracebackhide__ = True
+    timeout = max(0.1, min(_INIT_TIMEOUT, 0.8 * watchdog.remaining()))
+    spec = spec.replace(options={"init_timeout": timeout, **spec.options})
+    if spec.processes:
+        from zrpc.testing.processes import process_workers
+
+        mesh = Mesh(spec, *process_workers(spec, by_value=by_value, capture=capture))
+    else:
+        from zrpc.testing.threads import thread_workers
+
+        mesh = Mesh(spec, thread_workers(spec))
+    try:
+        watchdog.watch(mesh)
+        mesh.start()
+    except BaseException:
+        mesh.shutdown(graceful=False)
+        raise
+    return mesh
+
+
+@contextlib.contextmanager
+def local_mesh(
+    workers: int = DEFAULT_WORKERS,
+    *,
+    processes: bool = False,
+    timeout: float = DEFAULT_TIMEOUT,
+    options: Mapping[str, Any] | None = None,
+) -> Iterator[Mesh]:
+    """A mesh for the length of a ``with`` statement, for scripts, notebooks and doctests.
+
+    It is shut down gracefully at the end of the statement, and by force after an error.
+
+    Args:
+        workers: how many workers; they are named ``worker0``, ``worker1``, …
+        processes: whether each worker is a process; else it is a thread of this process.
+        timeout: seconds that the whole statement may take, less those for the first import
+            of torch.
+        options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
+
+    Raises:
+        MeshTimeout: the statement was not over within ``timeout``.
+        LeakError: a worker process had something left after its shutdown.
+        Exception: what a worker failed with.
+
+    Example:
+        >>> import zrpc
+        >>> with local_mesh(2) as mesh:
+        ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
+        ['worker0', 'worker1']
+    """
+    spec = MeshSpec(workers, processes, timeout, options or {})
+    warm_up(processes)
+    with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
+        with watchdog.interruptible():
+            mesh = start_mesh(spec, watchdog)
+        try:
+            with watchdog.interruptible():
+                yield mesh
+        except BaseException as error:
+            mesh.shutdown(graceful=False)
+            if watchdog.timed_out not in (None, error):
+                raise watchdog.timed_out from error  # of which it is a consequence
+            raise
+        mesh.shutdown()
