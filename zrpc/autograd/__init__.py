@@ -71,7 +71,8 @@ def backward(
     contexts may go backward at once, over the same parameters too.
     """
     if not isinstance(context_id, int) and roots is None:
-        context_id, roots = _layer().current_context(), context_id
+        roots = context_id
+        context_id = _layer().current_context()
     _layer().backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
