@@ -27,6 +27,8 @@ napoleon_numpy_docstring = False
 # What is documented elsewhere, which is not looked up: the docs build without a network.
 nitpick_ignore_regex = [
     ("py:class", r"(?!zrpc\.).*"),
+    # Type variables.
+    ("py:class", r"zrpc\..*\._?[A-Z]"),
     ("py:exc", r"\w+"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+
 import zrpc
 
 # Importing it runs the command line.

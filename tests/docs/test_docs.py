@@ -1,0 +1,71 @@
+"""The docs build, their links lead somewhere, and what they list is what there is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from pages import ROOT, links, pages
+
+
+def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "html")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "html" / "index.html").exists()
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_to_files(page: Path) -> None:
+    local = [link.partition("#")[0] for link in links(page) if "://" not in link]
+    missing = [link for link in local if link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_the_version_is_that_of_pyproject() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    declared = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
+    assert declared is not None
+    assert version("torch-zrpc") == declared[1]
+    assert declared[1] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_what_readme_requires_is_what_pyproject_requires() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    readme = (ROOT / "README.md").read_text()
+    python = re.search(r'requires-python = ">=(.+)"', project)
+    torch = re.search(r'"torch>=([\d.]+)"', project)
+    assert python is not None
+    assert torch is not None
+    assert f"Python {python[1]} or newer, torch {torch[1]} or newer" in readme
+
+
+@pytest.mark.parametrize("page", ["reference/command-line.md", "how-to/launch.md"])
+def test_every_option_of_the_launcher_is_described(page: str) -> None:
+    from zrpc.cli.launch import command
+
+    text = (ROOT / "docs" / page).read_text()
+    options = [option for param in command.params for option in param.opts if option[0] == "-"]
+    assert options
+    assert [option for option in options if f"`{option}" not in text] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import zrpc
+    import zrpc.testing
+
+    reference = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    modules = {"api", "backend_registry", "errors", "functions", "options"}
+    names = [f"zrpc.{name}" for name in zrpc.__all__ if name not in modules]
+    names += [f"zrpc.testing.{name}" for name in zrpc.testing.__all__]
+    unlisted = [name for name in names if not re.search(rf":: {re.escape(name)}\b", reference)]
+    assert unlisted == []
