@@ -1,0 +1,433 @@
+"""The Future of a call: torch's, and more."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import operator
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rpc_targets import PATIENCE, Gate, echo, fail
+
+import zrpc as rpc
+from zrpc.testing import Mesh
+
+
+def test_it_is_a_torch_future(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, operator.add, (1, 2))
+    assert isinstance(future, torch.futures.Future)
+    assert isinstance(future, torch._C.Future)
+    assert isinstance(future, rpc.Future)
+    assert future.wait() == 3
+    assert future.done()
+    assert future.value() == 3
+
+
+def test_wait_again_and_again(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, list, ("ab",))
+    first = future.wait()
+    assert future.wait() is first
+    assert future.value() is first
+
+
+def test_an_error_is_raised_again_and_again(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, fail, (KeyError("k"),))
+    for ask in [future.wait, future.wait, future.value]:
+        with pytest.raises(KeyError, match="k") as info:
+            ask()
+        assert "worker1" in str(info.value.__cause__)
+    assert future.done()
+
+
+def test_done_and_value_before_the_end(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+        assert not future.done()
+        with pytest.raises(RuntimeError):
+            future.value()
+        gate.open()
+        assert future.wait() == 5
+        assert future.done()
+
+
+def test_wait_all_keeps_the_order(shared: Mesh) -> None:
+    with Gate() as gate:
+        futures = [rpc.rpc_async(1, gate.wait_inside, ("slow",))]
+        futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
+        for future in futures[1:]:
+            future.wait()
+        gate.open()
+        assert torch.futures.wait_all(futures) == ["slow", *range(10)]
+
+
+def test_wait_all_of_none() -> None:
+    assert torch.futures.wait_all([]) == []
+
+
+def test_wait_all_raises_the_callees_error(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, echo, (1,)), rpc.rpc_async(1, fail, (KeyError("k"),))]
+    with pytest.raises(KeyError, match="k"):
+        torch.futures.wait_all(futures)
+    assert futures[0].wait() == 1
+
+
+def test_collect_all_then_call_on(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, operator.mul, (i, i)) for i in range(5)]
+
+    def call_on(collected: torch.futures.Future[Any]) -> int:
+        return rpc.rpc_sync(1, sum, ([f.wait() for f in collected.wait()],))
+
+    assert torch.futures.collect_all(futures).then(call_on).wait() == 30
+
+
+def test_collect_all_with_torch_futures_among_them(shared: Mesh) -> None:
+    plain: torch.futures.Future[int] = torch.futures.Future()
+    collected = torch.futures.collect_all([rpc.rpc_async(1, echo, (1,)), plain])
+    assert not collected.done()
+    plain.set_result(2)
+    assert [f.wait() for f in collected.wait()] == [1, 2]
+
+
+def test_collect_all_with_an_error_among_them(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, fail, (KeyError("k"),)), rpc.rpc_async(1, echo, (1,))]
+    with pytest.raises(KeyError, match="k"):  # as torch's own futures do
+        torch.futures.collect_all(futures).wait()
+    assert futures[1].wait() == 1
+
+
+# -- then and add_done_callback ----------------------------------------------------------------
+
+
+def test_then_chain(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, operator.add, (1, 2))
+    assert future.then(lambda f: f.wait() * 10).then(lambda f: f.value() + 1).wait() == 31
+
+
+def test_then_on_a_future_that_is_done(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    future.wait()
+    assert future.then(lambda f: f.wait() + 1).wait() == 2
+
+
+def test_the_callback_gets_the_future_itself(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    seen: list[Any] = []
+    future.then(seen.append).wait()
+    assert seen == [future]
+    assert isinstance(seen[0], rpc.Future)
+
+
+def test_then_after_an_error(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, fail, (KeyError("k"),))
+
+    def recover(done: Any) -> str:
+        try:
+            done.wait()
+        except KeyError:
+            return "recovered"
+        return "no error"
+
+    assert future.then(recover).wait() == "recovered"
+    with pytest.raises(KeyError, match="k"):
+        future.then(lambda f: f.wait()).wait()
+
+
+def test_an_error_in_then(shared: Mesh) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        failed.wait()
+    with pytest.raises(KeyError, match="mine"):
+        failed.then(lambda f: f.value()).wait()
+
+
+def test_callbacks_run_once_each_in_any_number(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (7,))
+        seen: list[int] = []
+        done = threading.Semaphore(0)
+
+        def note(f: Any) -> None:
+            seen.append(f.wait())
+            done.release()
+
+        for _ in range(5):
+            future.add_done_callback(note)
+        assert seen == []
+        gate.open()
+        future.wait()
+        future.add_done_callback(note)
+        for _ in range(6):
+            assert done.acquire(timeout=PATIENCE)
+        assert seen == [7] * 6
+
+
+def test_callbacks_run_where_nobody_waits(shared: Mesh) -> None:
+    ran = threading.Event()
+    rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: ran.set())
+    assert ran.wait(PATIENCE)
+
+
+def test_an_error_in_a_callback_is_logged_and_harms_nobody(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran = threading.Event()
+    future = rpc.rpc_async(1, echo, (1,))
+    future.add_done_callback(lambda f: fail(KeyError("in a callback")))
+    future.add_done_callback(lambda f: ran.set())
+    assert ran.wait(PATIENCE)
+    assert future.wait() == 1
+    assert "in a callback" in caplog.text
+
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
+    def on(n: int) -> int:
+        future = rpc.rpc_async(1, echo, (n,))
+        if n == 0:
+            return future.wait()
+        return future.then(lambda f: f.wait() + on(n - 1)).wait()
+
+    assert on(depth) == sum(range(depth + 1))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
+    with Gate() as gate:
+        blocked = [rpc.rpc_async(1, echo, (i,)).then(lambda f: gate.wait_inside()) for i in range(3)]
+        gate.await_entry()
+        assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
+        future = rpc.rpc_async(1, echo, ("x",))
+        assert future.wait() == "x"
+        # Also where nobody waits in wait(): its completion takes another thread's place.
+        done = threading.Event()
+        rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: done.set())
+        assert done.wait(PATIENCE)
+        gate.open()
+        assert [f.wait() for f in blocked] == [None] * 3
+
+
+def test_a_callback_may_wait_for_its_own_future(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (3,))
+    result = future.then(lambda f: future.wait() + torch.futures.wait_all([future])[0])
+    assert result.wait() == 6
+
+
+def test_callbacks_know_the_agent(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    names: list[str] = []
+    done = threading.Event()
+
+    def note(f: Any) -> None:
+        names.append(rpc.get_worker_info().name)
+        done.set()
+
+    future.add_done_callback(note)
+    assert done.wait(PATIENCE)
+    assert names == ["worker0"]
+
+
+# -- futures of the program's own ------------------------------------------------------------
+
+
+def test_set_result() -> None:
+    future: rpc.Future[int] = rpc.Future()
+    doubled = future.then(lambda f: f.wait() * 2)
+    future.set_result(21)
+    assert (future.wait(), doubled.wait()) == (21, 42)
+    with pytest.raises(RuntimeError):
+        future.set_result(1)
+
+
+def test_set_exception() -> None:
+    future: rpc.Future[int] = rpc.Future()
+    future.set_exception(KeyError("k"))
+    assert future.done()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="k"):
+            future.wait()
+    with pytest.raises(KeyError, match="k"):
+        future.value()
+
+
+@pytest.mark.parametrize("what", [None, "error", 5])
+def test_set_exception_takes_exceptions_only(what: Any) -> None:
+    with pytest.raises(TypeError, match="Exception"):
+        rpc.Future().set_exception(what)
+
+
+def test_set_result_wakes_who_waits() -> None:
+    future: rpc.Future[int] = rpc.Future()
+    results: list[int] = []
+    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    future.set_result(1)
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert results == [1] * 4
+
+
+def test_a_future_can_not_be_pickled(shared: Mesh) -> None:
+    for future in [rpc.rpc_async(1, echo, (1,)), rpc.Future(), rpc.Future().then(print)]:
+        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+            pickle.dumps(future)
+        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+            copy.deepcopy(future)
+
+
+def test_a_future_and_its_result_are_freed(shared: Mesh) -> None:
+    class Big:
+        pass
+
+    future = rpc.rpc_async(1, Big)
+    value = weakref.ref(future.wait())
+    alive = weakref.ref(future)
+    assert value() is not None
+    del future
+    assert alive() is None
+    assert value() is None
+
+
+# -- many threads, one future ------------------------------------------------------------------
+
+
+def test_many_threads_wait_for_one_future(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
+        results: list[Any] = []
+        ways = [future.wait, lambda: torch.futures.wait_all([future])[0]]
+        ways.append(lambda: future.then(lambda f: f.wait()).wait())
+        threads = [threading.Thread(target=lambda w=w: results.append(w())) for w in ways * 4]
+        for thread in threads:
+            thread.start()
+        gate.open()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert results == [["x"]] * 12
+        assert len({id(r) for r in results}) == 1  # it was unpickled once
+
+
+# -- await -----------------------------------------------------------------------------------
+
+
+def test_await(shared: Mesh) -> None:
+    async def main() -> Any:
+        future = rpc.rpc_async(1, operator.add, (1, 2))
+        return await future, await future
+
+    assert asyncio.run(main()) == (3, 3)
+
+
+def test_await_raises(shared: Mesh) -> None:
+    async def main() -> None:
+        with pytest.raises(KeyError, match="k"):
+            await rpc.rpc_async(1, fail, (KeyError("k"),))
+
+    asyncio.run(main())
+
+
+def test_await_does_not_block_the_loop(shared: Mesh) -> None:
+    async def main() -> list[str]:
+        with Gate() as gate:
+            order: list[str] = []
+
+            async def waits() -> None:
+                order.append(await rpc.rpc_async(1, gate.wait_inside, ("answer",)))
+
+            task = asyncio.ensure_future(waits())
+            await asyncio.sleep(0)
+            order.append("the loop runs")
+            gate.open()
+            await asyncio.wait_for(task, PATIENCE)
+            return order
+
+    assert asyncio.run(main()) == ["the loop runs", "answer"]
+
+
+def test_gather(shared: Mesh) -> None:
+    async def main() -> list[int]:
+        return await asyncio.gather(*[rpc.rpc_async(i % 2, echo, (i,)) for i in range(50)])
+
+    assert asyncio.run(main()) == list(range(50))
+
+
+def test_wait_for_gives_up(shared: Mesh) -> None:
+    async def main(gate: Gate) -> Any:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.01)
+        gate.open()
+        return await future  # it goes on, and can be awaited again
+
+    with Gate() as gate:
+        assert asyncio.run(main(gate)) == 5
+
+
+def test_await_of_several_loops_at_once(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+        results: list[int] = []
+
+        async def main() -> int:
+            return await future
+
+        threads = [
+            threading.Thread(target=lambda: results.append(asyncio.run(main()))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        gate.open()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert results == [5] * 4
+
+
+def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+
+        async def main() -> None:
+            task = asyncio.ensure_future(_await(future))
+            await asyncio.sleep(0)
+            task.cancel()
+
+        asyncio.run(main())
+        gate.open()
+        assert future.wait() == 5
+
+
+async def _await(future: Any) -> Any:
+    return await future
+
+
+def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:
+    async def main() -> int:
+        future: rpc.Future[int] = rpc.Future()
+        threading.Thread(target=future.set_result, args=(5,)).start()
+        return await future + await future.then(lambda f: f.wait() + 1)
+
+    assert asyncio.run(main()) == 11
+
+
+# -- _wait_all -------------------------------------------------------------------------------
+
+
+def test_wait_all_context(shared: Mesh) -> None:
+    with Gate() as gate, rpc.api._wait_all():
+        futures = [rpc.rpc_async(1, gate.wait_inside, (i,)) for i in range(3)]
+        gate.open()
+    assert all(f.done() for f in futures)
+
+
+def test_wait_all_context_raises(shared: Mesh) -> None:
+    with pytest.raises(KeyError, match="k"), rpc._wait_all():
+        rpc.rpc_async(1, fail, (KeyError("k"),))
+
+
