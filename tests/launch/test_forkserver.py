@@ -222,3 +222,31 @@ def test_missing_directory_is_refused(marked: Any) -> None:
         pytest.raises(LaunchError, match="'/no/such'"),
     ):
         server.spawn(Task.function("os:getpid").within(cwd="/no/such"))
+
+
+def test_preloaded_multiprocessing_is_the_childs_own(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write(
+        """
+        import multiprocessing as mp
+        def f(): pass
+        if __name__ == "__main__":
+            process = mp.get_context("spawn").Process(target=f)
+            process.start()
+            process.join()
+            print(process.exitcode, bytes(mp.current_process().authkey).hex())
+        """
+    )
+    with (
+        ForkServer(preload=["multiprocessing.process"], env=marked.env) as server,
+        open(tmp_path / "out", "w") as out,
+    ):
+        for _ in range(2):
+            # A relative path, in a directory that isn't the server's.
+            task = Task.script("script.py").within(cwd=str(tmp_path))
+            assert server.wait(server.spawn(task, stdout=out.fileno()), DEADLINE) == 0
+    first, second = (tmp_path / "out").read_text().splitlines()
+    assert first.startswith("0 ")
+    assert second.startswith("0 ")
+    assert first != second

@@ -418,3 +418,15 @@ def test_bad_jobs_are_refused(start: Start, write: Write, job: dict[str, Any], e
     code, out, err = start(**{"target": write(""), **job}).finish()
     assert (code, out) == (1, "")
     assert error in err
+
+
+def test_output_that_is_read_late_is_complete(
+    start: Start, write: Write, marked: Any, until: Callable[..., Any]
+) -> None:
+    # A pipe holds 64 KiB: some of this waits in the launcher's when the worker has ended.
+    script = write("print('x' * 99 + '\\n' + 'y' * 1000 * 100)")
+    launched = start(script)
+    until(lambda: marked.pids() == [launched.process.pid], "only the launcher is left")
+    until(lambda: select.select([launched.process.stdout], [], [], 0)[0], "it has written")
+    code, out, _ = launched.finish()
+    assert (code, len(out)) == (0, 4 + 100 + 4 + 100_001)

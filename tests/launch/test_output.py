@@ -85,3 +85,25 @@ def test_console_tells_once_that_its_reader_is_gone() -> None:
     assert console.closed
     assert told == [1]
     os.close(writing)
+
+
+def test_lines_stay_whole_when_the_reader_is_slow() -> None:
+    reading, writing = os.pipe()
+    console = Console(stdout=writing, stderr=writing)
+    lines = [[b"%d" % rank * 999] * 200 for rank in range(4)]  # more than a pipe holds at once
+    writers = [
+        threading.Thread(target=console.show, args=(rank, lines[rank]), kwargs={"error": False})
+        for rank in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    expected = sorted(b"[%d] %s" % (rank, line) for rank in range(4) for line in lines[rank])
+    size = sum(len(line) + 1 for line in expected)
+    shown = b""
+    while len(shown) < size:
+        shown += os.read(reading, 1000)
+    for writer in writers:
+        writer.join()
+    assert sorted(shown.splitlines()) == expected
+    os.close(reading)
+    os.close(writing)
