@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -140,9 +141,14 @@ class Agent:
         self._closed = False
         self._stopping = False
 
-    def serve(self, layers: Sequence[Layer]) -> None:
-        """Begins to read messages, with these layers plugged in. To be called once."""
-        self.layers.extend(layers)
+    def serve(self, layers: Sequence[Callable[[Agent], Layer]]) -> None:
+        """Begins to read messages, with these layers plugged in. To be called once.
+
+        Args:
+            layers: plug a layer in, each on top of those before it.
+        """
+        for plug_in in layers:
+            self.layers.append(plug_in(self))
         self._io_thread.start()
 
     def layer(self, kind: type[L]) -> L:
@@ -361,7 +367,9 @@ class Agent:
 
     def log_failure(self, error: BaseException) -> None:
         """Tells this worker's log that a handler failed."""
-        logger.error("On %s: a call failed", self.worker_info, exc_info=error)
+        # As text: a log record that is kept must not keep the handler's arguments.
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        logger.error("On %s: a call failed\n%s", self.worker_info, text.rstrip())
 
     def _on_call(self, request: Message) -> None:
         self.execute(request, self.answering(request), partial(self.unpack, request))

@@ -73,8 +73,10 @@ class Execution:
                 self._loop.run(result, contextvars.copy_context(), self._on_task_done)
                 return
         except BaseException as error:
-            # SystemExit and KeyboardInterrupt too: a handler does not end its worker.
-            self._outlet.error(error)
+            # SystemExit and KeyboardInterrupt too: a handler does not end its worker. The
+            # traceback goes on without this frame, which refers to the arguments.
+            own = error.__traceback__
+            self._outlet.error(error.with_traceback(own and own.tb_next))
             return
         finally:
             if token is not None:

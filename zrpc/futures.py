@@ -140,7 +140,9 @@ class Future(torch.futures.Future[T]):
             try:
                 value = callback(self)
             except Exception as error:
-                result.set_exception(error)
+                # Without this frame, which refers to the result: see _Failure.
+                own = error.__traceback__
+                result.set_exception(error.with_traceback(own and own.tb_next))
             else:
                 result.set_result(value)
 

@@ -72,7 +72,7 @@ def join_mesh(
     except BaseException:
         network.close(linger=0, lost=())
         raise
-    agent.serve([layer(agent) for layer in layers])
+    agent.serve(layers)
     return agent
 
 

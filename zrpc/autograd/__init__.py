@@ -82,9 +82,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeError: there is no such context at this worker.
     """
-    state = _layer().find(context_id)
-    with state.lock:
-        return dict(state.gradients)
+    return _layer().gradients(context_id)
 
 
 def _layer() -> AutogradLayer:

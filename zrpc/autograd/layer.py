@@ -34,11 +34,14 @@ from zrpc.agent import Agent
 from zrpc.autograd import engine, replicas
 from zrpc.autograd.nodes import Gradients, receive, send
 from zrpc.autograd.state import ContextState, Pass
+from zrpc.current import current_agent
 from zrpc.errors import BackwardError, ProtocolError, RpcError, WorkerDied
+from zrpc.rref.layer import RRefLayer
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.worker_info import WorkerInfo
 
 __all__ = ["AutogradLayer", "plug_in"]
 
@@ -134,6 +137,22 @@ class AutogradLayer:
         if state is None:
             raise RpcError(f"Could not find autograd context with id: {context_id}")
         return state
+
+    def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """The gradients that a context holds here, by leaf."""
+        state = self.find(context_id)
+        with state.lock:
+            return dict(state.gradients)
+
+    def scale_gradients(
+        self, context_id: int, leaves: Sequence[torch.Tensor], factor: torch.Tensor
+    ) -> None:
+        """Multiplies the gradients of some leaves in a context."""
+        state = self.find(context_id)
+        with state.lock:
+            for leaf in leaves:
+                if leaf in state.gradients:
+                    state.gradients[leaf] = state.gradients[leaf] * factor
 
     def __len__(self) -> int:
         """How many contexts live at this worker."""
@@ -243,6 +262,18 @@ class AutogradLayer:
         pass_ = state.find_pass((self.rank << 48) + next(self._numbers))
         pass_.engage()
         self._run(state, pass_, roots, retain_graph, parent=self.rank)
+
+    def backward_of_value(
+        self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
+    ) -> None:
+        """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
+        if owner.id == self.rank:
+            _backward_at_owner(rref, context_id, retain_graph)
+            return
+        if context_id < 0:
+            raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        body: Any = (_backward_at_owner, (rref, context_id, retain_graph), {})
+        self.agent.call(owner, Kind.CALL, body, -1)
 
     def _run(
         self,
@@ -478,8 +509,20 @@ class _Incoming:
 
 
 def plug_in(agent: Agent) -> AutogradLayer:
-    """Plugs distributed autograd into an agent, see `join_mesh`."""
-    return AutogradLayer(agent)
+    """Plugs distributed autograd into an agent that has RRefs, see `join_mesh`."""
+    layer = AutogradLayer(agent)
+    agent.layer(RRefLayer).backward = layer.backward_of_value
+    return layer
+
+
+def _backward_at_owner(rref: Any, context_id: int, retain_graph: bool) -> None:
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise RpcError("RRef should contain a tensor for .backward()")
+    if context_id < 0:
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+    else:
+        current_agent().layer(AutogradLayer).backward(context_id, [value], retain_graph)
 
 
 def _graph_of(message: Message) -> _Graph | None:

@@ -47,7 +47,10 @@ class RRefLayer:
         dropped: handles that have ended: the value's id, and the fork's id or None for one of
             the owner's. Finalizers append to it, in any thread and at any moment, even inside
             of a locked section; so they do nothing else, and the I/O thread does the rest.
+        backward: goes backward from a value; set by the layer of autograd.
     """
+
+    backward: Callable[[WorkerInfo, Any, int, bool], None]
 
     def __init__(
         self, agent: Agent, make_handle: Callable[[RRefLayer, Fork, OwnedValue | None], Any]

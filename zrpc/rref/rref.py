@@ -165,10 +165,7 @@ class RRef(Generic[T]):
         self._check()
         if self._value is not None:
             return self._value.get(agent.rpc_timeout if timeout < 0 else timeout)  # type: ignore[no-any-return]
-        subject = self._layer.subject(self._rref_id)
-        return agent.call(  # type: ignore[no-any-return]
-            self._owner, Kind.FETCH, None, timeout, extension=subject, holds=self
-        )
+        return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
         """The value itself, at the owner; waits for it where it is still being made.
@@ -205,16 +202,35 @@ class RRef(Generic[T]):
         """
         return RRefProxy(self._call_method_remotely, timeout)
 
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass with the value, a scalar tensor, as its root.
+
+        Args:
+            dist_autograd_ctx_id: of the autograd context; its gradients are there afterwards.
+                Without one, at the owner, it is the value's own ``backward()``.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            RuntimeError: the value is no tensor; this is a user and no context is given; or
+                what `zrpc.autograd.backward` raises.
+        """
+        self._check()
+        self._layer.backward(self._owner, self, dist_autograd_ctx_id, retain_graph)
+
+    def _ask(self, kind: Kind, body: Any, timeout: float) -> Any:
+        """Asks the owner about the value, and waits for the answer."""
+        subject = self._layer.subject(self._rref_id)
+        try:
+            return self._layer.agent.call(
+                self._owner, kind, body, timeout, extension=subject, holds=self
+            )
+        except (RpcTimeoutError, WorkerDied):
+            self._check()  # where there is no value to wait for, that is the error to tell
+            raise
+
     def _call_method(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()
-        return self._layer.agent.call(
-            self._owner,
-            Kind.METHOD,
-            (name, args, kwargs),
-            timeout,
-            extension=self._layer.subject(self._rref_id),
-            holds=self,
-        )
+        return self._ask(Kind.METHOD, (name, args, kwargs), timeout)
 
     def _call_method_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()

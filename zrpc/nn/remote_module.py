@@ -1,0 +1,322 @@
+"""A module on another worker that can be used as if it were here."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.remote_device import _remote_device
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from zrpc.api import get_worker_info, remote, rpc_async, rpc_sync
+from zrpc.futures import Future
+from zrpc.rref.rref import RRef
+from zrpc.wire.pickling import encoder
+
+__all__ = ["RemoteModule"]
+
+
+class RemoteModule(torch.nn.Module):
+    """A module that is made on another worker, and whose ``forward`` runs there.
+
+    Within an autograd context its gradients are part of the graph. It can be passed to other
+    workers, in calls, and refers to the same module there.
+
+    Args:
+        remote_device: where: ``"worker1/cpu"``, ``"rank:1/cuda:0"``; without a device the CPU.
+        module_cls: the module's class, or a function that returns a module.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        on: the worker that has the module.
+        device: the device there. Arguments go to it, and results come back to the CPU.
+        module_rref: the RRef of the module.
+
+    Raises:
+        RuntimeError: there is no agent, or no such worker.
+
+    Beyond ``forward``, the methods of ``nn.Module`` that make sense from afar do what they do
+    there: `train`, `eval`, `to`, `apply`, `state_dict`, `load_state_dict`, `zero_grad`,
+    `requires_grad_`, hooks. Those that would give the module's own parts raise ValueError.
+    Calls may be made from any thread.
+
+    Example:
+        >>> from zrpc.nn import RemoteModule
+        >>> linear = RemoteModule("worker1/cpu", torch.nn.Linear, args=(3, 2))
+        >>> linear(torch.ones(4, 3)).shape
+        torch.Size([4, 2])
+        >>> [name for name, _ in linear.named_parameters()]
+        ['weight', 'bias']
+
+    See also ``torch.distributed.nn.RemoteModule``.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., torch.nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._place(remote_device)
+        self.module_rref: RRef[torch.nn.Module] = remote(
+            self.on, _make, (module_cls, tuple(args or ()), dict(kwargs or {}), self.device)
+        )
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[torch.nn.Module]
+    ) -> RemoteModule:
+        """A RemoteModule of a module that exists.
+
+        Raises:
+            ValueError: the RRef's owner is not the worker of ``remote_device``.
+        """
+        module = RemoteModule.__new__(RemoteModule)
+        torch.nn.Module.__init__(module)
+        module._place(remote_device)
+        if module.on != module_rref.owner():
+            raise ValueError(
+                f"expected a module of {module.on}, found one of {module_rref.owner()}"
+            )
+        module.module_rref = module_rref
+        return module
+
+    def _place(self, remote_device: str) -> None:
+        place = _remote_device(remote_device)
+        name = place.worker_name()
+        self.on = get_worker_info(name if name is not None else place.rank())
+        self.device = str(place.device())
+
+    # -- running -------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with these arguments, and waits for what it returns."""
+        if self.device == "cpu":
+            return self.module_rref.rpc_sync().__call__(*args, **kwargs)
+        return rpc_sync(self.on, _call, (self.module_rref, self.device, args, kwargs))
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls the module with these arguments, and returns a Future of what it returns."""
+        if self.device == "cpu":
+            future: Future[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
+            return future
+        return rpc_async(self.on, _call, (self.module_rref, self.device, args, kwargs))
+
+    # -- what it consists of -------------------------------------------------------------
+
+    def get_module_rref(self) -> RRef[torch.nn.Module]:
+        """The RRef of the module."""
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[torch.nn.Parameter]]:
+        """RRefs of the module's parameters, for `zrpc.optim.DistributedOptimizer`.
+
+        Args:
+            recurse: those of its submodules too.
+        """
+        return [rref for _, rref in self.named_parameters(recurse=recurse)]
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[torch.nn.Parameter]]]:
+        """Names and RRefs of the module's parameters; see ``nn.Module.named_parameters``."""
+        arguments = (self.module_rref, prefix, recurse, remove_duplicate)
+        yield from rpc_sync(self.on, _named_parameters, arguments)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """A copy of the module's state; see ``nn.Module.state_dict``."""
+        return self._remote("state_dict", *args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads a state into the module; see ``nn.Module.load_state_dict``."""
+        return self._remote("load_state_dict", *args, **kwargs)
+
+    # -- what is done to it --------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> RemoteModule:
+        """Sets the module to training, or to evaluation where ``mode`` is False."""
+        return self._modify("train", mode)
+
+    def eval(self) -> RemoteModule:
+        """Sets the module to evaluation."""
+        return self._modify("eval")
+
+    def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
+        """Moves or casts the module at its worker; see ``nn.Module.to``."""
+        self.device = rpc_sync(self.on, _to, (self.module_rref, self.device, args, kwargs))
+        return self
+
+    def cpu(self) -> RemoteModule:
+        """Moves the module to its worker's CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> RemoteModule:
+        """Moves the module to a GPU of its worker."""
+        return self.to(
+            torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        )
+
+    def float(self) -> RemoteModule:
+        """Casts the module's floating-point parameters and buffers to float32."""
+        return self._modify("float")
+
+    def double(self) -> RemoteModule:
+        """Casts them to float64."""
+        return self._modify("double")
+
+    def half(self) -> RemoteModule:
+        """Casts them to float16."""
+        return self._modify("half")
+
+    def bfloat16(self) -> RemoteModule:
+        """Casts them to bfloat16."""
+        return self._modify("bfloat16")
+
+    def apply(self, fn: Callable[[torch.nn.Module], None]) -> RemoteModule:
+        """Calls ``fn`` at the worker, with the module and each of its submodules."""
+        return self._modify("apply", fn)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad`` of the module's parameters."""
+        self._modify("zero_grad", set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
+        """Sets whether the module's parameters require grad."""
+        return self._modify("requires_grad_", requires_grad)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Has a hook called at the worker; see ``nn.Module.register_forward_hook``."""
+        return self._hook("register_forward_hook", *args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Has a hook called at the worker; see ``nn.Module.register_forward_pre_hook``."""
+        return self._hook("register_forward_pre_hook", *args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Has a hook called at the worker; see ``nn.Module.register_full_backward_hook``."""
+        return self._hook("register_full_backward_hook", *args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Has a hook called at the worker; see ``nn.Module.register_full_backward_pre_hook``."""
+        return self._hook("register_full_backward_pre_hook", *args, **kwargs)
+
+    def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)
+
+    def _modify(self, name: str, *args: Any) -> RemoteModule:
+        """Calls a method there whose result is the module, or nothing."""
+        rpc_sync(self.on, _call_method, (self.module_rref, name, args))
+        return self
+
+    def _hook(self, name: str, *args: Any, **kwargs: Any) -> RemovableHandle:
+        handle: RRef[RemovableHandle] = getattr(self.module_rref.remote(), name)(*args, **kwargs)
+        return _RemoteHandle(handle)
+
+    # -- passing it on -------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if encoder() is None:
+            raise RuntimeError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
+                "when using RPC"
+            )
+        place = f"{self.on.name}/{self.device}"
+        return RemoteModule.init_from_module_rref, (place, self.module_rref)
+
+    def __repr__(self) -> str:
+        return f"RemoteModule({self.on.name}/{self.device}, {self.module_rref!r})"
+
+
+class _RemoteHandle(RemovableHandle):
+    """The handle of a hook that hangs at another worker."""
+
+    def __init__(self, handle: RRef[RemovableHandle]) -> None:
+        super().__init__(OrderedDict())  # which has no entry to remove
+        self._handle = handle
+
+    def remove(self) -> None:
+        """Takes the hook off."""
+        self._handle.rpc_sync().remove()
+
+
+def _not_supported(name: str, instead: str = "") -> Callable[..., NoReturn]:
+    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {instead}".rstrip())
+
+    method.__name__ = name
+    method.__doc__ = "Not supported: the module's parts are at another worker."
+    return method
+
+
+_INSTEAD = {"parameters": "Please use ``remote_parameters`` instead."}
+for _name in (
+    "add_module",
+    "buffers",
+    "children",
+    "extra_repr",
+    "modules",
+    "named_buffers",
+    "named_children",
+    "named_modules",
+    "parameters",
+    "register_backward_hook",
+    "register_buffer",
+    "register_module",
+    "register_parameter",
+    "share_memory",
+    "type",
+):
+    setattr(RemoteModule, _name, _not_supported(_name, _INSTEAD.get(_name, "")))
+
+
+# What follows runs at the worker that has the module.
+
+
+def _make(
+    module_cls: Callable[..., torch.nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: str,
+) -> torch.nn.Module:
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, torch.nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    return module.to(device)
+
+
+def _call(
+    module_rref: RRef[torch.nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    moved, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    result = module_rref.local_value()(*moved, **named)
+    return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
+
+
+def _call_method(module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...]) -> None:
+    getattr(module_rref.local_value(), name)(*args)
+
+
+def _to(
+    module_rref: RRef[torch.nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Returns the device that the module is on then."""
+    moved = torch._C._nn._parse_to(*args, **kwargs)[0]
+    module_rref.local_value().to(*args, **kwargs)
+    return str(moved) if moved is not None else device
+
+
+def _named_parameters(
+    module_rref: RRef[torch.nn.Module], prefix: str, recurse: bool, remove_duplicate: bool
+) -> list[tuple[str, RRef[torch.nn.Parameter]]]:
+    module = module_rref.local_value()
+    named = module.named_parameters(prefix, recurse, remove_duplicate)
+    return [(name, RRef(parameter)) for name, parameter in named]

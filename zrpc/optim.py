@@ -1,0 +1,374 @@
+"""Optimizers whose state and steps are where the parameters are."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zrpc.api import remote, rpc_async
+from zrpc.autograd.layer import AutogradLayer
+from zrpc.current import current_agent
+from zrpc.futures import Future
+from zrpc.rref.rref import RRef
+from zrpc.worker_info import WorkerInfo
+
+__all__ = ["DistributedOptimizer", "clip_grad_norm_"]
+
+T = TypeVar("T")
+Options = dict[str, Any]
+Params = Sequence[RRef[torch.Tensor]]
+
+# One lock for each parameter that is optimized in this process, so that optimizers of several
+# trainers step over shared parameters one after the other, and others do not wait for them.
+# _locks_lock guards the table.
+_locks_lock = threading.Lock()
+_locks = WeakIdKeyDictionary()
+
+
+class DistributedOptimizer(Optimizer):
+    """Runs an optimizer of ``torch.optim`` where the parameters are.
+
+    Each owner of parameters gets an optimizer of its own, made and kept there. `step` has all
+    of them step at once, with the gradients that an autograd context holds at their workers.
+    It is an ``Optimizer`` itself, for learning-rate schedulers: what is set in `param_groups`
+    goes along with each step.
+
+    Args:
+        optimizer_class: a class of ``torch.optim``, or one like them. ``LBFGS`` needs
+            ``max_iter=1``, since a distributed step can't be evaluated again.
+        params_rref: RRefs of parameters, or groups of them: a list of dicts with RRefs under
+            ``"params"`` and the group's own options.
+        *args: passed to the optimizers.
+        **kwargs: passed to the optimizers.
+
+    Attributes:
+        param_groups: as in ``torch.optim``, with RRefs under ``"params"``.
+
+    Raises:
+        ValueError: there are no parameters, or a parameter is there twice.
+        Exception: what the optimizer's constructor raises at an owner.
+
+    Calls from several threads, and steps of several optimizers over the same parameters, are
+    done one after the other; those over other parameters do not wait.
+
+    Example:
+        >>> import zrpc.autograd as dist_autograd
+        >>> from zrpc.optim import DistributedOptimizer
+        >>> weight = remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.5)
+        >>> with dist_autograd.context() as context_id:
+        ...     dist_autograd.backward(context_id, [weight.to_here().sum()])
+        ...     optimizer.step(context_id)
+        >>> weight.to_here()
+        tensor([0.5000, 0.5000], requires_grad=True)
+
+    See also ``torch.distributed.optim.DistributedOptimizer``.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        params_rref: Params | Sequence[Options],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        # Not Optimizer.__init__: it wants tensors. This is what it sets up.
+        self.defaults: Options = {}
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.param_groups: list[Options] = _groups(params_rref)
+        owners = _by_owner(rref for group in self.param_groups for rref in group["params"])
+        local_optimizers = {
+            owner: remote(
+                owner, _LocalOptimizer, (optimizer_class, self._part(owner), *args), kwargs
+            )
+            for owner in owners
+        }
+        self.remote_optimizers = list(local_optimizers.values())
+        options = _wait_for_all([rref.rpc_async().options() for rref in self.remote_optimizers])
+        for indices_to_options in options:
+            for index, group_options in indices_to_options.items():
+                self.param_groups[index] = {**group_options, **self.param_groups[index]}
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Has all owners step, and returns when they have.
+
+        Args:
+            context_id: of the autograd context with the gradients. Default: the one that this
+                thread is in. A parameter without gradient there is left as it is.
+
+        Raises:
+            RuntimeError: there is no such context.
+            Exception: what an owner's step raised; the other owners have stepped.
+        """
+        layer = current_agent().layer(AutogradLayer)
+        if context_id is None:
+            context_id = layer.current_context()
+        layer.find(context_id)
+        options = self._options()
+        _wait_for_all(
+            [rref.rpc_async().step(context_id, options) for rref in self.remote_optimizers]
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad`` of the parameters, which contexts do not use."""
+        _wait_for_all([rref.rpc_async().zero_grad(set_to_none) for rref in self.remote_optimizers])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all owners' optimizers.
+
+        Returns:
+            ``{"workers": {owner's name: state_dict of its optimizer}, "param_groups": [options
+            of each group]}``.
+        """
+        states = _wait_for_all([rref.rpc_async().state_dict() for rref in self.remote_optimizers])
+        names = [rref.owner_name() for rref in self.remote_optimizers]
+        options = self._options()
+        return {
+            "workers": dict(zip(names, states, strict=True)),
+            "param_groups": [options[index] for index in sorted(options)],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what `state_dict` gave; parameters must have the same owners, by name.
+
+        Raises:
+            ValueError: it is of other owners, or of another number of groups.
+        """
+        states = state_dict["workers"]
+        names = [rref.owner_name() for rref in self.remote_optimizers]
+        if set(states) != set(names) or len(state_dict["param_groups"]) != len(self.param_groups):
+            raise ValueError(
+                f"expected the state of {len(self.param_groups)} groups at {sorted(names)}, found "
+                f"{len(state_dict['param_groups'])} groups at {sorted(states)}"
+            )
+        _wait_for_all(
+            [
+                rref.rpc_async().load_state_dict(states[rref.owner_name()])
+                for rref in self.remote_optimizers
+            ]
+        )
+        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(options)
+
+    def add_param_group(self, param_group: Options) -> None:
+        """Not supported: give all groups to the constructor.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("DistributedOptimizer takes all its groups in the constructor")
+
+    def __repr__(self) -> str:
+        owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
+        return f"{type(self).__name__}({len(self.param_groups)} groups, at {owners})"
+
+    def _part(self, owner: WorkerInfo) -> dict[int, Options]:
+        """What of the groups is at one owner, by the group's index."""
+        part = {}
+        for index, group in enumerate(self.param_groups):
+            params = [rref for rref in group["params"] if rref.owner() == owner]
+            if params:
+                part[index] = {**group, "params": params}
+        return part
+
+    def _options(self) -> dict[int, Options]:
+        """The groups' options, by the group's index, without the parameters."""
+        return {
+            index: {name: value for name, value in group.items() if name != "params"}
+            for index, group in enumerate(self.param_groups)
+        }
+
+
+class _LocalOptimizer:
+    """The optimizer of one owner, for one `DistributedOptimizer`.
+
+    Args:
+        optimizer_class: see `DistributedOptimizer`.
+        groups: the groups that have parameters here, by index.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., Optimizer],
+        groups: dict[int, Options],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._indices = list(groups)
+        self._params = [rref.local_value() for g in groups.values() for rref in g["params"]]
+        local = [
+            {**group, "params": [rref.local_value() for rref in group["params"]]}
+            for group in groups.values()
+        ]
+        self._optimizer = optimizer_class(local, *args, **kwargs)
+        if isinstance(self._optimizer, LBFGS):
+            group = self._optimizer.param_groups[0]
+            if group["max_iter"] != 1 or group["line_search_fn"] is not None:
+                raise ValueError(
+                    "LBFGS evaluates the loss several times in a step, which a distributed step "
+                    "can't: pass max_iter=1 and no line_search_fn"
+                )
+
+    def options(self) -> dict[int, Options]:
+        """The options of each group, by index, with those that the class has set."""
+        return {
+            index: {name: value for name, value in group.items() if name != "params"}
+            for index, group in zip(self._indices, self._optimizer.param_groups, strict=True)
+        }
+
+    def step(self, context_id: int, options: dict[int, Options]) -> None:
+        """Steps with the gradients of a context."""
+        gradients = current_agent().layer(AutogradLayer).gradients(context_id)
+        with _locked(self._params):
+            for index, group in zip(self._indices, self._optimizer.param_groups, strict=True):
+                group.update(options[index])
+            before = [param.grad for param in self._params]
+            try:
+                for param in self._params:
+                    param.grad = gradients.get(param)
+                self._optimizer.step(*self._closure())
+            finally:
+                for param, grad in zip(self._params, before, strict=True):
+                    param.grad = grad
+
+    def _closure(self) -> tuple[Callable[[], float], ...]:
+        """For the classes that want one: the gradients are there, and the loss is not asked."""
+        return (lambda: 0.0,) if isinstance(self._optimizer, LBFGS) else ()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears ``.grad``."""
+        with _locked(self._params):
+            self._optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, as it is between two steps."""
+        with _locked(self._params):
+            return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the optimizer's state."""
+        with _locked(self._params):
+            self._optimizer.load_state_dict(state)
+
+
+def clip_grad_norm_(
+    context_id: int,
+    params_rref: Params,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scales the gradients in a context so that their norm, over all workers, is bounded.
+
+    Args:
+        context_id: of the autograd context.
+        params_rref: RRefs of the parameters whose gradients count.
+        max_norm: the bound.
+        norm_type: which norm; ``float("inf")`` too.
+        error_if_nonfinite: raise where the norm is infinite or no number, and scale nothing.
+
+    Returns:
+        The norm before, a scalar tensor.
+
+    Raises:
+        RuntimeError: the norm is not finite, where that is asked for; or there is no such
+            context.
+
+    See also ``torch.nn.utils.clip_grad_norm_``.
+    """
+    parts = _by_owner(params_rref)
+    norms = _wait_for_all(
+        [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
+    )
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}: it can't be "
+            "scaled to a bound"
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    _wait_for_all(
+        [rpc_async(o, _local_scale, (context_id, rrefs, factor)) for o, rrefs in parts.items()]
+    )
+    return total
+
+
+def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
+    gradients = current_agent().layer(AutogradLayer).gradients(context_id)
+    norms = [
+        torch.linalg.vector_norm(_values(gradients[param]), norm_type)
+        for param in (rref.local_value() for rref in rrefs)
+        if param in gradients
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+
+
+def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
+    params = [rref.local_value() for rref in rrefs]
+    current_agent().layer(AutogradLayer).scale_gradients(context_id, params, factor)
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """The entries of a gradient that are not zero by its layout."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
+    """The parameters as groups, each checked."""
+    given: list[Any] = list(params_rref)
+    grouped = bool(given) and isinstance(given[0], dict)
+    groups: list[Options] = [dict(group) for group in given] if grouped else [{"params": given}]
+    seen: set[Any] = set()
+    for group in groups:
+        group["params"] = list(group["params"])
+        for rref in group["params"]:
+            if not isinstance(rref, RRef):
+                raise TypeError(f"expected RRefs of parameters, found {type(rref).__name__}")
+            if rref in seen:
+                raise ValueError(f"the parameter of {rref} appears more than once")
+            seen.add(rref)
+    if not seen:
+        raise ValueError("optimizer got an empty parameter list")
+    return groups
+
+
+def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef[Any]]]:
+    parts: dict[WorkerInfo, list[RRef[Any]]] = {}
+    for rref in rrefs:
+        parts.setdefault(rref.owner(), []).append(rref)
+    return parts
+
+
+@contextmanager
+def _locked(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Holds the locks of these parameters, taken in one order by all."""
+    with _locks_lock:
+        for param in params:
+            if param not in _locks:
+                _locks[param] = threading.Lock()
+        locks = [_locks[param] for param in sorted(set(params), key=id)]
+    with ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield
+
+
+def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:
+    """The values of all futures; the first error there is, once all are done."""
+    values: list[T] = []
+    error: Exception | None = None
+    for future in futures:
+        try:
+            values.append(future.wait())
+        except Exception as reason:  # noqa: PERF203 - each is waited for, whatever became of it
+            error = error or reason
+    if error is not None:
+        raise error
+    return values
