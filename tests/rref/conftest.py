@@ -1,0 +1,8 @@
+import pytest
+from tracked import forget_all
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    yield
+    forget_all()

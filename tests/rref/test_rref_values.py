@@ -1,0 +1,352 @@
+"""How values are had from RRefs: here, at the owner, or the error that there is instead."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+import pytest
+import torch
+from tracked import SOON, Value, entries, gate, is_freed, layers, until
+
+import zrpc
+
+
+def wait_for(name):
+    assert gate(name).wait(SOON)
+    return name
+
+
+def fail(error):
+    raise error
+
+
+class Unusual(Exception):
+    """Its args are not those of its constructor."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+        self.a = a
+
+
+class Precise(ValueError):
+    pass
+
+
+def fail_unusually():
+    raise Unusual(1, 2)
+
+
+def fail_with_what_cannot_travel():
+    raise RuntimeError("about", gate("a lock inside"))
+
+
+def exit_handler():
+    raise SystemExit(3)
+
+
+# -- to_here -------------------------------------------------------------------------------
+
+
+def test_to_here_gives_a_copy_each_time(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", list, args=((1, 2),))
+        first, second = rref.to_here(), rref.to_here()
+        assert first == second == [1, 2]
+        first.append(3)
+        assert rref.to_here() == [1, 2]
+        assert second == [1, 2]
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_waits_for_the_value(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", wait_for, args=("go",))
+        future = mesh.submit(1, gate("go").set)
+        assert rref.to_here() == "go"
+        future.result(SOON)
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_of_a_large_tensor(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", torch.arange, args=(300_000,))
+        assert torch.equal(rref.to_here(), torch.arange(300_000))
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_times_out_and_can_be_tried_again(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", wait_for, args=("go",))
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"timeout \(50 ms\) and will now be marked"):
+            rref.to_here(timeout=0.05)
+        gate("go").set()
+        assert rref.to_here() == "go"
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.05})
+def test_to_here_takes_the_default_timeout(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", wait_for, args=("go",), timeout=0)
+        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+            rref.to_here()
+        gate("go").set()
+        assert rref.to_here(timeout=0) == "go"
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_of_an_own_value_times_out_too(mesh):
+    def at_owner():
+        rref = zrpc.remote("worker0", wait_for, args=("go",))
+        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+            rref.to_here(timeout=0.05)
+        gate("go").set()
+        assert rref.to_here() == rref.local_value() == "go"
+
+    mesh.run(0, at_owner)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf")])
+def test_a_timeout_must_be_a_number(mesh, timeout):
+    rref = mesh.run(0, zrpc.remote, "worker1", list)
+    with pytest.raises(ValueError, match="timeout"):
+        mesh.run(0, rref.to_here, timeout)
+
+
+def test_what_cannot_be_pickled_is_told_and_kept(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", Value, args=("stays",))
+        for _ in range(2):
+            with pytest.raises(zrpc.SerializationError, match="a Value stays where it is"):
+                rref.to_here()
+        assert rref.rpc_sync().get_key() == "stays"
+
+    mesh.run(0, at_user)
+    assert is_freed("stays")
+
+
+def test_to_here_after_others_have_made_the_value(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", Value, args=("many",))
+        futures = [rref.rpc_async().add(1) for _ in range(20)]
+        assert sorted(torch.futures.wait_all(futures)) == list(range(1, 21))
+
+    mesh.run(0, at_user)
+
+
+# -- local_value ---------------------------------------------------------------------------
+
+
+def test_local_value_is_for_the_owner(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", list)
+        with pytest.raises(
+            RuntimeError,
+            match=re.escape(
+                "can't call localValue() on user WorkerInfo(id=0, name=worker0). "
+                "Call it on owner WorkerInfo(id=1, name=worker1)"
+            ),
+        ):
+            rref.local_value()
+
+    mesh.run(0, at_user)
+
+
+def local_identity(rref):
+    assert rref.is_owner()
+    assert rref.local_value() is rref.to_here()
+    rref.local_value().append("changed")
+    return id(rref.local_value())
+
+
+def test_local_value_is_the_very_object(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", list)
+        first = zrpc.rpc_sync("worker1", local_identity, args=(rref,))
+        assert zrpc.rpc_sync("worker1", local_identity, args=(rref,)) == first
+        assert rref.to_here() == ["changed", "changed"]
+
+    mesh.run(0, at_user)
+
+
+# -- a function that fails -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no", 1), KeyError("key"), Precise("exact"), zrpc.RpcError("own"), IndexError()],
+)
+def test_an_error_has_its_own_type_and_args_each_time(mesh, to, error):
+    def at_user():
+        rref = zrpc.remote(to, fail, args=(error,))
+        for _ in range(3):
+            with pytest.raises(type(error)) as caught:
+                rref.to_here()
+            assert type(caught.value) is type(error)
+            assert caught.value.args == error.args
+        with pytest.raises(type(error)):
+            rref.rpc_sync().anything()
+
+    mesh.run(0, at_user)
+
+
+def test_an_error_tells_where_it_was_raised(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
+        with pytest.raises(ValueError, match="no") as caught:
+            rref.to_here()
+        text = "".join(traceback.format_exception(caught.value))
+        assert "On WorkerInfo(id=1, name=worker1)" in text
+        assert "in fail" in text
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.parametrize("function", [fail_unusually, fail_with_what_cannot_travel, exit_handler])
+def test_an_error_that_cannot_travel_is_told_as_text(mesh, function):
+    def at_user():
+        rref = zrpc.remote("worker1", function)
+        for _ in range(2):
+            with pytest.raises(
+                zrpc.RemoteError, match="Original exception on remote side was"
+            ) as caught:
+                rref.to_here()
+            assert function.__name__ in str(caught.value)
+
+    mesh.run(0, at_user)
+
+
+def test_an_error_of_an_own_call_is_the_one_that_was_raised(mesh):
+    def at_owner():
+        rref = zrpc.remote("worker0", fail_unusually)
+        with pytest.raises(Unusual, match="1 and 2"):
+            rref.to_here()
+        with pytest.raises(Unusual, match="1 and 2"):
+            rref.local_value()
+
+    mesh.run(0, at_owner)
+
+
+def test_an_error_is_told_in_the_owners_log(mesh, caplog):
+    def at_user():
+        with pytest.raises(KeyError):
+            zrpc.remote("worker1", fail, args=(KeyError("told"),)).to_here()
+
+    mesh.run(0, at_user)
+    assert "KeyError: 'told'" in caplog.text
+    assert "worker1" in caplog.text
+
+
+def test_an_error_keeps_no_arguments_alive(mesh):
+    # The traceback refers to the frames of the function, and those to their variables.
+    def at_user():
+        return zrpc.remote("worker1", fail_with_a_value)
+
+    rref = mesh.run(0, at_user)
+    with pytest.raises(ValueError, match="inside"):
+        mesh.run(0, rref.to_here)
+    assert is_freed("inside")
+
+
+def fail_with_a_value():
+    value = Value("inside")
+    raise ValueError(value.key)
+
+
+def test_arguments_that_cannot_be_pickled_raise_at_once(mesh):
+    def at_user():
+        with pytest.raises(zrpc.SerializationError, match="a Value stays"):
+            zrpc.remote("worker1", list, args=([Value("argument")],))
+
+    mesh.run(0, at_user)
+    for layer in layers(mesh):
+        until(lambda layer=layer: entries(layer) == 0, "nothing is kept")
+
+
+def test_arguments_to_oneself_are_copied(mesh):
+    def at_owner():
+        argument = [1]
+        rref = zrpc.remote("worker0", list.copy, args=(argument,))
+        argument.append(2)
+        assert rref.to_here() == [1]
+
+    mesh.run(0, at_owner)
+
+
+# -- a call that takes too long ------------------------------------------------------------
+
+TIMED_OUT = re.escape("RRef creation via rpc.remote() timed out")
+
+
+def until_timed_out(rref):
+    """Waits until the timeout of the call that makes the value is known here."""
+
+    def known():
+        try:
+            rref.to_here(timeout=0.01)
+        except zrpc.RpcTimeoutError as error:
+            return "RRef creation" in str(error)
+        return False
+
+    until(known, "the call has timed out")
+
+
+def test_a_call_that_timed_out_shows_at_each_use(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.05)
+        until_timed_out(rref)
+        for use in (
+            rref.to_here,
+            lambda: rref.rpc_sync().upper(),
+            lambda: rref.remote().upper(),
+            lambda: rref.rpc_async().upper().wait(),
+        ):
+            with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+                use()
+        gate("never").set()
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.xfail(strict=True, reason="a wait that is under way goes on to its own end")
+def test_to_here_that_waits_is_told_of_the_timeout(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)
+        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+            rref.to_here(timeout=1)
+        gate("never").set()
+
+    mesh.run(0, at_user)
+
+
+def test_a_call_to_oneself_that_timed_out(mesh):
+    def at_owner():
+        rref = zrpc.remote("worker0", wait_for, args=("never",), timeout=0.05)
+        until_timed_out(rref)
+        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+            rref.to_here()
+        gate("never").set()
+
+    mesh.run(0, at_owner)
+
+
+def test_the_value_of_a_call_that_timed_out_is_freed(mesh):
+    def at_user():
+        rref = zrpc.remote("worker1", make_late, args=("late", "go"), timeout=0.05)
+        until_timed_out(rref)
+
+    mesh.run(0, at_user)
+    gate("go").set()
+    assert is_freed("late")
+
+
+def make_late(key, name):
+    wait_for(name)
+    return Value(key)
