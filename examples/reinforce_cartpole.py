@@ -139,7 +139,8 @@ class Agent:
         while len(played) < EPISODES_PER_UPDATE:
             self.episodes = [Episode() for _ in self.observers]
             futures = [each.rpc_async().run_episode(myself) for each in self.observers]
-            torch.futures.wait_all(futures)
+            for future in futures:
+                future.wait()
             played += self.episodes
         return played
 

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from example_commands import Outcome
+
+
+def test_loss_falls_below_the_target(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("async_parameter_server", 4)
+    assert outcome.code == 0, outcome
+    losses = [float(loss) for loss in re.findall(r"updates, loss ([\d.]+)", outcome.out)]
+    assert losses[0] > 2 * losses[-1]
+    assert losses[-1] <= 0.003
+    gradients = re.findall(r"^\[0\] trainer\d: (\d+) gradients", outcome.out, re.M)
+    last = re.search(r"^\[0\] Below 0.003 after (\d+) updates", outcome.out, re.M)
+    assert last is not None, outcome
+    assert sum(map(int, gradients)) == int(last[1])  # none was lost, and none applied twice
+    assert len(gradients) == 3
+    assert min(map(int, gradients)) > 0
+
+
+def test_says_when_the_target_is_not_reached(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("async_parameter_server", 3, "--max-updates", "100")
+    assert outcome.code == 1, outcome
+    assert "Not below 0.003 after 100 updates" in outcome.err

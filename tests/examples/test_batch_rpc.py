@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from example_commands import Outcome
+
+STEPS = 600
+
+
+def check(lines: list[str], trainers: int) -> None:
+    """The two runs: their losses fall, and they have made as many updates as they should."""
+    heads = [i for i, line in enumerate(lines) if line.startswith("batches")]
+    runs = [lines[heads[0] : heads[1]], lines[heads[1] :]]
+    for batch_size, (head, *losses, last) in zip((trainers, 1), runs, strict=True):
+        assert head.startswith(f"batches of {batch_size}: {STEPS} gradients")
+        values = [float(loss.split()[1]) for loss in losses]
+        assert len(values) == 5
+        assert values[-1] < 0.6 * values[0]
+        updates = re.match(r"  (\d+) updates in [\d.]+ s, accuracy [\d.]+%", last)
+        assert updates is not None
+        assert int(updates[1]) == STEPS * trainers // batch_size
+
+
+def test_makes_one_update_of_all_trainers_gradients(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("batch_rpc", 4)
+    assert outcome.code == 0, outcome
+    check([line.removeprefix("[0] ") for line in outcome.out.splitlines()], trainers=3)
+
+
+def test_runs_under_torchrun(
+    torchrun: Callable[..., Outcome], example: Callable[[str], Path]
+) -> None:
+    outcome = torchrun(4, example("batch_rpc"))
+    assert outcome.code == 0, outcome
+    check(outcome.out.splitlines(), trainers=3)
+
+
+def test_says_when_nothing_was_learned(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("batch_rpc", 2, "--steps", "5")
+    assert outcome.code == 1, outcome
+    assert "An accuracy of at least 90% was expected" in outcome.err

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from example_commands import Commands, Outcome, finish
+
+Launch = Callable[..., Outcome]
+SOLVED = re.compile(r"^\[0\] Solved: the running reward passed ([\d.]+) after (\d+ episodes)", re.M)
+
+
+def test_is_solved_at_the_environments_own_threshold(launch: Launch) -> None:
+    outcome = launch("reinforce_cartpole", 4, deadline=400)
+    assert outcome.code == 0, outcome
+    assert outcome.err == ""
+    # Standard output is a pipe: progress comes as plain lines.
+    line = re.compile(r"\[0\] episode +\d+   steps +[\d,]+   running reward +[\d.]+")
+    *lines, last = outcome.out.splitlines()
+    assert lines, outcome
+    assert [each for each in lines if not line.fullmatch(each)] == []
+    solved = SOLVED.match(last)
+    assert solved is not None, outcome
+    assert solved[1] == "475"
+
+
+def test_same_seed_gives_the_same_run(launch: Launch) -> None:
+    def play(seed: str) -> str:
+        outcome = launch("reinforce_cartpole", 4, "--max-episodes", "30", "--seed", seed)
+        assert "Not solved" in outcome.err, outcome
+        return outcome.out
+
+    run = play("7")
+    assert "episode    30" in run
+    assert play("7") == run
+    assert play("3") != run
+
+
+def test_one_observer_is_enough(launch: Launch) -> None:
+    outcome = launch("reinforce_cartpole", 2, "--threshold", "100")
+    assert SOLVED.search(outcome.out), outcome
+
+
+def test_says_when_it_gives_up(launch: Launch) -> None:
+    outcome = launch("reinforce_cartpole", 4, "--max-episodes", "9")
+    assert outcome.code == 1, outcome
+    assert re.search(r"Not solved: the running reward is [\d.]+ of 475 after 9 episo", outcome.err)
+    assert "Traceback" not in outcome.err
+
+
+def test_runs_without_a_launcher(
+    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
+) -> None:
+    agent, *observers = run_plainly(3, example("reinforce_cartpole"), "--threshold", "40")
+    assert "Solved: the running reward passed 40" in agent.out, agent
+    assert [(each.code, each.out, each.err) for each in observers] == [(0, "", "")] * 2
+
+
+def test_stops_at_ctrl_c(commands: Commands, example: Callable[[str], Path]) -> None:
+    process = commands.launch(4, example("reinforce_cartpole"), "--threshold", "501")
+    assert process.stdout is not None
+    assert "episode" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    outcome = finish(process)
+    assert outcome.code == 130, outcome
+    assert time.monotonic() - began < 10
+
+
+def test_says_what_to_install_where_gymnasium_is_missing(
+    commands: Commands, example: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "gymnasium.py").write_text("raise ImportError('not here')")
+    script = example("reinforce_cartpole")
+    outcome = finish(commands.start(script, PYTHONPATH=str(tmp_path), RANK="0", WORLD_SIZE="2"))
+    assert outcome.code == 1
+    assert "pip install 'torch-zrpc[examples]'" in outcome.err
+    assert "Traceback" not in outcome.err
