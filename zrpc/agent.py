@@ -198,9 +198,10 @@ class Agent:
         *,
         extension: tuple[int, bytes] | None = None,
         holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
-        call, message = self._prepare(to, kind, obj, timeout, extension, holds)
+        call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
         self._send_call(call, message)
         call.wait()
         return self._decode(call.claim())
@@ -214,6 +215,7 @@ class Agent:
         *,
         extension: tuple[int, bytes] | None = None,
         holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
     ) -> Future[Any]:
         """Sends a request and returns a future of the answer's value.
 
@@ -224,12 +226,13 @@ class Agent:
             timeout: seconds; 0 for none, negative for the default.
             extension: a tag and bytes that travel outside of the pickle.
             holds: lives until the call is settled.
+            died: the error where the peer dies first.
 
         Raises:
             SerializationError: ``obj`` can't be pickled.
             NotInitializedError: the agent is closed.
         """
-        call, message = self._prepare(to, kind, obj, timeout, extension, holds)
+        call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
         future: Future[Any] = Future.of_call(call, self._decode, self._completions.submit)
         self._send_call(call, message)
         return future
@@ -247,7 +250,7 @@ class Agent:
 
         That is in the I/O thread or in the one that calls this, and must be short.
         """
-        call, message = self._prepare(to, kind, obj, timeout, extension, None)
+        call, message = self._prepare(to, kind, obj, timeout, extension)
         call.on_settled = on_settled
         self._send_call(call, message)
 
@@ -290,7 +293,8 @@ class Agent:
         obj: Any,
         timeout: float,
         extension: tuple[int, bytes] | None,
-        holds: Any,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
     ) -> tuple[PendingCall, Message]:
         if self._closed:
             raise not_initialized()
@@ -303,7 +307,7 @@ class Agent:
         if remaining is not None:
             timeout = min(timeout or remaining, remaining)
         message.deadline = timeout
-        call = self._calls.add(to.id, timeout, holds)
+        call = self._calls.add(to.id, timeout, holds, died)
         message.call_id = call.call_id
         return call, message
 
@@ -311,18 +315,15 @@ class Agent:
         try:
             self._network.send(call.peer, message.first_frame(), message.buffers)
         except zmq.ZMQError:
-            self._fail_calls(not_initialized)
+            self._calls.fail(lambda _: not_initialized())
         if call.peer in self.membership.lost:
-            self._fail_calls(partial(self._died, call.peer), call.peer)
+            self._calls.fail(self._died, call.peer)
 
-    def _fail_calls(self, error: Callable[[], Exception], peer: int | None = None) -> None:
-        self._calls.fail(error, peer)
-
-    def _died(self, rank: int) -> WorkerDied:
-        info = self.membership.infos[rank]
-        return WorkerDied(
-            f"worker {info.name} (rank {rank}) is gone: its process ended, or it left the mesh; "
-            "calls to it fail until the mesh is started anew"
+    def _died(self, call: PendingCall) -> WorkerDied:
+        info = self.membership.infos[call.peer]
+        return call.died(
+            f"worker {info.name} (rank {info.id}) is gone: its process ended, or it left the "
+            "mesh; calls to it fail until the mesh is started anew"
         )
 
     def _decode(self, outcome: Any) -> Any:
@@ -442,7 +443,7 @@ class Agent:
     def _tick(self) -> None:
         for rank in self.membership.newly_lost(is_alive):
             logger.info("%s: worker %s is gone", self.worker_info, self.membership.infos[rank])
-            self._fail_calls(partial(self._died, rank), rank)
+            self._calls.fail(self._died, rank)
             for layer in self.layers:
                 layer.lose(rank)
             if self._termination is not None:
@@ -544,7 +545,9 @@ class Agent:
         self._network.wake()
         if threading.current_thread() is not self._io_thread:
             self._io_thread.join(_JOIN_TIMEOUT)
-        self._calls.fail(lambda: RpcError("this worker has shut down before the call was answered"))
+        self._calls.fail(
+            lambda _: RpcError("this worker has shut down before the call was answered")
+        )
         for layer in self.layers:
             layer.close()
         self._loop.close(_JOIN_TIMEOUT)

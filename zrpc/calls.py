@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from zrpc.errors import RpcTimeoutError
+from zrpc.errors import RpcTimeoutError, WorkerDied
 from zrpc.pool import acquire
 
 __all__ = ["PendingCall", "PendingCalls"]
@@ -29,6 +29,7 @@ class PendingCall:
         peer: the rank of the worker that is to answer.
         timeout: seconds; 0 means none.
         holds: anything that has to live until the call is settled.
+        died: the error where the peer dies first.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class PendingCall:
         "_outcome",
         "call_id",
         "deadline",
+        "died",
         "holds",
         "on_settled",
         "peer",
@@ -44,7 +46,13 @@ class PendingCall:
     )
 
     def __init__(
-        self, calls: PendingCalls, call_id: int, peer: int, timeout: float, holds: Any
+        self,
+        calls: PendingCalls,
+        call_id: int,
+        peer: int,
+        timeout: float,
+        holds: Any,
+        died: type[WorkerDied],
     ) -> None:
         self._calls = calls
         self.call_id = call_id
@@ -52,6 +60,7 @@ class PendingCall:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if timeout else NEVER
         self.holds = holds
+        self.died = died
         # Called by the thread that settles the call, after the gate has opened.
         self.on_settled: Callable[[PendingCall], None] | None = None
         self._outcome: list[Any] = []
@@ -116,9 +125,15 @@ class PendingCalls:
         """A time before which no call expires, on the clock of ``time.monotonic``."""
         return self._earliest
 
-    def add(self, peer: int, timeout: float, holds: Any = None) -> PendingCall:
+    def add(
+        self,
+        peer: int,
+        timeout: float,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
+    ) -> PendingCall:
         """Enters a new call; see `PendingCall` for the arguments."""
-        call = PendingCall(self, next(self._ids), peer, timeout, holds)
+        call = PendingCall(self, next(self._ids), peer, timeout, holds, died)
         self._calls[call.call_id] = call
         self._earliest = min(self._earliest, call.deadline)
         return call
@@ -138,8 +153,8 @@ class PendingCalls:
         rest = [call.deadline for call in calls if call.deadline > now]
         self._earliest = min([self._earliest, *rest])
 
-    def fail(self, error: Callable[[], Exception], peer: int | None = None) -> None:
-        """Settles all calls to ``peer``, or all calls there are, with ``error()``."""
+    def fail(self, error: Callable[[PendingCall], Exception], peer: int | None = None) -> None:
+        """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
         for call in list(self._calls.values()):
             if peer in (None, call.peer) and self.pop(call.call_id) is call:
-                call.settle(error())
+                call.settle(error(call))

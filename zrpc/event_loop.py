@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 __all__ = ["EventLoop"]
-
-Outcome = Callable[["asyncio.Task[Any]"], None]
 
 
 class EventLoop:
@@ -30,20 +28,27 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # touched in the loop's thread only
         self._closed = False
 
-    def run(
-        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context, done: Outcome
-    ) -> None:
-        """Runs ``coroutine`` in ``context`` and then calls ``done(task)``, in the loop's thread.
+    def run(self, coroutine: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
+        """Runs ``coroutine`` in ``context``.
+
+        Args:
+            coroutine: handles all its errors itself: SystemExit would end the loop.
+            context: the context of its task.
 
         Raises:
             RuntimeError: the loop is closed.
         """
         loop = self._started()
+        tasks = self._tasks
 
         def start() -> None:
-            context.run(loop.create_task, coroutine).add_done_callback(done)
+            # The loop itself keeps no reference to its tasks.
+            task = context.run(loop.create_task, coroutine)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
 
         loop.call_soon_threadsafe(start)
 

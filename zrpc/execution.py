@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,7 +70,7 @@ class Execution:
                 self._follow_future(result)
                 return
             if inspect.iscoroutine(result):
-                self._loop.run(result, contextvars.copy_context(), self._on_task_done)
+                self._loop.run(self._await(result), contextvars.copy_context())
                 return
         except BaseException as error:
             # SystemExit and KeyboardInterrupt too: a handler does not end its worker. The
@@ -89,15 +89,22 @@ class Execution:
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(result).__name__}"
             )
-        result.add_done_callback(lambda done: self._schedule(lambda: self._finish(done.value)))
+        result.add_done_callback(lambda done: self._schedule(partial(self._finish, done)))
 
-    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
-        self._schedule(lambda: self._finish(task.result))
-
-    def _finish(self, result: Callable[[], Any]) -> None:
+    def _finish(self, done: Any) -> None:
         try:
-            value = result()
+            value = done.value()
         except BaseException as error:
             self._outlet.error(error)
         else:
             self._outlet.value(value)
+
+    async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """In the event loop's thread: the outcome of an ``async def`` function."""
+        try:
+            value = await coroutine
+        except BaseException as error:
+            # SystemExit would end the loop; of a cancelled task the caller must hear too.
+            self._schedule(partial(self._outlet.error, error))
+        else:
+            self._schedule(partial(self._outlet.value, value))

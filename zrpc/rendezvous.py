@@ -120,8 +120,11 @@ def connect_store(init_method: str, rank: int, world_size: int, timeout: float) 
     if master is not None and hosted_elsewhere:
         _await_listener(master, deadline, timeout)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    # Told the world's size, rank 0's TCPStore would wait for all, and not say who is missing.
+    # A FileStore needs it to know when to remove its file.
+    size = world_size if parts.scheme == "file" else -1
     try:
-        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
+        store: Store = next(rendezvous(init_method, rank, size, timeout=left))[0]
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
             f"worker {rank} can't use the store of {init_method}: {error}"

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from zrpc.agent import Agent
-from zrpc.errors import OwnerDied
+from zrpc.errors import OwnerDied, RpcError
 from zrpc.rref.ids import ForkId, GloballyUniqueId, RRefId
 from zrpc.rref.protocol import Fork, ReferenceMessage, References
 from zrpc.rref.value import OwnedValue
@@ -137,14 +137,17 @@ class RRefLayer:
         value = None
         with self._lock:
             if own:
-                self._references.hold(rref_id)
+                self._references.hold(rref_id)  # for the handle
+                self._references.hold(rref_id)  # for the call, which may outlive it
                 value = self._value(rref_id)
             else:
                 self._references.create(rref_id, fork_id, owner.id)
 
         def settled(call: PendingCall) -> None:
             outcome = call.claim()
-            if not own and not isinstance(outcome, Exception):
+            if own:
+                self.dropped.append((rref_id, None))
+            elif not isinstance(outcome, Exception):
                 with self._lock:
                     self._references.created(fork_id)
             on_settled(outcome)
@@ -157,6 +160,7 @@ class RRefLayer:
         except BaseException:
             with self._lock:
                 if own:
+                    self._references.release(rref_id)
                     self._references.release(rref_id)
                 else:
                     self._references.forget(fork_id)
@@ -289,8 +293,15 @@ class RRefLayer:
         return value
 
     def _find(self, rref_id: RRefId) -> OwnedValue:
+        """The value that a message is about; a failed one where it is known to be gone."""
+        creator = rref_id.created_on
         with self._lock:
-            return self._value(rref_id)
+            gone = creator == self.rank or creator in self.agent.membership.lost
+            if rref_id in self._values or not gone:
+                return self._value(rref_id)
+        value = OwnedValue()
+        value.set(error=RpcError(f"the value of {rref_id} is not here any more"))
+        return value
 
     def _ids(self, message: Message) -> list[GloballyUniqueId]:
         ids: list[GloballyUniqueId] = (message.attachments or {})[SUBJECT]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
 from zrpc.current import find_agent
@@ -222,9 +222,15 @@ class RRef(Generic[T]):
         subject = self._layer.subject(self._rref_id)
         try:
             return self._layer.agent.call(
-                self._owner, kind, body, timeout, extension=subject, holds=self
+                self._owner,
+                kind,
+                body,
+                timeout,
+                extension=subject,
+                holds=self,
+                died=OwnerDied,
             )
-        except (RpcTimeoutError, WorkerDied):
+        except (RpcTimeoutError, OwnerDied):
             self._check()  # where there is no value to wait for, that is the error to tell
             raise
 
@@ -241,6 +247,7 @@ class RRef(Generic[T]):
             timeout,
             extension=self._layer.subject(self._rref_id),
             holds=self,
+            died=OwnerDied,
         )
 
     def _call_method_remotely(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -274,10 +281,8 @@ class RRef(Generic[T]):
             return f"OwnerRRef({self._rref_id})"
         return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RpcError(
-            "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduce_rref(self)  # by the dispatch table for RRef itself; here for subclasses
 
 
 def plug_in(agent: Agent) -> RRefLayer:

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from pathlib import Path
 from typing import ClassVar
@@ -24,8 +25,10 @@ except ImportError:  # Windows: no ipc transport there, see supports_ipc
 
 __all__ = ["PrivateDirectory", "host_key", "interface_towards", "is_alive", "supports_ipc"]
 
-_PREFIX = "zrpc-"
+_PREFIX = "zrpc-inbox-"
 _LOCK = "alive"
+# A directory without a lock is of a worker that starts just now, or was killed then.
+_START_SECONDS = 60
 # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _LONGEST_PATH = 100
 
@@ -40,7 +43,7 @@ def _parent() -> Path:
     directory, unless that makes a socket's path too long.
     """
     parent = Path(os.environ.get("ZRPC_RUNTIME_DIR") or tempfile.gettempdir())
-    return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 24 else Path("/tmp")
+    return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 32 else Path("/tmp")
 
 
 def host_key() -> str:
@@ -121,8 +124,13 @@ def _remove_left_behind(parent: Path) -> None:
     """Removes the directories of this user's workers that were killed."""
     with contextlib.suppress(OSError):
         for path in parent.glob(f"{_PREFIX}*"):
-            mine = path.stat().st_uid == os.getuid()
-            if mine and (path / _LOCK).exists() and not is_alive(path):
+            status = path.stat()
+            if status.st_uid != os.getuid():
+                continue
+            if (path / _LOCK).exists():
+                if not is_alive(path):
+                    shutil.rmtree(path, ignore_errors=True)
+            elif time.time() - status.st_mtime > _START_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 

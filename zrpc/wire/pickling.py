@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import cloudpickle
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.header import Message
@@ -241,6 +242,20 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
             str(layout),
             requires_grad,
         )
+    if tensor.is_quantized and not requires_grad:
+        return _reduce_quantized(plain)
+    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    if tensor.qscheme() is torch.per_tensor_affine:
+        values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        return torch._make_per_tensor_quantized_tensor, values
+    if tensor.qscheme() is torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        channels = (tensor.int_repr(), scales, zero_points, axis)
+        return torch._make_per_channel_quantized_tensor, channels
     return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
 
 
@@ -312,6 +327,10 @@ def _reduce_script(script: Any) -> Any:
     return _rebuild_script, (file.getvalue(),)
 
 
+def _reduce_script_method(method: Any) -> Any:
+    return getattr, (wrap_cpp_module(method.owner), method.name)
+
+
 def _import_script(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
@@ -346,5 +365,6 @@ register_reducer(torch.UntypedStorage, _reduce_untyped_storage)
 register_reducer(torch.TypedStorage, _reduce_typed_storage)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.jit.RecursiveScriptModule, _reduce_script)
+register_reducer(torch._C.ScriptMethod, _reduce_script_method)
 register_reducer(OpOverload, _reduce_operator)
 register_reducer(OpOverloadPacket, _reduce_operator)
