@@ -1,0 +1,219 @@
+"""Workers that die: what becomes of the RRefs that they owned, and of those that they held."""
+
+from __future__ import annotations
+
+import pytest
+
+import zrpc
+from zrpc.current import current_agent
+from zrpc.rref.layer import layer_of
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
+
+# The functions below run in the workers' processes, to which they go by value: each time with
+# globals of their own. So what is to last is kept in a module that they import.
+
+
+def keep(name, value):
+    import zrpc.testing.spec as anywhere
+
+    if not hasattr(anywhere, "kept"):
+        anywhere.kept = {}
+    anywhere.kept[name] = value
+
+
+def kept(name):
+    import zrpc.testing.spec as anywhere
+
+    return anywhere.kept[name]
+
+
+def make_and_keep(name, to):
+    rref = zrpc.remote(to, list, args=((1, 2),))
+    assert rref.to_here() == [1, 2]
+    keep(name, rref)
+
+
+def sleep_long():
+    import threading
+
+    threading.Event().wait(60)
+
+
+def start_to_wait(name, to):
+    """Calls that are under way when their worker dies."""
+    rref = zrpc.remote(to, list)
+    rref.to_here()
+    unmade = zrpc.remote(to, sleep_long)
+    keep(name, [rref, unmade, zrpc.rpc_async(to, sleep_long)])
+
+
+def types_of_errors(name):
+    rref, unmade, future = kept(name)
+    uses = [
+        future.wait,
+        rref.to_here,
+        unmade.to_here,
+        lambda: rref.rpc_sync().append(1),
+        lambda: rref.rpc_async().append(1).wait(),
+        lambda: rref.remote().copy().to_here(),
+    ]
+    found = []
+    for use in uses:
+        try:
+            use()
+            found.append("nothing")
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def entries():
+    layer = layer_of(current_agent())
+    with layer._lock:
+        return len(layer._references), len(layer._values), layer._references.quiet
+
+
+def until_entries(expected):
+    import gc
+    import time
+
+    deadline = time.monotonic() + 10
+    while True:
+        gc.collect()
+        found = entries()
+        if found == expected:
+            return
+        assert time.monotonic() < deadline, f"expected {expected}, found {found}"
+        time.sleep(0.005)
+
+
+def until_lost(rank):
+    import time
+
+    deadline = time.monotonic() + 10
+    while rank not in current_agent().membership.lost:
+        assert time.monotonic() < deadline, "the loss is not noticed"
+        time.sleep(0.005)
+
+
+def hold(rref):
+    keep("held", rref)
+
+
+def identity(value):
+    return value
+
+
+def test_the_rrefs_of_a_dead_owner_fail_at_once(mesh: Mesh):
+    mesh.run(0, start_to_wait, "waits", "worker1")
+    mesh.kill(1)
+    # The future tells that the worker is gone; then everything else fails without a wait.
+    assert mesh.run(0, types_of_errors, "waits") == ["WorkerDied", *["OwnerDied"] * 5]
+
+
+def fetch(name):
+    return kept(name).to_here()
+
+
+def fetch_unmade(to):
+    rref = zrpc.remote(to, sleep_long)
+    keep("asked", True)
+    return rref.to_here()
+
+
+def test_a_fetch_under_way_fails_when_the_owner_dies(mesh: Mesh):
+    waiting = mesh.submit(0, fetch_unmade, "worker1")
+    # The call arrives at worker1 before what is asked of it afterwards.
+    mesh.run(2, zrpc.rpc_sync, "worker1", max, args=(1, 2))
+    mesh.kill(1)
+    with pytest.raises(zrpc.WorkerDied, match="worker1"):
+        waiting.result()
+
+
+def message_of_owner_died():
+    try:
+        kept("rref").to_here()
+    except zrpc.OwnerDied as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_error_says_who_is_gone(mesh: Mesh):
+    mesh.run(0, make_and_keep, "rref", "worker1")
+    mesh.kill(1)
+    mesh.run(0, until_lost, 1)
+    text = mesh.run(0, message_of_owner_died)
+    assert "worker1" in text
+    assert "is gone" in text
+
+
+def give_to(to, rref_name):
+    zrpc.rpc_sync(to, hold, args=(kept(rref_name),))
+
+
+def forget(name):
+    import zrpc.testing.spec as anywhere
+
+    del anywhere.kept[name]
+
+
+def test_the_forks_of_a_dead_user_are_dropped(mesh: Mesh):
+    mesh.run(0, make_and_keep, "rref", "worker2")
+    mesh.run(0, give_to, "worker1", "rref")
+    mesh.run(0, forget, "rref")
+    mesh.run(0, until_entries, (0, 0, True))
+    mesh.run(2, until_entries, (1, 1, True))  # worker1 has it
+    mesh.kill(1)
+    mesh.run(2, until_entries, (0, 0, True))
+
+
+def test_the_forks_of_the_living_are_kept(mesh: Mesh):
+    mesh.run(0, make_and_keep, "rref", "worker2")
+    mesh.run(0, give_to, "worker1", "rref")
+    mesh.kill(1)
+    mesh.run(2, until_lost, 1)
+    assert mesh.run(0, fetch, "rref") == [1, 2]
+    mesh.run(0, forget, "rref")
+    mesh.run(2, until_entries, (0, 0, True))
+
+
+def call_the_dead(to, name):
+    for call in (zrpc.rpc_sync, zrpc.remote):
+        try:
+            result = call(to, identity, args=(kept(name),))
+            if call is zrpc.remote:
+                result.to_here()
+        except zrpc.WorkerDied:
+            continue
+        raise AssertionError("the dead have answered")
+
+
+def test_an_rref_that_was_sent_to_the_dead_is_freed(mesh: Mesh):
+    mesh.run(0, make_and_keep, "rref", "worker2")
+    mesh.kill(1)
+    mesh.run(0, until_lost, 1)
+    mesh.run(0, call_the_dead, "worker1", "rref")
+    mesh.run(0, forget, "rref")
+    mesh.run(0, until_entries, (0, 0, True))
+    mesh.run(2, until_entries, (0, 0, True))
+
+
+def test_the_living_shut_down_gracefully_after_a_death(mesh: Mesh):
+    mesh.run(0, make_and_keep, "rref", "worker1")
+    mesh.run(2, make_and_keep, "rref", "worker1")
+    mesh.run(0, give_to, "worker2", "rref")
+    mesh.kill(1)
+    mesh.run(0, until_lost, 1)
+    for future in [mesh.submit(rank, zrpc.shutdown) for rank in (0, 2)]:
+        future.result()
+
+
+def test_functions_and_values_of_this_module_travel(mesh: Mesh):
+    assert mesh.run(0, closure_of_rref) == [1, 2]
+
+
+def closure_of_rref():
+    rref = zrpc.remote("worker1", list, args=((1, 2),))
+    return zrpc.rpc_sync("worker2", lambda: rref.to_here())
