@@ -83,7 +83,7 @@ def _main_key() -> str:
     if spec is not None:
         return f"-m {spec.name}"
     file = getattr(main, "__file__", None)
-    return os.path.realpath(file) if file else f"process {_PROCESS_TOKEN}"
+    return os.path.realpath(file) if file else f"process {os.getpid()} of {_PROCESS_TOKEN}"
 
 
 _PROCESS_TOKEN = secrets.token_hex(8)

@@ -1,8 +1,8 @@
 """Tensors on the wire: which bytes of a storage travel, and how they come back.
 
 A message holds its tensors in a table beside the pickle; the pickle only says "tensor 3".
-The table is made when all tensors of the message are known, so that those that share a
-storage share it on arrival, while of a tensor that is alone only its own elements travel.
+The table is made when all tensors of the message are known, so that those that share memory
+share it on arrival, while of a tensor that is alone only its own elements travel.
 Bytes of small storages stand in the table, large ones travel as frames of their own.
 
 Sparse tensors are pickled as the dense tensors that they consist of. What is left (quantized
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,20 +90,38 @@ class TensorWriter:
         rows: list[TensorRow] = [
             (-1, 0, str(t.dtype), tuple(t.shape), t.stride(), flags) for t, flags in self._tensors
         ]
-        for indices in sharing.values():
+        for indices in self._overlapping(sharing.values()):
             tensors = [self._tensors[index][0] for index in indices]
             if len(tensors) == 1:
                 tensors = [_dense(tensors[0])]
             start = min(t.data_ptr() for t in tensors)
             base = tensors[0].untyped_storage().data_ptr()
             start -= (start - base) % _ALIGNMENT
-            end = max(t.data_ptr() + _extent(t) * t.element_size() for t in tensors)
+            end = max(map(_end, tensors))
             for index, tensor in zip(indices, tensors, strict=True):
                 _, _, dtype, shape, _, flags = rows[index]
                 offset = tensor.data_ptr() - start
                 rows[index] = (len(storages), offset, dtype, shape, tensor.stride(), flags)
             storages.append(_storage_row(start, end - start, tensors, buffers))
         return pickle.dumps((storages, rows), pickle.HIGHEST_PROTOCOL)
+
+    def _overlapping(self, sharing: Iterable[list[int]]) -> Iterator[list[int]]:
+        """Divides tensors that share a storage into groups whose memory overlaps."""
+        for indices in sharing:
+            if len(indices) == 1:
+                yield indices
+                continue
+            indices.sort(key=lambda i: self._tensors[i][0].data_ptr())
+            group: list[int] = []
+            end = 0
+            for index in indices:
+                tensor = self._tensors[index][0]
+                if group and tensor.data_ptr() >= end:
+                    yield group
+                    group = []
+                group.append(index)
+                end = max(end, _end(tensor))
+            yield group
 
 
 def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
@@ -119,6 +137,11 @@ def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) ->
 def _extent(tensor: torch.Tensor) -> int:
     """How many elements lie from the tensor's first to its last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """The address after the tensor's last element."""
+    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
