@@ -14,4 +14,4 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 def test_help(commands: Commands, script: Path) -> None:
     outcome = finish(commands.start(script, "--help"))
     assert outcome.code == 0, outcome
-    assert "--seed" in outcome.out
+    assert outcome.out.startswith("usage:")
