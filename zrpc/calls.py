@@ -114,8 +114,9 @@ class PendingCalls:
         # Single operations on the dict are atomic; pop decides who settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
-        # No call in the table has an earlier deadline than this.
+        # No call in the table has an earlier deadline than this; the lock guards its changes.
         self._earliest = NEVER
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -135,7 +136,9 @@ class PendingCalls:
         """Enters a new call; see `PendingCall` for the arguments."""
         call = PendingCall(self, next(self._ids), peer, timeout, holds, died)
         self._calls[call.call_id] = call
-        self._earliest = min(self._earliest, call.deadline)
+        if call.deadline < self._earliest:
+            with self._lock:
+                self._earliest = min(self._earliest, call.deadline)
         return call
 
     def pop(self, call_id: int) -> PendingCall | None:
@@ -144,14 +147,16 @@ class PendingCalls:
 
     def expire(self, now: float) -> None:
         """Settles all calls whose deadline is not after ``now``."""
-        # Set before the look at the table: an entry made meanwhile lowers it again.
-        self._earliest = NEVER
+        # Before the look at the table: an entry made meanwhile lowers it again.
+        with self._lock:
+            self._earliest = NEVER
         calls = list(self._calls.values())
         for call in calls:
             if call.deadline <= now and self.pop(call.call_id) is call:
                 call.settle(call.timed_out())
         rest = [call.deadline for call in calls if call.deadline > now]
-        self._earliest = min([self._earliest, *rest])
+        with self._lock:
+            self._earliest = min([self._earliest, *rest])
 
     def fail(self, error: Callable[[PendingCall], Exception], peer: int | None = None) -> None:
         """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
