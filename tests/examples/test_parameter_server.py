@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from conftest import Outcome
+
+DEADLINE = 240.0
+
+
+def check(outcome: Outcome, trainers: int) -> None:
+    assert outcome.code == 0, outcome
+    ends = re.findall(r"trainer\d+: the loss is ([\d.]+) at the end$", outcome.out, re.M)
+    assert len(ends) == trainers
+    assert max(map(float, ends)) < 0.8
+    found = re.search(r"right for ([\d.]+)% of unseen lines before, ([\d.]+)% after", outcome.out)
+    assert found is not None, outcome
+    assert float(found[2]) > max(70, 2 * float(found[1]))
+
+
+def test_all_trainers_teach_the_servers_model(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("parameter_server", 4, deadline=DEADLINE)
+    check(outcome, trainers=3)
+    for rank in (1, 2, 3):
+        losses = re.findall(rf"^\[{rank}\] step +\d+ +loss ([\d.]+)$", outcome.out, re.M)
+        assert len(losses) == 4
+        assert float(losses[-1]) < 0.6 * float(losses[0])
+    assert outcome.err == ""
+
+
+def test_runs_without_a_launcher(
+    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
+) -> None:
+    server, *trainers = run_plainly(3, example("parameter_server"), deadline=DEADLINE)
+    check(server, trainers=2)
+    assert [(each.code, each.err) for each in trainers] == [(0, "")] * 2
+
+
+def test_says_when_nothing_was_learned(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("parameter_server", 2, "--steps", "1")
+    assert outcome.code == 1, outcome
+    assert "At least 50% were expected" in outcome.err
