@@ -1,0 +1,32 @@
+"""More workers than torch's RPC can start on one machine."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+
+import zrpc as rpc
+from zrpc.testing import Mesh
+
+
+def call_everybody(count: int) -> list[int]:
+    futures = [rpc.rpc_async(f"worker{i}", operator.add, (i, 1)) for i in range(count)]
+    return torch.futures.wait_all(futures)
+
+
+def ask_everybody(count: int) -> list[rpc.WorkerInfo]:
+    return [rpc.rpc_sync(i, rpc.get_worker_info) for i in range(count)]
+
+
+@pytest.mark.zrpc(workers=20)
+def test_twenty_threads(mesh: Mesh) -> None:
+    assert mesh.run_all(call_everybody, 20) == [list(range(1, 21))] * 20
+    names = [[rpc.WorkerInfo(f"worker{i}", i) for i in range(20)]] * 20
+    assert mesh.run_all(ask_everybody, 20) == names
+
+
+@pytest.mark.zrpc(workers=64, processes=True, timeout=120, options={"init_timeout": 60})
+def test_sixty_four_processes_in_which_everybody_calls_everybody(mesh: Mesh) -> None:
+    assert mesh.run_all(call_everybody, 64) == [list(range(1, 65))] * 64
