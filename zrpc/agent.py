@@ -26,7 +26,7 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls
-from zrpc.current import as_current, context_of, not_initialized
+from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop
 from zrpc.execution import Execution, Outlet, remaining_time
@@ -55,8 +55,13 @@ _TICK = 0.1
 _TICK_AT_SHUTDOWN = 0.005
 # How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
 _JOIN_TIMEOUT = 5.0
+# How long one that isn't graceful waits for handlers that still run.
+_HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
 
+
+# Messages that a shutdown does not count; they are sent with counted=False.
+_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT))
 
 Handler = Callable[[Message], None]
 
@@ -89,6 +94,7 @@ class Agent:
         worker_info: this worker's name and rank.
         membership: all workers.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        shared_memory: the most bytes of shared memory for what this worker sends.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool: runs handlers.
     """
@@ -109,6 +115,9 @@ class Agent:
         self.finishers: list[Callable[[Encoder], None]] = []
         self.openers: list[Callable[[Decoder], None]] = []
         self.scopes: list[Callable[[Message], AbstractContextManager[Any]]] = []
+        # Takes large buffers out of a message to a worker, to go another way than by frames.
+        self.carry: Callable[[int, Message], None] | None = None
+        self.shared_memory = options.shared_memory
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store = store
@@ -122,7 +131,7 @@ class Agent:
             Kind.ERROR: self._on_answer,
             Kind.TERMINATION: self._on_termination,
         }
-        self._extension_handlers: dict[int, Callable[[int, bytes], Any]] = {}
+        self._extension_handlers: dict[int, Callable[[Message, bytes], Any]] = {}
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -180,8 +189,8 @@ class Agent:
         """
         self._handlers[kind] = handler
 
-    def register_extension(self, tag: int, handler: Callable[[int, bytes], Any]) -> None:
-        """Has extensions with ``tag`` read by ``handler(sender, data)``, in the I/O thread.
+    def register_extension(self, tag: int, handler: Callable[[Message, bytes], Any]) -> None:
+        """Has extensions with ``tag`` read by ``handler(message, data)``, in the I/O thread.
 
         What it returns is ``message.attachments[tag]``. Before the agent serves only.
         """
@@ -259,7 +268,7 @@ class Agent:
         if rank in self.membership.lost:
             return
         try:
-            self._network.send(rank, message.first_frame(), message.buffers, counted)
+            self._transmit(rank, message, counted)
         except zmq.ZMQError as error:
             logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
 
@@ -297,7 +306,7 @@ class Agent:
         died: type[WorkerDied] = WorkerDied,
     ) -> tuple[PendingCall, Message]:
         if self._closed:
-            raise not_initialized()
+            raise has_shut_down()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
         self.encoder(to.id).pack(obj, message)
@@ -313,11 +322,17 @@ class Agent:
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
         try:
-            self._network.send(call.peer, message.first_frame(), message.buffers)
+            self._transmit(call.peer, message)
         except zmq.ZMQError:
-            self._calls.fail(lambda _: not_initialized())
+            self._calls.fail(lambda _: has_shut_down())
         if call.peer in self.membership.lost:
             self._calls.fail(self._died, call.peer)
+
+    def _transmit(self, rank: int, message: Message, counted: bool = True) -> None:
+        carry = self.carry
+        if carry is not None and message.buffers:
+            carry(rank, message)
+        self._network.send(rank, message.first_frame(), message.buffers, counted)
 
     def _died(self, call: PendingCall) -> WorkerDied:
         info = self.membership.infos[call.peer]
@@ -367,7 +382,9 @@ class Agent:
         return Decoder(self, message, self.openers).unpack()
 
     def log_failure(self, error: BaseException) -> None:
-        """Tells this worker's log that a handler failed."""
+        """Tells this worker's log that a handler failed, but not because of our own end."""
+        if self._closed:
+            return
         # As text: a log record that is kept must not keep the handler's arguments.
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         logger.error("On %s: a call failed\n%s", self.worker_info, text.rstrip())
@@ -418,12 +435,12 @@ class Agent:
         except ProtocolError as error:
             logger.error("%s: a message from %s: %s", self.worker_info, sender, error)
             return
-        if message.kind != Kind.TERMINATION:
+        if message.kind not in _UNCOUNTED:
             self._received[sender] += 1
         try:
             if message.extensions:
                 message.attachments = {
-                    tag: self._extension_handlers[tag](sender, data)
+                    tag: self._extension_handlers[tag](message, data)
                     for tag, data in message.extensions
                     if tag in self._extension_handlers
                 }
@@ -545,14 +562,12 @@ class Agent:
         self._network.wake()
         if threading.current_thread() is not self._io_thread:
             self._io_thread.join(_JOIN_TIMEOUT)
-        self._calls.fail(
-            lambda _: RpcError("this worker has shut down before the call was answered")
-        )
+        self._calls.fail(lambda _: has_shut_down())
         for layer in self.layers:
             layer.close()
         self._loop.close(_JOIN_TIMEOUT)
         self._completions.close(_JOIN_TIMEOUT)
-        if not self.pool.close(0.0 if self._executing else _JOIN_TIMEOUT):
+        if not self.pool.close(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT):
             logger.warning(
                 "%s has shut down while %d handlers were still running; their threads end "
                 "with them",

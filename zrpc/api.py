@@ -26,6 +26,7 @@ from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeou
 from zrpc.rendezvous import connect_store, resolve_rank
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
+from zrpc.shared_memory import plug_in as plug_in_shared_memory
 from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 
@@ -76,7 +77,7 @@ def start_agent(
         world_size=world_size,
         store=store,
         options=options,
-        layers=[plug_in_rrefs, plug_in_autograd],
+        layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd],
         init_method=init_method,
     )
 

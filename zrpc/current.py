@@ -54,6 +54,13 @@ def not_initialized() -> NotInitializedError:
     return NotInitializedError("RPC has not been initialized. Call zrpc.init_rpc first.")
 
 
+def has_shut_down() -> NotInitializedError:
+    """The error of a call by way of an agent that is closed."""
+    return NotInitializedError(
+        "RPC has not been initialized any more: this worker has shut down, and its calls with it"
+    )
+
+
 @contextlib.contextmanager
 def as_current(agent: Agent) -> Iterator[Agent]:
     """Makes ``agent`` the one of the present context."""

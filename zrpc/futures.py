@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from zrpc.calls import PendingCall
+from zrpc.errors import NotInitializedError
 from zrpc.pool import acquire
 
 __all__ = ["Future"]
@@ -231,5 +232,7 @@ class _Failure:
             return
         try:
             self._fail()
+        except NotInitializedError:
+            return  # this worker has shut down, which nobody needs to be told
         except Exception:
             logger.exception("A call failed, and nobody waited for it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -69,6 +70,9 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             Default: ``rpc_timeout``, or 300 where that is 0.
         transport: ``"auto"`` (a Unix socket between workers that share a host, tcp between
             hosts), ``"ipc"`` or ``"tcp"`` to have only that.
+        shared_memory: the most bytes of shared memory that this worker uses for large tensors
+            on their way to workers of the same host; 0 for none, so that they go through
+            sockets. Default: an eighth of the machine's memory.
         device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
             sending a tensor that is not on the CPU is an error.
         devices: kept likewise.
@@ -94,6 +98,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         init_timeout: float | None = None,
         transport: str = "auto",
+        shared_memory: int | None = None,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -102,7 +107,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         super().__init__(rpc_timeout, init_method)
         if transport not in ("auto", "ipc", "tcp"):
             raise ValueError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
+        if shared_memory is not None and shared_memory < 0:
+            raise ValueError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
         self.num_worker_threads = num_worker_threads
+        self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
@@ -167,3 +175,11 @@ def checked_timeout(name: str, seconds: Any) -> float:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{name} must be 0 (none) or a positive number of seconds, got {seconds}")
     return value
+
+
+def _default_memory() -> int:
+    """An eighth of the machine's memory, in bytes; 0 where the system doesn't tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    except (AttributeError, ValueError, OSError):
+        return 0

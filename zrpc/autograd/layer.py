@@ -225,16 +225,16 @@ class AutogradLayer:
         if send_id:
             extension.extend(b"".join(map(_INDEX.pack, tensors)))
 
-    def _read_graph(self, sender: int, data: bytes) -> _Graph | None:
+    def _read_graph(self, message: Message, data: bytes) -> _Graph | None:
         """In the I/O thread: which context a message is within, and which tensors are."""
         if len(data) < _GRAPH.size:
             raise ProtocolError(f"expected a context id, found {len(data)} bytes")
         context_id, send_id = _GRAPH.unpack_from(data)
-        state = self._join(context_id, sender)
+        state = self._join(context_id, message.sender)
         if state is None:
             return None
         indices = [i for (i,) in _INDEX.iter_unpack(data[_GRAPH.size :])]
-        return _Graph(state, sender, send_id, indices)
+        return _Graph(state, message.sender, send_id, indices)
 
     def _append_receive(self, decoder: Decoder) -> None:
         """The tensors of an incoming message are made: those of the graph arrive."""

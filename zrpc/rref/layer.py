@@ -231,13 +231,13 @@ class RRefLayer:
             self._references.handle(message.sender, ReferenceMessage.parse(bytes(message.body)))
         self._settle_references()
 
-    def _receive_forks(self, sender: int, data: bytes) -> list[Any]:
+    def _receive_forks(self, message: Message, data: bytes) -> list[Any]:
         """Makes the handles of a message, even where nobody will unpickle it."""
         handles = []
         forks = Fork.unpack_all(data)
         with self._lock:
             for fork in forks:
-                self._references.receive(fork, sender)
+                self._references.receive(fork, message.sender)
                 value = self._value(fork.rref_id) if fork.owner == self.rank else None
                 handles.append((fork, value))
         self._settle_references()

@@ -109,8 +109,10 @@ def is_alive(directory: Path) -> bool:
     """Whether the worker with this private directory lives; for workers of the same host."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True  # we can't look (out of descriptors, say), which is no sign of death
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -1,0 +1,220 @@
+"""Large tensors between workers of one host: by shared memory in place of frames.
+
+The sender copies the large buffers of a message into a segment of its own, and the message
+says where. The receiver maps the segment, its tensors are views of it, and when they are gone
+it gives the segment back, to be used again. So there is one copy in and none out.
+
+Whether a peer can open a segment is tried when there is first something large for it (OFFER,
+answered by ACCEPT); until then, where it can't, and where the pool is full, frames do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import struct
+import threading
+import time
+import weakref
+from enum import IntEnum
+from typing import Any, ClassVar
+
+from zrpc.agent import Agent
+from zrpc.errors import ProtocolError
+from zrpc.transport.loans import Descriptor, Loan, Loans
+from zrpc.transport.segments import Segment, SegmentPool, supports_segments
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
+
+__all__ = ["SharedMemoryLayer", "plug_in"]
+
+# The tag of the extension that says which buffers of a message are where.
+SHARED = 5
+
+# Messages whose large buffers are smaller than this in all go by frames: finding and giving
+# back a segment costs more than copying the bytes through a socket.
+LEAST_BYTES = 1 << 17
+
+_DESCRIPTOR = struct.Struct("<QIIQQ")  # number, pid, fd, inode, size
+_PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
+_NOTE = struct.Struct("<BQ")  # verb, number of the segment
+
+
+class _Verb(IntEnum):
+    """What a message about segments says."""
+
+    OFFER = 1  # can you open this segment? (with a descriptor)
+    ACCEPT = 2  # I can
+    RETURN = 3  # use this segment again
+    KEEP = 4  # never use this segment again, I may read it for ever
+    CLOSED = 5  # this segment is not lent again
+
+
+class SharedMemoryLayer:
+    """Plugs shared memory into an agent.
+
+    Args:
+        agent: the agent; this layer registers its handlers there.
+        capacity: the most bytes that this worker's segments have together.
+    """
+
+    # Those of this process, for fork.
+    _all: ClassVar[weakref.WeakSet[SharedMemoryLayer]] = weakref.WeakSet()
+
+    def __init__(self, agent: Agent, capacity: int) -> None:
+        self.agent = agent
+        # Guards the pool, which any thread that sends uses.
+        self._lock = threading.Lock()
+        self.pool = SegmentPool(capacity)
+        # Touched in the I/O thread only, but for its `ended`.
+        self.loans = Loans()
+        self._accepted: set[int] = set()
+        self._offered: set[int] = set()
+        self._next_look = 0.0
+        self._pid = os.getpid()
+        agent.register(Kind.SEGMENT, self._on_segment)
+        agent.register_extension(SHARED, self._borrow)
+        agent.carry = self.carry
+        self._all.add(self)
+
+    # -- sending -------------------------------------------------------------------------
+
+    def carry(self, rank: int, message: Message) -> None:
+        """Moves the large buffers of a message into a segment, where that can be done."""
+        windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
+        sizes = [ctypes.sizeof(window) for _, window in windows]
+        if sum(sizes) < LEAST_BYTES or not self.agent.membership.shares_host(rank):
+            return
+        if rank not in self._accepted:
+            self._offer(rank)
+            return
+        with self._lock:
+            lent = self.pool.lend(sizes, rank)
+        if lent is None:
+            return
+        segment, offsets = lent
+        places = []
+        for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
+            segment.write(offset, window)
+            places.append(_PLACE.pack(index, offset, size))
+        moved = {index for index, _ in windows}
+        message.buffers = [b for i, b in enumerate(message.buffers) if i not in moved]
+        data = _DESCRIPTOR.pack(*self._descriptor(segment)) + b"".join(places)
+        message.extensions = [*message.extensions, (SHARED, data)]
+
+    def _offer(self, rank: int) -> None:
+        """Asks a peer, once, whether it can open segments of ours."""
+        if rank in self._offered or rank == self.agent.worker_info.id:
+            return
+        self._offered.add(rank)
+        with self._lock:
+            lent = self.pool.lend([LEAST_BYTES], rank)
+            if lent is None:
+                self._offered.discard(rank)
+                return
+        segment, _ = lent
+        body = _NOTE.pack(_Verb.OFFER, segment.number)
+        self._post(rank, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
+
+    def _descriptor(self, segment: Segment) -> Descriptor:
+        return Descriptor(segment.number, self._pid, segment.fd, segment.inode, segment.size)
+
+    # -- in the I/O thread ---------------------------------------------------------------
+
+    def _borrow(self, message: Message, data: bytes) -> Loan:
+        """Puts the buffers that came by shared memory into a message."""
+        if len(data) < _DESCRIPTOR.size:
+            raise ProtocolError(f"expected the descriptor of a segment, found {len(data)} bytes")
+        descriptor = Descriptor(*_DESCRIPTOR.unpack_from(data))
+        rows = list(_PLACE.iter_unpack(data[_DESCRIPTOR.size :]))
+        if not rows or any(offset + size > descriptor.size for _, offset, size in rows):
+            raise ProtocolError("a message names places outside of its segment")
+        places = [(offset, size) for _, offset, size in rows]
+        loan = self.loans.borrow(message.sender, descriptor, places)
+        views, loan.views = loan.views, None
+        by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
+        others = iter(message.buffers)
+        count = len(message.buffers) + len(by_index)
+        message.buffers = [by_index[i] if i in by_index else next(others) for i in range(count)]
+        return loan
+
+    def _on_segment(self, message: Message) -> None:
+        body = bytes(message.body)
+        if len(body) < _NOTE.size:
+            raise ProtocolError(f"expected a word about a segment, found {len(body)} bytes")
+        verb, number = _NOTE.unpack_from(body)
+        rank = message.sender
+        if verb == _Verb.OFFER:
+            if self.loans.probe(Descriptor(*_DESCRIPTOR.unpack_from(body, _NOTE.size))):
+                self._post(rank, _NOTE.pack(_Verb.ACCEPT, number))
+            self._post(rank, _NOTE.pack(_Verb.RETURN, number))
+        elif verb == _Verb.ACCEPT:
+            self._accepted.add(rank)
+        elif verb == _Verb.CLOSED:
+            self.loans.forget(rank, number)
+        else:
+            with self._lock:
+                end = self.pool.give_back if verb == _Verb.RETURN else self.pool.give_up
+                end(number, rank)
+
+    def flush(self) -> None:
+        """Gives back what is not used any more, and closes what has not been used for long."""
+        if self.loans.ended:
+            for loan in self.loans.returned():
+                verb = _Verb.KEEP if loan.keep else _Verb.RETURN
+                self._post(loan.owner, _NOTE.pack(verb, loan.number))
+        now = time.monotonic()
+        if now < self._next_look or not len(self.pool):
+            return
+        self._next_look = now + 1.0
+        with self._lock:
+            closed = list(self.pool.shrink(now))
+        for segment, rank in itertools.chain.from_iterable(
+            ((segment, rank) for rank in segment.known_to) for segment in closed
+        ):
+            self._post(rank, _NOTE.pack(_Verb.CLOSED, segment.number))
+
+    def lose(self, rank: int) -> None:
+        """A peer is gone: what it had is not used again, and its own segments go."""
+        self._accepted.discard(rank)
+        with self._lock:
+            self.pool.lose(rank)
+        self.loans.forget(rank)
+
+    def quiet(self) -> bool:
+        """Segments may stay lent over a shutdown: they go with those who use them."""
+        return True
+
+    def close(self) -> None:
+        """Closes all segments; tensors that are views of a peer's stay good."""
+        self.agent.carry = None
+        with self._lock:
+            self.pool.close()
+        self.loans.close()
+
+    def _post(self, rank: int, body: bytes) -> None:
+        # Not counted: it may go on while a shutdown looks for the last message.
+        self.agent.post(rank, Message(Kind.SEGMENT, body=body), counted=False)
+
+    @classmethod
+    def _before_fork(cls) -> None:
+        for layer in list(cls._all):
+            layer.loans.keep_all()
+
+
+def _window(buffer: Any) -> Any:
+    """The buffer as a ctypes array, where its address can be had."""
+    if isinstance(buffer, memoryview) and not buffer.readonly:
+        return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
+    return buffer if isinstance(buffer, ctypes.Array) else None
+
+
+def plug_in(agent: Agent) -> SharedMemoryLayer:
+    """Plugs shared memory into an agent, see `join_mesh`; with no capacity it carries nothing."""
+    capacity = agent.shared_memory if supports_segments() else 0
+    return SharedMemoryLayer(agent, capacity)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=SharedMemoryLayer._before_fork)

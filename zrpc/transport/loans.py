@@ -1,0 +1,130 @@
+"""The receiver's side of shared memory: segments of peers, mapped here as long as they are used."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+__all__ = ["Descriptor", "Loan", "Loans"]
+
+
+class Descriptor(NamedTuple):
+    """Where a segment is found: the owner's process and descriptor, and how to know it again."""
+
+    number: int
+    pid: int
+    fd: int
+    inode: int
+    size: int
+
+
+class Loan:
+    """A segment that is lent to this worker for one message.
+
+    Attributes:
+        owner: the rank of the worker that owns the segment.
+        number: which of its segments.
+        views: one for each buffer of the message. The message's tensors refer to them, and
+            when the last is gone the loan can be returned.
+        left: how many of them are not gone; counted in the I/O thread.
+        keep: the segment must not be used again, since a fork of this process may read it.
+    """
+
+    def __init__(
+        self,
+        owner: int,
+        number: int,
+        memory: mmap.mmap,
+        places: list[tuple[int, int]],
+        ended: deque[Loan],
+    ) -> None:
+        self.owner = owner
+        self.number = number
+        whole = memoryview(memory)
+        self.left = len(places)
+        self.keep = False
+        views = [whole[offset : offset + size] for offset, size in places]
+        # A view ends in any thread, at any moment: its end is only noted.
+        self._watched = [weakref.ref(view, lambda _: ended.append(self)) for view in views]
+        self.views: list[memoryview] | None = views
+
+
+class Loans:
+    """All that is lent to one worker. For one thread at a time, but for `ended`.
+
+    Attributes:
+        ended: loans of which one more view has gone.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[Loan] = deque()
+        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+        # The only references to loans that have not ended: each refers to itself, by its
+        # weak references' callbacks, and would be collected with them.
+        self._open: set[Loan] = set()
+
+    def probe(self, descriptor: Descriptor) -> bool:
+        """Whether this process can open a segment of a peer."""
+        try:
+            self._map(descriptor).close()
+        except OSError:
+            return False
+        return True
+
+    def borrow(self, owner: int, descriptor: Descriptor, places: list[tuple[int, int]]) -> Loan:
+        """Takes a segment that a message came in.
+
+        Args:
+            owner: the worker that owns it.
+            descriptor: where it is.
+            places: offset and size of each buffer.
+
+        Raises:
+            OSError: it can't be opened.
+        """
+        key = (owner, descriptor.number)
+        memory = self._mapped.get(key)
+        if memory is None:
+            memory = self._mapped[key] = self._map(descriptor)
+        loan = Loan(owner, descriptor.number, memory, places, self.ended)
+        self._open.add(loan)
+        return loan
+
+    def returned(self) -> list[Loan]:
+        """Takes the loans that have come to their end."""
+        loans = []
+        while self.ended:
+            loan = self.ended.popleft()
+            loan.left -= 1
+            if loan.left == 0:
+                self._open.discard(loan)
+                loans.append(loan)
+        return loans
+
+    def forget(self, owner: int, number: int | None = None) -> None:
+        """The owner has closed a segment, or all: they will not be lent again."""
+        for key in [k for k in self._mapped if k[0] == owner and number in (None, k[1])]:
+            del self._mapped[key]  # unmapped when the last view of it goes
+
+    def keep_all(self) -> None:
+        """A fork of this process will see what is lent now: it must not change any more."""
+        for loan in list(self._open):
+            loan.keep = True
+
+    def close(self) -> None:
+        """Forgets all segments."""
+        self._mapped.clear()
+
+    @staticmethod
+    def _map(descriptor: Descriptor) -> mmap.mmap:
+        fd = os.open(f"/proc/{descriptor.pid}/fd/{descriptor.fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            if (status.st_ino, status.st_size) != (descriptor.inode, descriptor.size):
+                raise FileNotFoundError(f"{descriptor} is another file by now")
+            return mmap.mmap(fd, descriptor.size)
+        finally:
+            os.close(fd)
