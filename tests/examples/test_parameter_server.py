@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import Outcome
+from example_commands import Outcome
 
 DEADLINE = 240.0
 

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from example_commands import Outcome
+
+DEADLINE = 240.0
+
+
+@pytest.mark.parametrize("nprocs", [4, 5])
+def test_learns_what_one_process_would_learn(launch: Callable[..., Outcome], nprocs: int) -> None:
+    outcome = launch("mixture_of_experts", nprocs, "--check", deadline=DEADLINE)
+    assert outcome.code == 0, outcome
+    losses = [float(x) for x in re.findall(r"step +\d+ +loss ([\d.]+)$", outcome.out, re.M)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0]
+    difference = re.search(r"largest difference of a loss to one process: (\S+)", outcome.out)
+    assert difference is not None, outcome
+    assert float(difference[1]) < 1e-9
+    shares = re.findall(r"expert\d was given (\d+)% of the rows", outcome.out)
+    assert len(shares) == nprocs - 1
+    assert min(map(int, shares)) > 5  # all experts have learned something
+    assert outcome.err == ""
+
+
+def test_needs_three_workers(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("mixture_of_experts", 2)
+    assert outcome.code == 2, outcome
+    assert "there must be at least 3 workers" in outcome.err

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from example_commands import Outcome
+
+DEADLINE = 300.0
+LINE = re.compile(
+    r"^\[0\] (\d) pieces? +([\d.]+) ms per step +(-?\d+)% saved +loss ([\d.]+) -> ([\d.]+)$", re.M
+)
+
+
+def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("pipeline_parallel", 4, deadline=DEADLINE)
+    assert outcome.code == 0, outcome
+    runs = LINE.findall(outcome.out)
+    assert [run[0] for run in runs] == ["1", "2", "4", "8"], outcome
+    firsts = [float(run[3]) for run in runs]
+    lasts = [float(run[4]) for run in runs]
+    assert max(firsts) - min(firsts) < 1e-3
+    assert max(lasts) - min(lasts) < 2e-3
+    assert max(lasts) < 0.9 * min(firsts)
+    # What is saved is as it happens to be on this machine; that it is told rightly is not.
+    times = [float(run[1]) for run in runs]
+    for (_, _, saved, _, _), each in zip(runs, times, strict=True):
+        assert abs(int(saved) - 100 * (1 - each / times[0])) < 1
+    assert outcome.err == ""
+
+
+def test_needs_four_workers(launch: Callable[..., Outcome]) -> None:
+    outcome = launch("pipeline_parallel", 3)
+    assert outcome.code == 2, outcome
+    assert "there must be 4 workers, and there are 3" in outcome.err
