@@ -301,11 +301,6 @@ def test_values_live_as_long_as_references_whatever_the_order(size, schedule, se
     run(size, schedule, seed)
 
 
-ANNOUNCEMENTS = pytest.mark.xfail(
-    strict=True, reason="what the dead have announced is kept where its parent has ended"
-)
-
-
 @thorough
 @given(size=SIZES, schedule=schedules(WITH_LOSSES), seed=SEEDS)
 def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(size, schedule, seed):
@@ -359,7 +354,6 @@ def test_a_message_to_the_dead_is_taken_back_at_the_owner(noticed_first):
     finish(network)
 
 
-@ANNOUNCEMENTS
 def test_a_late_word_from_the_dead_keeps_nothing():
     network = Network(3)
     network.create(0, 1)
@@ -456,7 +450,7 @@ def test_bytes_that_are_no_forks_are_refused(data):
 
 
 class ForgetsParents(References):
-    def _announce(self, rref_id, parent_id, holder):
+    def _announce(self, rref_id, *parent_and_holders):
         self._entry(rref_id)
 
 

@@ -200,7 +200,6 @@ def test_a_subclass_is_an_rref(mesh):
     mesh.run(0, at_owner)
 
 
-@pytest.mark.xfail(strict=True, reason="only instances of RRef itself can be sent")
 def test_a_subclass_can_be_sent(mesh):
     def at_owner():
         rref = Subclass(4)

@@ -59,14 +59,15 @@ def types_of_errors(name):
         lambda: rref.rpc_async().append(1).wait(),
         lambda: rref.remote().copy().to_here(),
     ]
-    found = []
-    for use in uses:
-        try:
-            use()
-            found.append("nothing")
-        except Exception as error:
-            found.append(type(error).__name__)
-    return found
+    return [type_of_error(use) for use in uses]
+
+
+def type_of_error(use):
+    try:
+        use()
+    except Exception as error:
+        return type(error).__name__
+    return "no error"
 
 
 def entries():

@@ -245,9 +245,6 @@ def fail_with(rref):
     raise ValueError("holds", rref)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the log record of a failed handler keeps its frames, and so its arguments"
-)
 def test_in_an_exception(mesh):
     def at_user():
         rref = zrpc.remote("worker1", Value, args=("in an error",))

@@ -315,7 +315,6 @@ def test_a_call_that_timed_out_shows_at_each_use(mesh):
     mesh.run(0, at_user)
 
 
-@pytest.mark.xfail(strict=True, reason="a wait that is under way goes on to its own end")
 def test_to_here_that_waits_is_told_of_the_timeout(mesh):
     def at_user():
         rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)

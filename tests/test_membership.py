@@ -1,0 +1,146 @@
+"""Who is in the mesh, and who is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zrpc.errors import RpcError
+from zrpc.membership import Membership
+from zrpc.rendezvous import Card
+from zrpc.worker_info import WorkerInfo
+
+
+def card(rank, *, host="host", directory=None, main="main"):
+    return Card(
+        name=f"worker{rank}",
+        rank=rank,
+        world_size=4,
+        token=f"{rank:032x}",
+        host_key=host,
+        directory=f"/run/{rank}" if directory is None else directory,
+        main=main,
+    )
+
+
+@pytest.fixture
+def members():
+    return Membership([card(rank) for rank in range(4)], rank=1)
+
+
+@pytest.mark.parametrize("to", ["worker2", 2, WorkerInfo("worker2", 2), True + 1])
+def test_find(members, to):
+    assert members.find(to) == WorkerInfo("worker2", 2)
+
+
+@pytest.mark.parametrize(
+    "to", ["worker4", "", "Worker2", -1, 4, 99, WorkerInfo("worker2", 3), WorkerInfo("other", 9)]
+)
+def test_find_nobody(members, to):
+    with pytest.raises(RpcError, match="could not find destination") as caught:
+        members.find(to)
+    assert repr(to) in str(caught.value)
+    assert "worker0, worker1, worker2, worker3" in str(caught.value)
+
+
+@pytest.mark.parametrize("to", [None, 1.0, b"worker1", ["worker1"], object()])
+def test_find_by_something_else(members, to):
+    with pytest.raises(ValueError, match="Cannot get WorkerInfo from name"):
+        members.find(to)
+
+
+def test_an_error_names_some_of_many_workers():
+    many = Membership([card(rank) for rank in range(64)], rank=0)
+    with pytest.raises(RpcError, match=r"worker7 and 56 more$"):
+        many.find("nobody")
+
+
+def test_identities(members):
+    for rank in range(4):
+        assert members.rank_of(card(rank).identity) == rank
+    for stranger in (b"", b"waker", b"\0" * 17, card(5).identity):
+        assert members.rank_of(stranger) is None
+
+
+def test_an_identity_is_one_for_zeromq():
+    assert card(0).identity[0] != 0  # which ZeroMQ keeps for itself
+    assert len(card(0).identity) <= 255
+
+
+def test_this_worker(members):
+    assert members.info == WorkerInfo("worker1", 1)
+    assert members.living == [0, 1, 2, 3]
+
+
+def test_same_main():
+    members = Membership([card(0), card(1), card(2, main="other")], rank=0)
+    assert [members.same_main(rank) for rank in range(3)] == [True, True, False]
+
+
+def test_shared_host():
+    cards = [card(0), card(1), card(2, host="elsewhere"), card(3, directory="")]
+    assert [Membership(cards, 0).shares_host(rank) for rank in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not Membership(cards, 3).shares_host(3)
+
+
+class Alive:
+    """Which directories belong to workers that live, and who was asked."""
+
+    def __init__(self, *dead):
+        self.dead = {Path(f"/run/{rank}") for rank in dead}
+        self.asked = []
+
+    def __call__(self, directory):
+        self.asked.append(directory)
+        return directory not in self.dead
+
+
+def test_a_loss_is_believed_at_the_second_look(members):
+    assert members.newly_lost(Alive()) == []
+    assert members.newly_lost(Alive(2)) == []
+    assert members.lost == set()
+    assert members.newly_lost(Alive(2)) == [2]
+    assert members.lost == {2}
+    assert members.living == [0, 1, 3]
+
+
+def test_a_loss_is_told_once(members):
+    alive = Alive(0, 3)
+    assert [members.newly_lost(alive) for _ in range(4)] == [[], [0, 3], [], []]
+
+
+def test_a_worker_that_is_seen_again_was_not_lost(members):
+    assert members.newly_lost(Alive(2)) == []
+    assert members.newly_lost(Alive()) == []
+    assert members.newly_lost(Alive(2)) == []
+    assert members.newly_lost(Alive(2)) == [2]
+
+
+def test_the_lost_are_not_asked_for_again(members):
+    alive = Alive(2)
+    members.newly_lost(alive)
+    members.newly_lost(alive)
+    alive.asked.clear()
+    members.newly_lost(alive)
+    assert alive.asked == [Path("/run/0"), Path("/run/3")]  # nor this worker itself
+
+
+def test_workers_of_other_hosts_are_not_looked_for():
+    members = Membership([card(0), card(1, host="elsewhere"), card(2, directory="")], rank=0)
+    alive = Alive(1, 2)
+    for _ in range(3):
+        assert members.newly_lost(alive) == []
+    assert alive.asked == []
+
+
+def test_the_lost_can_still_be_found(members):
+    # A call to them fails with WorkerDied, which says more than that there is no such worker.
+    members.newly_lost(Alive(2))
+    members.newly_lost(Alive(2))
+    assert members.find("worker2").id == 2

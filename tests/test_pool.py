@@ -1,0 +1,370 @@
+"""The worker pool: how many jobs run, and what becomes of threads that wait."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+
+import pytest
+
+from zrpc.pool import MAX_THREADS, WorkerPool, acquire, in_pool
+
+SOON = 5.0
+
+
+@pytest.fixture
+def make_pool(no_leaks):
+    pools = []
+    gates = []
+
+    def make(size, **kwargs):
+        pools.append(WorkerPool(size, "test-pool", **kwargs))
+        return pools[-1]
+
+    make.gates = gates
+    yield make
+    for gate in gates:
+        gate.set()
+    for pool in pools:
+        assert pool.close(SOON)
+
+
+class Jobs:
+    """Jobs that wait, in a way that the pool can't see, until they are let go."""
+
+    def __init__(self, make_pool):
+        self.go = threading.Event()
+        make_pool.gates.append(self.go)
+        self.begun = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.threads = set()
+
+    def __call__(self):
+        self.threads.add(threading.current_thread())
+        self.begun.release()
+        assert self.go.wait(SOON)
+        self.ended.release()
+
+    def await_begun(self, count):
+        for _ in range(count):
+            assert self.begun.acquire(timeout=SOON)
+
+    def await_ended(self, count):
+        for _ in range(count):
+            assert self.ended.acquire(timeout=SOON)
+
+
+@pytest.fixture
+def jobs(make_pool):
+    return Jobs(make_pool)
+
+
+def until(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def done(pool):
+    """Waits for a job that is submitted now."""
+    event = threading.Event()
+    pool.submit(event.set)
+    assert event.wait(SOON)
+
+
+def test_jobs_run_in_threads_of_the_pool(make_pool):
+    pool, found = make_pool(2), []
+    assert not in_pool(pool)
+    pool.submit(lambda: found.append((in_pool(pool), threading.current_thread())))
+    done(pool)
+    [(inside, thread)] = found
+    assert inside
+    assert thread is not threading.current_thread()
+    assert thread.name.startswith("test-pool-")
+    assert thread.daemon
+    assert not in_pool(make_pool(1))
+
+
+def test_threads_start_when_needed_and_are_used_again(make_pool):
+    pool, threads = make_pool(16), set()
+    assert pool.active == 0
+    for _ in range(50):
+        pool.submit(lambda: threads.add(threading.current_thread()))
+        until(lambda: pool.active == 0)
+    assert len(threads) == 1
+
+
+def test_no_more_run_than_the_size(make_pool, jobs):
+    pool = make_pool(3)
+    for _ in range(5):
+        pool.submit(jobs)
+    jobs.await_begun(3)
+    assert pool.active == 5
+    assert not jobs.begun.acquire(blocking=False)
+    assert len(pool._threads) == 3
+    jobs.go.set()
+    jobs.await_ended(5)
+    assert len(jobs.threads) == 3
+
+
+def test_jobs_begin_in_order(make_pool):
+    pool, order = make_pool(1), []
+    for number in range(20):
+        pool.submit(lambda number=number: order.append(number))
+    done(pool)
+    assert order == list(range(20))
+
+
+def test_a_thread_that_waits_makes_room(make_pool):
+    # Recursion: each job waits for the next. With a fixed number of threads it would deadlock.
+    pool, depth, bottom = make_pool(2), 100, threading.Event()
+
+    def descend(level):
+        if level == 0:
+            bottom.set()
+            return
+        gate = threading.Lock()
+        gate.acquire()
+
+        def next_level():
+            descend(level - 1)
+            gate.release()
+
+        pool.submit(next_level)
+        assert acquire(gate, SOON)
+
+    pool.submit(lambda: descend(depth))
+    assert bottom.wait(SOON)
+    until(lambda: pool.active == 0)
+    # The threads that were needed are not kept.
+    until(lambda: len(pool._threads) <= 2 * pool._size)
+
+
+def test_what_comes_back_from_a_wait_counts_again(make_pool):
+    pool, gate = make_pool(1), threading.Lock()
+    gate.acquire()
+    running, most, back = [], [], threading.Event()
+    lock = threading.Lock()
+
+    def count():
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        until(lambda: True)
+        with lock:
+            running.pop()
+
+    def wait():
+        assert acquire(gate, SOON)
+        back.set()
+
+    pool.submit(wait)
+    done(pool)  # another thread has taken its place
+    gate.release()
+    assert back.wait(SOON)
+    for _ in range(20):
+        pool.submit(count)
+    done(pool)
+    assert max(most) == 1
+
+
+def test_acquire_outside_of_a_pool():
+    gate = threading.Lock()
+    assert acquire(gate)
+    assert not acquire(gate, 0.01)
+    gate.release()
+    assert acquire(gate, 0.01)
+
+
+def test_acquire_in_a_pool_can_time_out(make_pool):
+    pool, gate, found = make_pool(1), threading.Lock(), []
+    gate.acquire()
+    pool.submit(lambda: found.append(acquire(gate, 0.01)))
+    until(lambda: found)
+    assert found == [False]
+    gate.release()
+    pool.submit(lambda: found.append(acquire(gate)))
+    done(pool)
+    assert found == [False, True]
+
+
+def test_relieve_replaces_threads_that_wait_unseen(make_pool, jobs):
+    pool = make_pool(2)
+    pool.submit(jobs)
+    pool.submit(jobs)
+    jobs.await_begun(2)
+    freed = threading.Event()
+    pool.submit(freed.set)
+    until(lambda: pool.relieve() or freed.is_set())
+
+
+def test_relieve_starts_nothing_where_nothing_is_queued(make_pool, jobs):
+    pool = make_pool(2)
+    pool.submit(jobs)
+    pool.submit(jobs)
+    jobs.await_begun(2)
+    for _ in range(5):
+        pool.relieve()
+    assert len(pool._threads) == 2
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="needs the processor time of a thread")
+def test_relieve_leaves_threads_alone_that_work(make_pool):
+    pool, stop = make_pool(1), threading.Event()
+    make_pool.gates.append(stop)
+    working = threading.Event()
+
+    def work():
+        while not stop.is_set():
+            working.set()
+
+    pool.submit(work)
+    assert working.wait(SOON)
+    pool.submit(lambda: None)
+    for _ in range(3):
+        pool.relieve()
+        # Let the worker work, by waiting for something that it does.
+        for _ in range(20):
+            working.clear()
+            assert working.wait(SOON)
+    assert len(pool._threads) == 1
+    stop.set()
+
+
+def test_a_job_that_fails_is_logged_and_its_thread_goes_on(make_pool, caplog):
+    pool, threads = make_pool(1), []
+
+    def fail():
+        threads.append(threading.current_thread())
+        raise LookupError("of the job")
+
+    def exit_thread():
+        raise SystemExit
+
+    pool.submit(fail)
+    pool.submit(exit_thread)
+    pool.submit(lambda: threads.append(threading.current_thread()))
+    done(pool)
+    assert threads[0] is threads[1]
+    assert "LookupError: of the job" in caplog.text
+    assert "A job of test-pool failed" in caplog.text
+
+
+def test_jobs_run_in_copies_of_the_context(make_pool):
+    variable = contextvars.ContextVar("variable", default="unset")
+    context = contextvars.Context()
+    context.run(variable.set, "of the pool")
+    pool, found = make_pool(2, context=context), []
+    variable.set("of the caller")
+
+    def job():
+        found.append(variable.get())
+        variable.set("changed")
+
+    pool.submit(job)
+    done(pool)
+    assert found == ["of the pool"]
+    assert context.run(variable.get) == "of the pool"
+
+
+def test_what_a_job_refers_to_ends_with_it(make_pool):
+    class Thing:
+        def __del__(self):
+            ended.set()
+
+    pool, ended = make_pool(1), threading.Event()
+    pool.submit(lambda thing=Thing(): None)  # noqa: B008
+    assert ended.wait(SOON)
+
+
+def test_close_waits_for_jobs_and_drops_those_queued(make_pool, jobs):
+    pool, ran = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    pool.submit(lambda: ran.append(1))
+    jobs.go.set()
+    pool.close(SOON)
+    jobs.await_ended(1)
+    assert pool.active == 0
+    assert not any(thread.is_alive() for thread in jobs.threads)
+    pool.submit(lambda: ran.append(2))
+    assert pool.active == 0
+    assert 2 not in ran
+
+
+def test_close_gives_up_on_a_job_that_is_stuck(make_pool, jobs):
+    pool = make_pool(2)
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    assert pool.close(0.01) is False
+    jobs.go.set()
+    jobs.await_ended(1)
+    assert pool.close(SOON) is True
+
+
+def test_close_from_a_job_of_the_pool(make_pool):
+    pool, found = make_pool(2), []
+    pool.submit(lambda: found.append(pool.close(SOON)))
+    until(lambda: found)
+    assert found == [True]
+
+
+def test_idle_threads_end_at_once(make_pool):
+    pool, threads = make_pool(4), set()
+    barrier = threading.Barrier(4)
+
+    def job():
+        threads.add(threading.current_thread())
+        barrier.wait(SOON)
+
+    for _ in range(4):
+        pool.submit(job)
+    until(lambda: pool.active == 0 and len(threads) == 4)
+    assert all(thread.is_alive() for thread in threads)
+    assert pool.close(SOON)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("why", ["the system has no more", "there are enough"])
+def test_a_job_waits_where_no_thread_can_be_started(make_pool, jobs, monkeypatch, caplog, why):
+    pool = make_pool(2)
+    pool.submit(jobs)
+    jobs.await_begun(1)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if why == "there are enough":
+            patch.setattr("zrpc.pool.MAX_THREADS", 1)
+        else:
+            patch.setattr(threading.Thread, "start", refuse)
+        ran = threading.Event()
+        pool.submit(ran.set)
+    assert "a call waits" in caplog.text
+    assert not ran.is_set()
+    jobs.go.set()
+    assert ran.wait(SOON)
+    assert MAX_THREADS > 1000
+
+
+def test_many_submitters(make_pool):
+    pool, count, lock = make_pool(4), [0], threading.Lock()
+
+    def job():
+        with lock:
+            count[0] += 1
+
+    def submit():
+        for _ in range(500):
+            pool.submit(job)
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: count[0] == 2000)
+    assert len(pool._threads) <= 4

@@ -1,0 +1,283 @@
+"""Objects to messages and back, without a network."""
+
+from __future__ import annotations
+
+import array
+import pickle
+import threading
+from dataclasses import dataclass
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zrpc.errors import SerializationError
+from zrpc.wire import pickling
+from zrpc.wire.header import Message, parse
+from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.wire.tensors import INLINE_BYTES
+
+
+def sent(obj, same_main=True, destination=1):
+    """The message that an object is packed into."""
+    message = Message(1)
+    Encoder(None, destination, same_main).pack(obj, message)
+    return message
+
+
+def arrived(message):
+    """The message as the receiver reads it."""
+    return parse(message.first_frame(), [bytearray(buffer) for buffer in message.buffers])
+
+
+def there(obj, same_main=True):
+    """The object as it arrives."""
+    return Decoder(None, arrived(sent(obj, same_main))).unpack()
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=40),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+        | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plain)
+def test_plain_objects(obj):
+    assert there(obj) == obj
+
+
+@dataclass
+class Point:
+    x: int
+    tensor: torch.Tensor
+
+
+def function():
+    return 5
+
+
+def test_functions_and_classes_of_modules_go_by_name():
+    assert there(function) is function
+    assert there(Point) is Point
+    assert there(torch.add) is torch.add
+    assert there([].append)(1) is None
+
+
+def test_lambdas_and_closures_go_by_value():
+    number = 3
+    assert there(lambda: number + 1)() == 4
+
+    class Local:
+        def get(self):
+            return number
+
+    assert there(Local)().get() == 3
+    assert there(Local()).get() == 3
+
+
+def test_a_name_in_main_goes_by_value_to_another_main(monkeypatch):
+    main = type(pickle)("__main__")
+    exec("def of_main():\n    return 'sent along'\n", main.__dict__)
+    monkeypatch.setitem(__import__("sys").modules, "__main__", main)
+    by_name, by_value = sent(main.of_main, same_main=True), sent(main.of_main, same_main=False)
+    assert len(by_name.body) < len(by_value.body)
+    del main.of_main  # the receiver's main has no such name
+    assert Decoder(None, arrived(by_value)).unpack()() == "sent along"
+    with pytest.raises(SerializationError, match="RPC pickler does not serialize"):
+        Decoder(None, arrived(by_name)).unpack()
+
+
+@pytest.mark.parametrize(
+    "obj", [threading.Lock(), (x for x in ()), [1, {"a": threading.Event()}], lambda: LOCK]
+)
+def test_what_cannot_be_pickled(obj):
+    with pytest.raises(SerializationError, match="can't be pickled"):
+        sent(obj)
+
+
+LOCK = threading.Lock()
+
+
+class FailsToPickle:
+    def __reduce__(self):
+        raise ValueError("of the user's own")
+
+
+def test_an_error_of_a_reducer_is_not_hidden():
+    with pytest.raises((ValueError, SerializationError), match="of the user's own"):
+        sent(FailsToPickle())
+
+
+class FailsToRebuild:
+    def __reduce__(self):
+        return _raise, ()
+
+
+def _raise():
+    raise LookupError("at arrival")
+
+
+def test_what_cannot_be_rebuilt():
+    message = arrived(sent(FailsToRebuild()))
+    with pytest.raises(SerializationError, match="LookupError: at arrival"):
+        Decoder(None, message).unpack()
+
+
+@given(st.binary(max_size=80))
+def test_a_damaged_pickle_is_refused(body):
+    # Bytes that name nothing dangerous: no GLOBAL, STACK_GLOBAL, INST, OBJ, REDUCE.
+    body = bytes(byte for byte in body if byte not in b"ci\x93oR\x81\x92")
+    try:
+        Decoder(None, Message(1, body=body)).unpack()
+    except SerializationError:
+        return
+    assert pickle.loads(body) is not ...
+
+
+def test_the_state_of_a_thread_is_restored():
+    with pytest.raises(SerializationError):
+        sent(threading.Lock())
+    assert pickling.encoder() is None
+    with pytest.raises(SerializationError, match="only be read there"):
+        pickling.decoder()
+
+
+# -- buffers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "frames"), [(0, 0), (1, 0), (INLINE_BYTES, 0), (INLINE_BYTES + 1, 1), (100_000, 1)]
+)
+def test_large_arrays_travel_in_frames_of_their_own(size, frames):
+    value = numpy.arange(size, dtype=numpy.uint8)
+    message = sent(value)
+    assert len(message.buffers) == frames
+    assert len(message.body) < 500 + (0 if frames else size)
+    assert numpy.array_equal(there(value), value)
+
+
+@pytest.mark.parametrize(
+    ("size", "frames"), [(0, 0), (1, 0), (INLINE_BYTES, 0), (INLINE_BYTES + 1, 1), (100_000, 1)]
+)
+def test_large_tensors_travel_in_frames_of_their_own(size, frames):
+    value = torch.arange(size) % 256
+    value = value.to(torch.uint8)
+    message = sent(value)
+    assert len(message.buffers) == frames
+    assert len(message.table) < 500 + (0 if frames else size + 16)
+    assert torch.equal(there(value), value)
+
+
+def test_many_of_all_kinds_keep_their_places():
+    values = [
+        torch.full((INLINE_BYTES,), 1.0),
+        numpy.full(INLINE_BYTES, 2.0),
+        torch.full((3,), 3.0),
+        array.array("d", [4.0] * 3),
+        numpy.full(3, 5.0),
+        torch.full((INLINE_BYTES,), 6.0),
+    ]
+    message = sent(values)
+    assert len(message.buffers) == 3
+    for n, (value, copy) in enumerate(zip(values, there(values), strict=True), start=1):
+        assert type(copy) is type(value)
+        assert set(copy.tolist()) == {float(n)}
+
+
+def test_bytes_that_change_after_packing():
+    # A message is what was packed: it is sent before the caller goes on.
+    tensor = torch.zeros(4)
+    message = sent(tensor)
+    tensor.add_(1)
+    assert Decoder(None, arrived(message)).unpack().tolist() == [0] * 4
+
+
+# -- what upper layers plug in -------------------------------------------------------------
+
+
+class Special:
+    pass
+
+
+class MoreSpecial(Special):
+    pass
+
+
+@pytest.fixture
+def reducer(monkeypatch):
+    table = dict(pickling._dispatch_table)
+    calls = []
+
+    def reduce(special):
+        encoder = pickling.encoder()
+        number = len(calls)
+        calls.append(("reduced", encoder.destination))
+        encoder.extension(77).append(number)
+        encoder.undo(lambda: calls.append(("undone", number)))
+        return list, ((number,),)
+
+    pickling.register_reducer(Special, reduce)
+    yield calls
+    pickling._dispatch_table.clear()
+    pickling._dispatch_table.update(table)
+
+
+def test_a_reducer_sees_the_message(reducer):
+    message = sent([Special(), Special()], destination=5)
+    assert reducer == [("reduced", 5), ("reduced", 5)]
+    assert list(message.extensions) == [(77, b"\x00\x01")]
+    assert Decoder(None, arrived(message)).unpack() == [[0], [1]]
+
+
+def test_a_reducer_is_for_messages_only(reducer):
+    pickle.dumps(Special())
+    assert reducer == []
+    sent(MoreSpecial())
+    assert reducer == []
+
+
+def test_what_reducers_did_is_undone_where_the_message_fails(reducer):
+    with pytest.raises(SerializationError):
+        sent([Special(), threading.Lock()])
+    undone = [call[1] for call in reducer if call[0] == "undone"]
+    reduced = sum(call[0] == "reduced" for call in reducer)
+    assert reduced >= 1
+    assert sorted(set(undone)) == sorted(
+        n for n, call in enumerate(reducer) if call[0] == "reduced"
+    )
+    assert len(undone) == reduced
+
+
+def test_a_second_pass_leaves_the_traces_of_one(reducer):
+    message = sent([Special(), torch.zeros(INLINE_BYTES), lambda: 1])
+    [(tag, data)] = message.extensions
+    assert (tag, len(data)) == (77, 1)
+    assert len(message.buffers) == 1
+    kept = [call for call in reducer if call[0] == "reduced"]
+    assert len(kept) - sum(call[0] == "undone" for call in reducer) == 1
+    assert Decoder(None, arrived(message)).unpack()[1].shape == (INLINE_BYTES,)
+
+
+def test_messages_inside_of_messages():
+    class Nested:
+        def __reduce__(self):
+            inner = sent(torch.ones(2))
+            return bytes, (inner.body,)
+
+    values = [torch.zeros(1), Nested(), torch.full((2,), 7.0)]
+    first, _, last = there(values)
+    assert first.tolist() == [0]
+    assert last.tolist() == [7, 7]

@@ -1,0 +1,179 @@
+"""Which bytes of a tensor travel, and what it is like when it arrives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_pickling import sent, there
+
+from zrpc.errors import SerializationError
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
+
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+
+
+@st.composite
+def views(draw):
+    """A view of a larger tensor."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    base = (torch.arange(torch.tensor(shape).prod().int().item() if shape else 1) % 2).to(dtype)
+    tensor = base.reshape(shape)
+    for _ in range(draw(st.integers(0, 3))):
+        dims = tensor.dim()
+        what = draw(st.sampled_from(["transpose", "step", "narrow", "expand"]))
+        if dims >= 2 and what == "transpose":
+            tensor = tensor.transpose(
+                draw(st.integers(0, dims - 1)), draw(st.integers(0, dims - 1))
+            )
+        elif dims and what == "step":
+            tensor = tensor[:: draw(st.integers(1, 3))]
+        elif dims and what == "narrow" and tensor.shape[0] > 1:
+            tensor = tensor[1:]
+        elif what == "expand":
+            tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+    return tensor
+
+
+@settings(deadline=None)
+@given(views())
+def test_views_arrive_equal_with_no_more_than_their_elements(tensor):
+    copy = there(tensor)
+    assert copy.dtype == tensor.dtype
+    assert copy.shape == tensor.shape
+    assert torch.equal(copy, tensor)
+    needed = tensor.numel() * tensor.element_size()
+    assert copy.untyped_storage().nbytes() <= needed + 16
+
+
+def test_a_view_sends_its_elements_only():
+    base = torch.zeros(1_000_000)
+    message = sent(base[10:20])
+    assert len(message.first_frame()) < 1000
+    assert message.buffers == []
+    column = torch.arange(1_000_000.0).reshape(1000, 1000)[:, 7]
+    assert len(sent(column).first_frame()) < 6000
+    assert torch.equal(there(column), column)
+
+
+def test_tensors_that_share_storage_still_do():
+    base = torch.arange(10.0)
+    first, second, again = there([base[2:6], base[4:8], base[2:6]])
+    first[2] = -1
+    assert second[0] == -1
+    assert again[2] == -1
+    assert second.tolist() == [-1, 5, 6, 7]
+
+
+def test_one_tensor_twice_is_one_on_arrival():
+    tensor = torch.zeros(3)
+    first, second = there([tensor, tensor])
+    assert first is second
+
+
+@pytest.mark.parametrize("size", [3, INLINE_BYTES])
+def test_what_arrives_can_be_written_to(size):
+    tensor = there(torch.zeros(size))
+    tensor += 1
+    assert tensor.sum() == size
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_requires_grad_and_parameters(requires_grad):
+    tensor = there(torch.ones(2, requires_grad=requires_grad))
+    assert type(tensor) is torch.Tensor
+    assert tensor.requires_grad is requires_grad
+    parameter = there(torch.nn.Parameter(torch.ones(2), requires_grad=requires_grad))
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.requires_grad is requires_grad
+
+
+def test_a_result_with_history_arrives_as_a_leaf():
+    result = there(torch.ones(2, requires_grad=True) * 2)
+    assert result.is_leaf
+    assert result.requires_grad
+    assert result.tolist() == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # beta, deprecated: torch's own words
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        lambda: torch._neg_view(torch.tensor([1.0, -2.0])),
+        lambda: torch.tensor(5),
+        lambda: torch.empty(0, 3),
+        lambda: torch.empty(2, 0, 3, dtype=torch.int16),
+        lambda: torch.ones(2, 3).T,
+        lambda: torch.ones(1).expand(1000),
+        lambda: torch.randn(4, 4).to_sparse(),
+        lambda: torch.randn(4, 4).to_sparse_csr(),
+        lambda: torch.randn(4, 4).to_sparse_csc(),
+        lambda: torch.randn(4, 4).to_sparse_bsr((2, 2)),
+        lambda: torch._empty_affine_quantized([3], scale=0.1, zero_point=1, dtype=torch.qint8),
+    ],
+)
+def test_all_kinds_arrive_as_they_were(make):
+    tensor = make()
+    copy = there(tensor)
+    assert copy.layout == tensor.layout
+    assert copy.dtype == tensor.dtype
+    assert copy.shape == tensor.shape
+    assert copy.is_conj() == tensor.is_conj()
+    assert copy.is_neg() == tensor.is_neg()
+    assert copy.is_quantized == tensor.is_quantized
+    if tensor.is_quantized:
+        assert torch.equal(copy.int_repr(), tensor.int_repr())
+        assert copy.q_scale() == tensor.q_scale()
+        return
+    assert torch.equal(copy.to_dense(), tensor.to_dense())
+
+
+def test_a_meta_tensor_has_a_shape_and_nothing_else():
+    copy = there(torch.empty(1000, 1000, 1000, device="meta"))
+    assert (copy.device.type, copy.shape) == ("meta", (1000, 1000, 1000))
+
+
+def test_modules():
+    module = torch.nn.Linear(3, 2)
+    copy = there(module)
+    x = torch.ones(1, 3)
+    assert torch.equal(copy(x), module(x))
+    assert all(isinstance(p, torch.nn.Parameter) for p in copy.parameters())
+
+
+def test_tensors_are_as_aligned_as_torch_needs():
+    tensors = [torch.zeros(n + 1, dtype=torch.uint8) for n in range(3)]
+    tensors += [torch.ones(3, dtype=torch.complex128), torch.ones(INLINE_BYTES)]
+    for tensor in there(tensors):
+        assert tensor.data_ptr() % tensor.element_size() == 0
+
+
+def test_memory_of_a_device_is_refused():
+    # A stand-in: this machine need not have such a device.
+    on_device = SimpleNamespace(
+        requires_grad=False,
+        is_conj=lambda: False,
+        is_neg=lambda: False,
+        device=torch.device("cuda:0"),
+    )
+    with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):
+        TensorWriter().add(on_device)
