@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = ("launch",)
+_COMMANDS = ("bench", "launch")
 
 
 class _LazyGroup(click.Group):

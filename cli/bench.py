@@ -1,0 +1,152 @@
+"""``zrpc bench``: zrpc beside torch.distributed.rpc, measured on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from zrpc.bench.row import Group
+    from zrpc.bench.run import Settings
+
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+_INTERRUPTED = 130
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--against",
+    type=click.Choice(["torch", "nothing"]),
+    default="torch",
+    show_default=True,
+    help="The library to compare with.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How often fresh processes of both are measured in turn.",
+)
+@click.option(
+    "--rows",
+    metavar="REGEX",
+    help="Measure the rows whose names match. [default: all but the starts of many workers]",
+)
+@click.option("--list", "only_list", is_flag=True, help="Print the names of the rows, and end.")
+@click.option("--tcp", is_flag=True, help="Over loopback tcp, without faster ways.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=0.3,
+    show_default=True,
+    help="For how long each row is repeated in each round.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a row, or the start of processes, has failed.",
+)
+@click.option("--json", "data_file", type=_FILE, help="Write all that was measured to this file.")
+@click.option("--plot", "plot_file", type=_FILE, help="Draw it to this file: png, svg or pdf.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    against: str,
+    rounds: int,
+    rows: str | None,
+    only_list: bool,
+    tcp: bool,
+    seconds: float,
+    deadline: float,
+    data_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Measure zrpc and torch.distributed.rpc in turn, on this machine, in one run.
+
+    Each round starts fresh processes of torch, of zrpc, and of neither for the limit: raw
+    ZeroMQ, or memcpy for large tensors. The table shows each one's median over the rounds, and
+    how many times faster zrpc is: the median, the least and the most over the rounds.
+
+    The exit code is 0 if zrpc got through all rows, in all rounds; 1 if not, whatever the other
+    library did; 130 after Ctrl-C, with a table of what was measured until then.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from zrpc.bench.effort import Effort
+    from zrpc.bench.rows import all_rows, select
+    from zrpc.bench.run import Settings
+
+    if only_list:
+        click.echo("\n".join(row.name for row in all_rows()))
+        return
+    try:
+        groups = select(rows)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--rows") from error
+    _check_files(data_file, plot_file)
+    if plot_file is not None and against == "nothing":
+        raise click.UsageError("--plot draws a comparison, but there is --against nothing")
+    settings = Settings(
+        against=None if against == "nothing" else against,
+        rounds=rounds,
+        tcp=tcp,
+        effort=Effort(seconds=seconds),
+        deadline=deadline,
+        patience=deadline,
+    )
+    sys.exit(_measure(groups, settings, data_file, plot_file))
+
+
+def _check_files(data_file: Path | None, plot_file: Path | None) -> None:
+    """Refuses, before minutes of measuring, what could not be written after them."""
+    for path in (data_file, plot_file):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
+    if plot_file is None:
+        return
+    from zrpc.bench.plot import can_plot
+
+    if not can_plot():
+        raise click.UsageError("--plot needs matplotlib: pip install 'torch-zrpc[bench]'")
+    if plot_file.suffix not in (".png", ".svg", ".pdf"):
+        raise click.UsageError(f"--plot draws a .png, .svg or .pdf, but got {plot_file.name}")
+
+
+def _measure(
+    groups: list[Group], settings: Settings, data_file: Path | None, plot_file: Path | None
+) -> int:
+    from zrpc.bench.machine import Machine, load_average
+    from zrpc.bench.plot import plot
+    from zrpc.bench.progress import progress
+    from zrpc.bench.run import Run
+    from zrpc.bench.table import as_data, as_text, headline
+    from zrpc.launch import LaunchError
+
+    machine, before = Machine.this(), load_average()
+    click.echo(headline(machine, settings))
+    run, interrupted = Run(groups, settings), False
+    try:
+        with progress(run) as watcher:
+            run.run(watcher)
+    except KeyboardInterrupt:
+        interrupted = True
+    except LaunchError as error:
+        raise click.ClickException(f"the processes to measure can't be started: {error}") from error
+    after = load_average()
+    click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{as_text(run)}")
+    if data_file is not None:
+        data = as_data(run, machine, (before, after))
+        data_file.write_text(json.dumps(data, indent=1) + "\n")
+    if plot_file is not None:
+        plot(run, headline(machine, settings), plot_file)
+    if interrupted:
+        click.echo("interrupted", err=True)
+        return _INTERRUPTED
+    return int(any(result.failures("zrpc") for result in run.results))

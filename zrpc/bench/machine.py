@@ -1,0 +1,70 @@
+"""What a benchmark ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+
+__all__ = ["Machine", "load_average"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and its software.
+
+    Attributes:
+        processor: its model.
+        cores: how many of them this process may use.
+        memory: bytes.
+        system: the operating system.
+        versions: of what is measured, by name.
+    """
+
+    processor: str
+    cores: int
+    memory: int
+    system: str
+    versions: dict[str, str]
+
+    @classmethod
+    def this(cls) -> Machine:
+        """The machine that this runs on."""
+        import zmq
+
+        return cls(
+            processor=_field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+            cores=len(os.sched_getaffinity(0)),
+            memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            system=f"{platform.system()} {platform.release()}",
+            versions={
+                "Python": platform.python_version(),
+                "torch": version("torch"),
+                "pyzmq": version("pyzmq"),
+                "libzmq": zmq.zmq_version(),
+                "zrpc": version("torch-zrpc"),
+            },
+        )
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        memory = f"{self.memory / 2**30:.0f} GiB"
+        return f"{self.cores} cores of {self.processor}, {memory}, {self.system}\n{versions}"
+
+
+def _field(path: str, name: str) -> str | None:
+    try:
+        with open(path) as file:
+            for line in file:
+                key, _, value = line.partition(":")
+                if key.strip() == name:
+                    return value.strip()
+    except OSError:
+        pass
+    return None
+
+
+def load_average() -> float:
+    """How many processes were running or waiting for a core, over the last minute."""
+    return os.getloadavg()[0]

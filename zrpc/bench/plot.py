@@ -1,0 +1,82 @@
+"""A drawing of a run."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from zrpc.bench.result import RowResult, Spread
+from zrpc.bench.run import Run
+
+__all__ = ["can_plot", "plot"]
+
+_FASTER = "#2a7f62"
+_SLOWER = "#b5483a"
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def plot(run: Run, caption: str, path: Path) -> None:
+    """Draws how many times faster zrpc is, row by row.
+
+    Args:
+        run: the run; it must have been one against another library.
+        caption: what stands below.
+        path: the file, whose ending says its form.
+
+    Raises:
+        ValueError: matplotlib can't write such a file.
+        OSError: the file can't be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    against = run.settings.against
+    assert against is not None
+    rows = [(result, result.times_faster(against)) for result in run.results]
+    figure = Figure(figsize=(9, 1.6 + 0.3 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.add_subplot()
+    for place, (result, spread) in enumerate(rows):
+        _draw(axes, place, result, spread, against)
+    axes.set_yticks(range(len(rows)), [result.row.name for result, _ in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+    axes.axvline(1, color="black", linewidth=1)
+    axes.margins(x=0.15)
+    axes.grid(axis="x", color="0.85", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_title(f"zrpc, times faster than {against} (median, min to max)", loc="left")
+    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Any, place: int, result: RowResult, spread: Spread | None, against: str) -> None:
+    if spread is None:
+        failed = [name for name in (against, "zrpc") if result.failures(name)]
+        text = f"{' and '.join(failed)} failed" if failed else "not compared"
+        axes.text(1.05, place, text, va="center", fontsize=8, color="0.4")
+        return
+    axes.barh(
+        place,
+        spread.median - 1,
+        left=1,
+        height=0.6,
+        color=_FASTER if spread.median >= 1 else _SLOWER,
+        xerr=[[spread.median - spread.low], [spread.high - spread.median]],
+        error_kw={"ecolor": "0.35", "elinewidth": 1, "capsize": 2},
+    )
+    axes.annotate(
+        f"{spread.median:.1f}",
+        (max(spread.high, 1), place),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )

@@ -1,0 +1,156 @@
+"""What a run has found, for readers and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from zrpc.bench.effort import Sample
+from zrpc.bench.machine import Machine
+from zrpc.bench.result import RowResult, Spread
+from zrpc.bench.row import Unit
+from zrpc.bench.run import LIMIT, Run, Settings
+
+__all__ = ["as_data", "as_text", "columns_of_text", "headline", "quantity"]
+
+_LONGEST_REASON = 60
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_RATES = ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s"))
+_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+_SCALES = {Unit.SECONDS: _SECONDS, Unit.RATE: _RATES, Unit.BYTES: _BYTES}
+
+
+def quantity(value: float, unit: Unit) -> str:
+    """A number with three digits and its unit."""
+    scales = _SCALES[unit]
+    size, name = next((each for each in scales if abs(value) >= each[0]), scales[-1])
+    return f"{_digits(value / size)} {name}"
+
+
+def _digits(value: float) -> str:
+    if abs(value) >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+
+
+def headline(machine: Machine, settings: Settings) -> str:
+    """What ran where, in a few lines."""
+    transport = "loopback tcp" if settings.tcp else "each library's default transport"
+    rounds = "1 round" if settings.rounds == 1 else f"{settings.rounds} rounds"
+    return f"{machine}\n{rounds} of fresh processes in turn, over {transport}"
+
+
+def as_text(run: Run) -> str:
+    """The table, and below it what failed and why."""
+    against = run.settings.against
+    head = ["row", *([against] if against else []), "zrpc"]
+    head += (["times faster", "min to max"] if against else []) + ["limit"]
+    lines = [head, *(_line(result, run.settings) for result in run.results)]
+    return columns_of_text(lines) + _below(run)
+
+
+def _line(result: RowResult, settings: Settings) -> list[str]:
+    against = settings.against
+    cells = [result.row.name]
+    if against:
+        cells.append(_cell(result, against))
+    cells.append(_cell(result, "zrpc"))
+    if against:
+        cells += _faster(result.times_faster(against))
+    return [*cells, _limit(result, settings.tcp)]
+
+
+def _limit(result: RowResult, tcp: bool) -> str:
+    limit, spread = result.row.limit_of(tcp), result.spread(LIMIT)
+    if limit is None or spread is None:
+        return "failed" if result.failures(LIMIT) else ""
+    return f"{quantity(spread.median, result.row.unit)} {limit.name}"
+
+
+def _cell(result: RowResult, participant: str) -> str:
+    spread = result.spread(participant)
+    failures = result.failures(participant)
+    if spread is None:
+        return f"failed: {_short(failures[0].reason)}" if failures else "-"
+    return quantity(spread.median, result.row.unit) + ("*" if failures else "")
+
+
+def _faster(spread: Spread | None) -> list[str]:
+    if spread is None:
+        return ["-", ""]
+    return [f"{spread.median:.2f}", f"{spread.low:.2f} to {spread.high:.2f}"]
+
+
+def _short(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else reason[: _LONGEST_REASON - 1] + "…"
+
+
+def _below(run: Run) -> str:
+    lines = []
+    for result in run.results:
+        for participant, outcomes in result.outcomes.items():
+            if failures := result.failures(participant):
+                reasons = list(dict.fromkeys(failure.reason for failure in failures))
+                lines.append(
+                    f"* {result.row.name}: {participant} failed in {len(failures)} of "
+                    f"{len(outcomes)} rounds: {'; '.join(reasons)}"
+                )
+    lines += [f"* {note}" for note in run.notes]
+    return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
+
+
+def columns_of_text(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells, aligned: the first column to the left, the others to the right."""
+    # What failed says so at length; it must not make its column wide for all others.
+    widths = [
+        max(len(cell) for cell in column if not cell.startswith("failed:"))
+        for column in zip(*lines, strict=True)
+    ]
+    text = []
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        text.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([text[0], rule, *text[1:]])
+
+
+def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, Any]:
+    """All that was found, for ``--json``.
+
+    Args:
+        run: the run.
+        machine: where.
+        load: the load average before and after.
+    """
+    settings = run.settings
+    return {
+        "machine": asdict(machine),
+        "load_average": {"before": load[0], "after": load[1]},
+        "settings": asdict(settings),
+        "rows": [_row_data(result, settings) for result in run.results],
+        "notes": run.notes,
+    }
+
+
+def _row_data(result: RowResult, settings: Settings) -> dict[str, Any]:
+    limit = result.row.limit_of(settings.tcp)
+    faster = result.times_faster(settings.against) if settings.against else None
+    return {
+        "row": result.row.name,
+        "unit": result.row.unit.value,
+        "limit": limit.name if limit else None,
+        "rounds": {
+            participant: [
+                asdict(each) if isinstance(each, Sample) else {"failed": each.reason}
+                for each in outcomes
+            ]
+            for participant, outcomes in result.outcomes.items()
+        },
+        "median": {
+            participant: spread.median
+            for participant in result.outcomes
+            if (spread := result.spread(participant)) is not None
+        },
+        "times_faster": asdict(faster) if faster else None,
+    }

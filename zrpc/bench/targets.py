@@ -1,0 +1,148 @@
+"""What workloads call at their peer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from zrpc.bench import library
+
+__all__ = [
+    "Counter",
+    "Thing",
+    "add",
+    "burn",
+    "burning",
+    "echo",
+    "gradient_sum",
+    "hop",
+    "layer",
+    "nothing",
+    "resident",
+    "stop_burning",
+    "take",
+    "things",
+]
+
+# No handler burns for longer, whatever becomes of its caller.
+_LONGEST_BURN = 60.0
+_burning = threading.Event()
+_stop = threading.Event()
+_layers: dict[int, torch.nn.Linear] = {}
+
+
+def nothing() -> None:
+    """Does nothing."""
+
+
+def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two tensors."""
+    return one + other
+
+
+def echo(value: Any) -> Any:
+    """Its argument."""
+    return value
+
+
+def take(tensor: torch.Tensor) -> float:
+    """The last element, which shows that all of the tensor has arrived."""
+    return tensor[-1].item()
+
+
+def hop(here: int, left: int) -> int:
+    """Calls itself at the other one of the workers 0 and 1 until none of ``left`` is left."""
+    if left == 0:
+        return 1
+    there = 1 - here
+    value: int = library.current().rpc.rpc_sync(f"worker{there}", hop, args=(there, left - 1))
+    return value + 1
+
+
+def burn() -> None:
+    """Keeps the interpreter busy until `stop_burning` is called."""
+    _stop.clear()
+    _burning.set()
+    end = time.monotonic() + _LONGEST_BURN
+    value = 0
+    while not _stop.is_set() and time.monotonic() < end:
+        for i in range(1000):
+            value += i
+    _burning.clear()
+
+
+def burning() -> bool:
+    """Whether `burn` runs."""
+    return _burning.is_set()
+
+
+def stop_burning() -> None:
+    """Ends `burn`."""
+    _stop.set()
+
+
+class Counter:
+    """An object that an RRef refers to."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def increment(self) -> int:
+        """Adds one; returns how often that was done."""
+        self._count += 1
+        return self._count
+
+
+class Thing:
+    """An object that is counted as long as it lives."""
+
+    _lock = threading.Lock()
+    alive = 0
+    made = 0
+
+    def __init__(self) -> None:
+        with Thing._lock:
+            Thing.alive += 1
+            Thing.made += 1
+
+    def __del__(self) -> None:
+        with Thing._lock:
+            Thing.alive -= 1
+
+
+def things() -> tuple[int, int]:
+    """How many `Thing` objects are alive, and how many were ever made."""
+    return Thing.alive, Thing.made
+
+
+def layer(inputs: torch.Tensor) -> torch.Tensor:
+    """A linear layer of this worker, as wide as the inputs."""
+    module = linear(inputs.shape[-1])
+    result: torch.Tensor = module(inputs)
+    return result
+
+
+def linear(width: int) -> torch.nn.Linear:
+    """This worker's layer of that width."""
+    if width not in _layers:
+        _layers[width] = torch.nn.Linear(width, width)
+    return _layers[width]
+
+
+def gradient_sum(context_id: int, width: int) -> float:
+    """The sum of the absolute values of the gradient of this worker's layer."""
+    gradients = library.current().autograd.get_gradients(context_id)
+    total: float = gradients[linear(width).weight].abs().sum().item()
+    return total
+
+
+def resident() -> int:
+    """The resident memory of this process, in bytes."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("expected VmRSS in /proc/self/status; memory is measured on Linux only")
