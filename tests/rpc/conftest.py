@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.leaks import files_in
 from zrpc.testing.processes import warm_server
 
-SCRIPT_DEADLINE = 40.0
+SCRIPT_DEADLINE = 25.0
 
 
 @pytest.fixture
@@ -119,7 +120,13 @@ class Programs:
         """Runs one script as all workers; what they have written, by rank."""
         path = self.write(source)
         pids = [self.start_script(path, rank, world_size, **env) for rank in range(world_size)]
-        return [self.wait(pid, rank) for rank, pid in enumerate(pids)]
+        ended = []
+        for rank, pid in enumerate(pids):
+            ended.append(self.wait(pid, rank))
+            if ended[-1].code != 0:  # the others may wait for it
+                for other in self._pids:
+                    warm_server().send_signal(other, signal.SIGTERM)
+        return ended
 
     def run_cold(self, source: str, world_size: int = 2, **env: str) -> list[Ended]:
         """The same in fresh interpreters, with all that these do at their end."""
@@ -144,7 +151,7 @@ class Programs:
 
     def close(self) -> None:
         for pid in self._pids:
-            warm_server().send_signal(pid, 9)
+            warm_server().send_signal(pid, signal.SIGKILL)
             warm_server().wait(pid, 5)
         for process in self._popened:
             if process.poll() is None:

@@ -144,7 +144,7 @@ def test_without_a_future_in_a_method(shared: Mesh) -> None:
 
 
 def test_a_future_as_the_futures_value(shared: Mesh) -> None:
-    with pytest.raises(RuntimeError, match="Can not pickle torch.futures.Future"):
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
         rpc.rpc_sync(1, future_of_future)
 
 

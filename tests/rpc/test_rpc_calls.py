@@ -60,7 +60,9 @@ def test_destination_of_a_wrong_type(shared: Mesh, call: Call, to: Any) -> None:
 
 
 @ways
-@pytest.mark.parametrize("func", [None, 5, "add", torch.ones(1)], ids=["None", "5", "str", "tensor"])
+@pytest.mark.parametrize(
+    "func", [None, 5, "add", torch.ones(1)], ids=["None", "5", "str", "tensor"]
+)
 def test_what_is_not_callable(shared: Mesh, call: Call, func: Any) -> None:
     with pytest.raises(TypeError, match=r"function should be callable\."):
         call("worker1", func)

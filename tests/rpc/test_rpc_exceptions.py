@@ -127,9 +127,7 @@ class BadRepr(Exception):
     ],
     ids=lambda error: error if isinstance(error, int) else type(error).__name__,
 )
-def test_type_and_args_are_the_callees(
-    shared: Mesh, call: Call, to: int, error: Exception
-) -> None:
+def test_type_and_args_are_the_callees(shared: Mesh, call: Call, to: int, error: Exception) -> None:
     with pytest.raises(type(error)) as info:
         call(to, fail, (error,))
     assert type(info.value) is type(error)
@@ -428,9 +426,7 @@ def test_a_result_that_can_not_be_unpickled_at_the_caller(shared: Mesh, call: Ca
 @pytest.mark.zrpc(timeout=15)
 @pytest.mark.parametrize("error", [SystemExit(3)], ids=repr)
 @ways
-def test_a_result_that_would_end_the_caller(
-    caller: Mesh, call: Call, error: BaseException
-) -> None:
+def test_a_result_that_would_end_the_caller(caller: Mesh, call: Call, error: BaseException) -> None:
     with pytest.raises(rpc.SerializationError, match=type(error).__name__):
         call(1, RaisesWhenUnpickled, (_Plain(error),), timeout=5)
 
@@ -461,19 +457,18 @@ def test_arguments_nested_too_deep_for_pickle(shared: Mesh) -> None:
 # -- logs ------------------------------------------------------------------------------------
 
 
+_format = logging.Formatter("%(message)s").format
+
+
 def _records(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
-    return [
-        record
-        for record in caplog.records
-        if record.exc_info and text in repr(record.exc_info[1]) and record.levelno >= logging.ERROR
-    ]
+    return [r for r in caplog.records if r.levelno >= logging.ERROR and text in _format(r)]
 
 
 @ways
 def test_the_callee_logs_a_failed_handler_once(
     shared: Mesh, call: Call, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = f"of its own {call}"
+    text = f"of its own {id(call)}"
     with pytest.raises(ValueError, match="of its own"):
         call(1, fail, (ValueError(text),))
     (record,) = _records(caplog, text)
@@ -492,8 +487,8 @@ class _Log:
         self.handler.emit = self._emit  # type: ignore[method-assign]
 
     def _emit(self, record: logging.LogRecord) -> None:
-        of_callee = "WorkerInfo" in record.getMessage()
-        if not of_callee and record.exc_info and self.text in repr(record.exc_info[1]):
+        of_callee = "WorkerInfo" in record.getMessage().split("\n")[0]
+        if not of_callee and self.text in _format(record):
             self.records.append(record)
             self.came.set()
 

@@ -8,7 +8,6 @@ import operator
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -185,7 +184,6 @@ def test_an_error_in_a_callback_is_logged_and_harms_nobody(
     assert "in a callback" in caplog.text
 
 
-
 @pytest.mark.parametrize("depth", [1, 5])
 def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
     def on(n: int) -> int:
@@ -200,7 +198,9 @@ def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
     with Gate() as gate:
-        blocked = [rpc.rpc_async(1, echo, (i,)).then(lambda f: gate.wait_inside()) for i in range(3)]
+        blocked = [
+            rpc.rpc_async(1, echo, (i,)).then(lambda f: gate.wait_inside()) for i in range(3)
+        ]
         gate.await_entry()
         assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
         future = rpc.rpc_async(1, echo, ("x",))
@@ -429,5 +429,3 @@ def test_wait_all_context(shared: Mesh) -> None:
 def test_wait_all_context_raises(shared: Mesh) -> None:
     with pytest.raises(KeyError, match="k"), rpc._wait_all():
         rpc.rpc_async(1, fail, (KeyError("k"),))
-
-

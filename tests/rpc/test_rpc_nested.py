@@ -39,7 +39,10 @@ def by_remote(depth: int) -> int:
 def by_wait_all(depth: int) -> int:
     if depth == 0:
         return 0
-    futures = [rpc.rpc_async(other(), by_wait_all, (depth - 1,)), rpc.rpc_async(other(), echo, (1,))]
+    futures = [
+        rpc.rpc_async(other(), by_wait_all, (depth - 1,)),
+        rpc.rpc_async(other(), echo, (1,)),
+    ]
     return sum(torch.futures.wait_all(futures))
 
 

@@ -423,7 +423,19 @@ _DENSE = torch.arange(36.0).reshape(6, 6) * (torch.arange(36).reshape(6, 6) % 5 
         lambda: torch.stack([_DENSE, _DENSE]).to_sparse_csr(),
         lambda: _DENSE.double().to_sparse_csr(),
     ],
-    ids="coo hybrid uncoalesced empty large csr csc bsr bsc batched double".split(),
+    ids=[
+        "coo",
+        "hybrid",
+        "uncoalesced",
+        "empty",
+        "large",
+        "csr",
+        "csc",
+        "bsr",
+        "bsc",
+        "batched",
+        "double",
+    ],
 )
 def test_sparse(shared: Mesh, make: Callable[[], torch.Tensor], requires_grad: bool) -> None:
     sent = make()
@@ -447,7 +459,7 @@ class Point(NamedTuple):
     label: str = "p"
 
 
-Old = collections.namedtuple("Old", ["x", "y"])  # noqa: PYI024
+Old = collections.namedtuple("Old", ["x", "y"])
 
 
 @dataclass
