@@ -265,7 +265,7 @@ def test_names_that_are_allowed(name: str) -> None:
 def test_names_that_are_not_allowed(name: str) -> None:
     with pytest.raises(
         RuntimeError,
-        match=r"(?s)Worker name must match .* must be non-empty and shorter than 128 chars, but got",
+        match=r"Worker name must match .* must be non-empty and shorter than 128 chars, but got",
     ):
         rpc.WorkerInfo(name, 0)
 

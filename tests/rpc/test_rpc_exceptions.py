@@ -345,8 +345,10 @@ UNPICKLABLE: list[Callable[[], Any]] = [
 kinds = pytest.mark.parametrize(
     "make",
     UNPICKLABLE,
-    ids=["lock", "generator", "frame", "deep", "TypeError", "ValueError", "RuntimeError", "future"]
-    + ["rpc future", "socket"],
+    ids=[
+        *("lock", "generator", "frame", "deep", "TypeError", "ValueError", "RuntimeError"),
+        *("future", "rpc future", "socket"),
+    ],
 )
 
 

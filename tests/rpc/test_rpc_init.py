@@ -18,6 +18,7 @@ from conftest import Programs
 
 import zrpc as rpc
 from zrpc.api import start_agent
+from zrpc.testing.leaks import lasting
 
 Succeed = Callable[..., list[str]]
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -29,6 +30,13 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def options(timeout: float = 10.0, **more: Any) -> rpc.ZmqRpcBackendOptions:
     return rpc.ZmqRpcBackendOptions(init_timeout=timeout, **more)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _once() -> None:
+    """The first TCPStore of a process opens a pipe for good."""
+    with lasting():
+        dist.TCPStore("127.0.0.1", 0, 1, True)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +159,7 @@ def test_all_from_the_environment(alone: int) -> None:
 def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("WORLD_SIZE", "7")
-    rpc.init_rpc("me", rank=0, world_size=1)
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options(3))
     assert rpc.get_worker_info().id == 0
     rpc.shutdown()
 
