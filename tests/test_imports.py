@@ -25,9 +25,11 @@ FILES = {
 # one package or module is named (its own modules may, as long as there is no cycle).
 LAYERS: list[list[str]] = [
     ["zrpc.cli", "zrpc.testing"],
+    ["zrpc.bench"],
     ["zrpc.launch", "zrpc.nn", "zrpc.optim"],
     ["zrpc.api"],
-    ["zrpc.autograd", "zrpc.backend_registry", "zrpc.joining", "zrpc.rref"],
+    ["zrpc.autograd"],
+    ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
     ["zrpc.agent"],
     ["zrpc.current", "zrpc.execution", "zrpc.futures", "zrpc.membership", "zrpc.termination"],
     ["zrpc.calls", "zrpc.event_loop", "zrpc.functions", "zrpc.options", "zrpc.rendezvous"],
