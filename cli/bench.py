@@ -11,7 +11,7 @@ import click
 
 if TYPE_CHECKING:
     from zrpc.bench.row import Group
-    from zrpc.bench.run import Settings
+    from zrpc.bench.settings import Settings
 
 _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 _INTERRUPTED = 130
@@ -81,7 +81,7 @@ def command(
         return
     from zrpc.bench.effort import Effort
     from zrpc.bench.rows import all_rows, select
-    from zrpc.bench.run import Settings
+    from zrpc.bench.settings import Settings
 
     if only_list:
         click.echo("\n".join(row.name for row in all_rows()))
@@ -150,3 +150,75 @@ def _measure(
         click.echo("interrupted", err=True)
         return _INTERRUPTED
     return int(any(result.failures("zrpc") for result in run.results))
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    try:
+        counts = sorted({int(part) for part in value.split(",")})
+    except ValueError:
+        raise click.BadParameter(f"expected numbers with commas, but got {value!r}") from None
+    if counts[0] < 2:
+        raise click.BadParameter(f"a mesh to measure has at least 2 workers, but got {counts[0]}")
+    return counts
+
+
+@command.command()
+@click.option(
+    "--workers",
+    default="2,4,8,16,32,64",
+    show_default=True,
+    callback=_counts,
+    help="Sizes of the meshes, with commas.",
+)
+@click.option(
+    "--against",
+    type=click.Choice(["torch", "nothing"]),
+    default="torch",
+    show_default=True,
+    help="The library to compare with.",
+)
+@click.option(
+    "--deadline",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Seconds for each mesh's start.",
+)
+@click.option("--json", "data_file", type=_FILE, help="Write all that was measured to this file.")
+@click.option("--plot", "plot_file", type=_FILE, help="Draw it to this file: png, svg or pdf.")
+def scale(
+    workers: list[int],
+    against: str,
+    deadline: float,
+    data_file: Path | None,
+    plot_file: Path | None,
+) -> None:
+    """Measure how cost grows with the number of workers.
+
+    Starts meshes of growing size, and measures how long all workers take to join, how long a
+    call takes that goes to each peer in turn, and what descriptors and memory worker 0 has then.
+    """
+    from zrpc.bench import scale as bench
+    from zrpc.bench.effort import Effort
+    from zrpc.bench.machine import Machine
+
+    _check_files(data_file, plot_file)
+    machine = str(Machine.this())
+    click.echo(machine)
+    libraries = ["zrpc"] if against == "nothing" else [against, "zrpc"]
+    try:
+        points = list(bench.measure(libraries, workers, Effort(), deadline, _tell))
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(_INTERRUPTED)
+    click.echo(f"\n{bench.as_text(points)}")
+    if data_file is not None:
+        data = {"machine": machine, "points": [vars(point) for point in points]}
+        data_file.write_text(json.dumps(data, indent=1) + "\n")
+    if plot_file is not None:
+        bench.plot(points, machine, plot_file)
+    sys.exit(int(any(point.failed for point in points if point.library == "zrpc")))
+
+
+def _tell(library: str, workers: int) -> None:
+    click.echo(f"{workers} workers: {library}", err=True)

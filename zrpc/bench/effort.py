@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 __all__ = ["Effort", "Sample"]
 
@@ -15,7 +15,8 @@ class Sample:
     """One row, measured in one mesh.
 
     Attributes:
-        value: the median over the repeats; seconds, a number per second, or bytes.
+        value: the median over the repeats, of several turns the median of theirs; in seconds,
+            a number per second, or bytes.
         worst: the worst of them.
         repeats: how many there were.
     """
@@ -23,6 +24,16 @@ class Sample:
     value: float
     worst: float
     repeats: int
+
+    @classmethod
+    def merged(cls, samples: Sequence[Sample], more_is_better: bool) -> Sample:
+        """One sample of several turns, each of which counts as much as the others."""
+        worst = min if more_is_better else max
+        return cls(
+            statistics.median(sample.value for sample in samples),
+            worst(sample.worst for sample in samples),
+            sum(sample.repeats for sample in samples),
+        )
 
 
 @dataclass(frozen=True)
@@ -39,13 +50,17 @@ class Effort:
     least: int = 5
     scale: float = 1.0
 
+    def divided(self, turns: int) -> Effort:
+        """The effort of each turn where there are several."""
+        return replace(self, seconds=self.seconds / turns, least=-(-self.least // turns))
+
     def scaled(self, count: int) -> int:
         """The size of a batch that has ``count`` elements at full effort."""
         return max(1, round(count * self.scale))
 
     def time(self, once: Callable[[], object]) -> Sample:
         """How many seconds a call of ``once`` takes."""
-        self._repeat(once, self.seconds / 4, min(2, self.least))
+        self._repeat(once, self.seconds / 4, 1)
         times = self._repeat(once, self.seconds, self.least)
         return Sample(statistics.median(times), max(times), len(times))
 

@@ -32,8 +32,7 @@ def progress(run: Run, stream: TextIO = sys.stderr) -> Iterator[Watcher]:
     columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
     console = Console(file=stream)
     with Progress(*columns, console=console, transient=True) as bar:
-        settings = run.settings
-        total = len(run.results) * settings.rounds * len(settings.participants)
+        total = len(run.results) * run.settings.rounds
         yield _Bar(bar, bar.add_task("starting", total=total))
 
 
@@ -43,7 +42,7 @@ class _Lines:
         self._stream = stream
         self._last = ""
 
-    def measures(self, number: int, group: Group, participant: str, row: Row) -> None:
+    def measures(self, number: int, group: Group, row: Row) -> None:
         line = f"round {number} of {self._rounds}: {group.name}"
         if line != self._last:
             print(line, file=self._stream, flush=True)
@@ -58,8 +57,8 @@ class _Bar:
         self._bar = bar
         self._task = task
 
-    def measures(self, number: int, group: Group, participant: str, row: Row) -> None:
-        self._bar.update(self._task, description=f"{row.name}: {participant}")
+    def measures(self, number: int, group: Group, row: Row) -> None:
+        self._bar.update(self._task, description=f"round {number}, {row.name}")
 
     def measured(self) -> None:
         self._bar.advance(self._task)

@@ -33,7 +33,7 @@ def made_and_dropped(session: Session) -> Sample:
     """Objects are made at the peer and dropped here, until none of them is alive there."""
     rpc_sync, remote = session.rpc.rpc_sync, session.rpc.remote
     count = session.effort.scaled(_BATCH)
-    expected = 0
+    _, expected = rpc_sync(PEER, targets.things)
 
     def batch() -> None:
         nonlocal expected

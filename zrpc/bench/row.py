@@ -76,6 +76,7 @@ class Group:
         workers: how many the mesh has.
         fresh: whether its processes are new interpreters, not forks of a warm one.
         joined: whether its processes form a mesh at all.
+        turns: in how many turns each row is measured.
         rows: the rows.
     """
 
@@ -84,3 +85,4 @@ class Group:
     workers: int = 2
     fresh: bool = False
     joined: bool = True
+    turns: int = 6

@@ -161,8 +161,9 @@ GROUPS: tuple[Group, ...] = (
             ),
         ),
         fresh=True,
+        turns=1,
     ),
-    Group("start", _start_rows(), workers=1, joined=False),
+    Group("start", _start_rows(), workers=1, joined=False, turns=1),
 )
 
 

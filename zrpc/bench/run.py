@@ -1,24 +1,30 @@
-"""A run of the benchmark: rounds, in each round all groups, in each group all participants."""
+"""A run of the benchmark: rounds, in each round all groups, in each group all participants.
+
+How fast one mesh is changes within seconds by a factor of two or three: with where the system
+happens to run its threads, and with what else runs. So the meshes of a round stand side by side,
+and are measured in short turns, A B A B, so that they meet the same moods of the machine; and each
+round has fresh ones.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from zrpc.bench.effort import Effort, Sample
-from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.effort import Sample
+from zrpc.bench.mesh import HungError, MeshError
 from zrpc.bench.result import Failure, RowResult
-from zrpc.bench.row import Group, Limit, Row
+from zrpc.bench.row import Group, Row
+from zrpc.bench.seat import Seat
+from zrpc.bench.settings import Settings
 from zrpc.launch import LaunchError, Starter, make_starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
 
-__all__ = ["LIMIT", "Run", "Settings", "Watcher", "warm_starter"]
+__all__ = ["Run", "Watcher", "warm_starter"]
 
-LIMIT = "limit"
 _PRELOAD = (
     *DEFAULT_PRELOAD,
     "torch.distributed.rpc",
@@ -33,40 +39,14 @@ _PRELOAD = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
-
-    Attributes:
-        against: the other library, or None.
-        rounds: how many rounds.
-        tcp: whether only tcp is to be used.
-        effort: how much to measure of each row in each round.
-        deadline: seconds that a row may take in one round.
-        patience: seconds that a mesh may take to start, and to end.
-    """
-
-    against: str | None = "torch"
-    rounds: int = 5
-    tcp: bool = False
-    effort: Effort = field(default_factory=Effort)
-    deadline: float = 60.0
-    patience: float = 60.0
-
-    @property
-    def participants(self) -> tuple[str, ...]:
-        """Whose meshes start in each round, in their order."""
-        return (*([self.against] if self.against else []), "zrpc", LIMIT)
-
-
 class Watcher(Protocol):
     """Is told how far a run is."""
 
-    def measures(self, number: int, group: Group, participant: str, row: Row) -> None:
+    def measures(self, number: int, group: Group, row: Row) -> None:
         """A row is measured now, in the round of that number."""
 
     def measured(self) -> None:
-        """It is done, or was left out."""
+        """It is done."""
 
 
 @dataclass
@@ -102,75 +82,46 @@ class Run:
                 fresh = stack.enter_context(make_starter("spawn", env=_environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
-                    starter = fresh if group.fresh else warm
-                    for participant in self.settings.participants:
-                        self._measure(number, group, participant, starter, watcher)
+                    self._measure(number, group, fresh if group.fresh else warm, watcher)
 
-    def _measure(
-        self, number: int, group: Group, participant: str, starter: Starter, watcher: Watcher
-    ) -> None:
-        """One group, in as many fresh meshes of a participant as it takes: one if all is well."""
-        left = self._to_do(group, participant, watcher)
-        while left:
-            row: Row | None = None
-            mesh = self._mesh(group, participant, starter)
-            try:
-                with mesh:
-                    while left:
-                        row = left.popleft()
-                        watcher.measures(number, group, participant, row)
-                        self._enter(row, participant, self._sample(mesh, participant, row), watcher)
-                        row = None
-                self.notes += [f"round {number}, {group.name}: {each}" for each in mesh.complaints]
-            except (MeshError, LaunchError) as error:
-                hung = isinstance(error, HungError)
-                if row is not None:  # the others get a mesh of their own
-                    self._enter(row, participant, Failure(str(error), hung), watcher)
-                    continue
-                while left:
-                    self._enter(left.popleft(), participant, Failure(str(error), hung), watcher)
-
-    def _to_do(self, group: Group, participant: str, watcher: Watcher) -> deque[Row]:
-        rows: deque[Row] = deque()
-        for row in group.rows:
-            if participant == LIMIT and row.limit is None:
+    def _measure(self, number: int, group: Group, starter: Starter, watcher: Watcher) -> None:
+        """One group, in fresh meshes that stand side by side and have their turns."""
+        with ExitStack() as stack:
+            seats = [
+                stack.enter_context(Seat(group, participant, starter, self.settings))
+                for participant in self.settings.participants
+            ]
+            for row in group.rows:
+                watcher.measures(number, group, row)
+                self._measure_row(row, group.turns, seats)
                 watcher.measured()
-            elif (failure := self._of[row.name].failed_for_good(participant)) is not None:
-                self._enter(row, participant, failure, watcher)
-            else:
-                rows.append(row)
-        return rows
+        for seat in seats:
+            self.notes += [f"round {number}, {group.name}: {each}" for each in seat.complaints]
 
-    def _mesh(self, group: Group, participant: str, starter: Starter) -> Mesh:
-        limit = participant == LIMIT
-        return Mesh(
-            starter,
-            participant,
-            2 if limit else group.workers,
-            # A process that has imported torch and nothing else has no sockets either.
-            joined=group.joined and not (limit and group.fresh),
-            tcp=self.settings.tcp,
-            patience=self.settings.patience,
-        )
-
-    def _sample(self, mesh: Mesh, participant: str, row: Row) -> Sample:
-        measured: Row | Limit = row
-        if participant == LIMIT:
-            limit = row.limit_of(self.settings.tcp)
-            assert limit is not None  # such rows were sorted out
-            measured = limit
-        return mesh.measure(
-            measured.workload,
-            measured.arguments,
-            self.settings.effort,
-            row.deadline or self.settings.deadline,
-        )
-
-    def _enter(
-        self, row: Row, participant: str, outcome: Sample | Failure, watcher: Watcher
-    ) -> None:
-        self._of[row.name].add(participant, outcome)
-        watcher.measured()
+    def _measure_row(self, row: Row, turns: int, seats: Sequence[Seat]) -> None:
+        result = self._of[row.name]
+        effort = self.settings.effort.divided(turns)
+        samples: dict[str, list[Sample]] = {}
+        failures: dict[str, Failure] = {}
+        for seat in seats:
+            # What hung once would hang again, for as long.
+            if (failure := result.failed_for_good(seat.participant)) is not None:
+                failures[seat.participant] = failure
+        for _ in range(turns):
+            for seat in seats:
+                if seat.participant not in failures and seat.measures(row):
+                    try:
+                        sample = seat.measure(row, effort)
+                    except (MeshError, LaunchError) as error:
+                        failure = Failure(str(error), isinstance(error, HungError))
+                        failures[seat.participant] = failure
+                    else:
+                        samples.setdefault(seat.participant, []).append(sample)
+        for participant, found in samples.items():
+            if participant not in failures:
+                result.add(participant, Sample.merged(found, row.unit.more_is_better))
+        for participant, failure in failures.items():
+            result.add(participant, failure)
 
 
 def warm_starter() -> Starter:

@@ -10,11 +10,13 @@ from zrpc.bench.effort import Sample
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Unit
-from zrpc.bench.run import LIMIT, Run, Settings
+from zrpc.bench.run import Run
+from zrpc.bench.settings import LIMIT, Settings
 
 __all__ = ["as_data", "as_text", "columns_of_text", "headline", "quantity"]
 
-_LONGEST_REASON = 60
+# The whole reason stands below the table.
+_LONGEST_REASON = 20
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _RATES = ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -102,11 +104,7 @@ def _below(run: Run) -> str:
 
 def columns_of_text(lines: Sequence[Sequence[str]]) -> str:
     """Lines of cells, aligned: the first column to the left, the others to the right."""
-    # What failed says so at length; it must not make its column wide for all others.
-    widths = [
-        max(len(cell) for cell in column if not cell.startswith("failed:"))
-        for column in zip(*lines, strict=True)
-    ]
+    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:
         cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]

@@ -1,0 +1,146 @@
+"""How cost grows with the number of workers: what ``zrpc bench scale`` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zrpc.bench.effort import Effort
+from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.row import Unit
+from zrpc.bench.run import warm_starter
+from zrpc.bench.table import columns_of_text, quantity
+from zrpc.launch import Starter
+
+__all__ = ["MEASURES", "Point", "as_text", "measure", "plot"]
+
+MEASURES = {
+    "init": "init_rpc of all workers",
+    "call": "empty call, to each peer in turn",
+    "descriptors": "descriptors of worker 0, all peers called",
+    "memory": "private memory of worker 0, all peers called",
+}
+_UNITS = {"init": Unit.SECONDS, "call": Unit.SECONDS, "memory": Unit.BYTES}
+
+
+@dataclass
+class Point:
+    """A mesh of one size.
+
+    Attributes:
+        library: whose.
+        workers: how many.
+        values: by the names in `MEASURES`, as far as it got.
+        failed: why it got no further.
+    """
+
+    library: str
+    workers: int
+    values: dict[str, float] = field(default_factory=dict)
+    failed: str | None = None
+
+
+def measure(
+    libraries: Sequence[str],
+    counts: Sequence[int],
+    effort: Effort,
+    deadline: float,
+    on_start: Callable[[str, int], object],
+) -> Iterator[Point]:
+    """Starts meshes of growing size, of each library in turn.
+
+    Args:
+        libraries: which ones.
+        counts: how many workers, in growing order, at least 2.
+        effort: how much to measure of each call.
+        deadline: seconds for each start and each measurement. A library that hangs is not
+            asked for more workers.
+        on_start: is told of each mesh before it starts.
+    """
+    with warm_starter() as starter:
+        hung: dict[str, int] = {}
+        for workers in counts:
+            for library in libraries:
+                if library in hung:
+                    reason = f"left out, as it hung with {hung[library]} workers"
+                    yield Point(library, workers, failed=reason)
+                    continue
+                on_start(library, workers)
+                point = Point(library, workers)
+                try:
+                    _measure(point, starter, effort, deadline)
+                except MeshError as error:
+                    point.failed = str(error)
+                    if isinstance(error, HungError):
+                        hung[library] = workers
+                yield point
+
+
+def _measure(point: Point, starter: Starter, effort: Effort, deadline: float) -> None:
+    with Mesh(starter, point.library, point.workers, patience=deadline) as mesh:
+        point.values["init"] = mesh.joined_in
+        for name, workload in (
+            ("call", "footprint:call"),
+            ("descriptors", "footprint:descriptors"),
+            ("memory", "footprint:private_memory"),
+        ):
+            point.values[name] = mesh.measure(workload, (), effort, deadline).value
+    if mesh.complaints:
+        point.failed = "; ".join(mesh.complaints)
+
+
+def as_text(points: Sequence[Point]) -> str:
+    """A table, and below it what failed."""
+    head = ["", "workers", "init", "call", "descriptors", "memory"]
+    lines = [[point.library, str(point.workers), *_cells(point)] for point in points]
+    failures = [
+        f"* {point.library}, {point.workers} workers: {point.failed}"
+        for point in points
+        if point.failed
+    ]
+    legend = [f"{name}: {meaning}" for name, meaning in MEASURES.items()]
+    return "\n".join([columns_of_text([head, *lines]), "", *legend, *failures])
+
+
+def _cells(point: Point) -> list[str]:
+    cells = []
+    for name in MEASURES:
+        value, unit = point.values.get(name), _UNITS.get(name)
+        if value is None:
+            cells.append("failed" if point.failed else "-")
+        else:
+            cells.append(quantity(value, unit) if unit else f"{value:g}")
+    return cells
+
+
+def plot(points: Sequence[Point], caption: str, path: Path) -> None:
+    """Draws each measure against the number of workers.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid: Any = figure.subplots(2, 2)
+    for axes, (name, meaning) in zip(grid.flat, MEASURES.items(), strict=True):
+        factor, unit = {"init": (1, "s"), "call": (1e-6, "µs"), "memory": (2**20, "MiB")}.get(
+            name, (1, "")
+        )
+        for library in dict.fromkeys(point.library for point in points):
+            found = [p for p in points if p.library == library and name in p.values]
+            x = [point.workers for point in found]
+            axes.plot(x, [p.values[name] / factor for p in found], marker="o", label=library)
+        axes.set_title(meaning, loc="left", fontsize=9)
+        axes.set_xlabel("workers", fontsize=8)
+        axes.set_ylabel(unit, fontsize=8)
+        axes.set_ylim(bottom=0)
+        axes.grid(color="0.9")
+        axes.spines[["top", "right"]].set_visible(False)
+    grid.flat[0].legend(frameon=False)
+    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
