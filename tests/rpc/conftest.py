@@ -116,14 +116,19 @@ class Programs:
     def output(self, rank: int) -> str:
         return self._output(rank).read_text(errors="replace")
 
-    def run(self, source: str, world_size: int = 2, **env: str) -> list[Ended]:
-        """Runs one script as all workers; what they have written, by rank."""
+    def run(
+        self, source: str, world_size: int = 2, *, stop_others: bool = True, **env: str
+    ) -> list[Ended]:
+        """Runs one script as all workers, and ends the rest where one fails.
+
+        Returns their exit codes and what they have written, by rank.
+        """
         path = self.write(source)
         pids = [self.start_script(path, rank, world_size, **env) for rank in range(world_size)]
         ended = []
         for rank, pid in enumerate(pids):
             ended.append(self.wait(pid, rank))
-            if ended[-1].code != 0:  # the others may wait for it
+            if ended[-1].code != 0 and stop_others:  # the others may wait for it
                 for other in self._pids:
                     warm_server().send_signal(other, signal.SIGTERM)
         return ended
