@@ -1,0 +1,95 @@
+"""What the tests of shared memory look at: segments, loans, descriptors and mappings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import zrpc
+from zrpc.current import current_agent
+from zrpc.shared_memory import SharedMemoryLayer
+from zrpc.testing import Mesh
+
+# Elements of a float32 tensor of 1 MiB: well above what goes by shared memory.
+LARGE = 1 << 18
+MIB = 1 << 20
+
+# What workers keep, by name. A function that goes to a worker process by value gets copies of
+# its module's globals each time; those of this module, which is imported there, last.
+kept: dict[Any, Any] = {}
+
+
+def large(value: float, count: int = LARGE) -> torch.Tensor:
+    """A tensor of its own memory, all of whose elements are different from another value's."""
+    return torch.arange(count, dtype=torch.float32).add_(1000 * value)
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def keep(name: Any, value: Any) -> None:
+    kept[name] = value
+
+
+def drop(*names: Any) -> None:
+    for name in names:
+        del kept[name]
+
+
+def layer_of(mesh: Mesh, worker: int) -> SharedMemoryLayer:
+    return mesh.agent(worker).layer(SharedMemoryLayer)
+
+
+def own_layer() -> SharedMemoryLayer:
+    return current_agent().layer(SharedMemoryLayer)
+
+
+def until(condition: Callable[[], Any], what: str = "", within: float = 20) -> None:
+    """Waits for what other threads bring about, and of which no event tells."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, what or "the condition has not come true"
+        time.sleep(0.005)
+
+
+def until_returned(layer: SharedMemoryLayer, lent: int = 0) -> None:
+    """Waits until no more than this many of a sender's segments are lent."""
+
+    def returned() -> bool:
+        gc.collect()
+        return layer.pool.lent <= lent
+
+    until(returned, f"{layer.pool.lent} segments are lent, expected {lent}")
+
+
+def introduce(*ranks: int) -> None:
+    """Has this worker send by shared memory to these: they have told that they can."""
+    layer = own_layer()
+    for rank in ranks:
+        zrpc.rpc_sync(rank, torch.numel, (large(0),))
+        until(lambda rank=rank: rank in layer._accepted, f"{rank} does not accept")  # type: ignore[misc]
+    until_returned(layer)
+
+
+def segments_open() -> list[int]:
+    """The inodes of the memfds of zrpc that this process has open, each once."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:zrpc"):
+                found.add(os.fstat(int(fd)).st_ino)
+        except OSError:  # the descriptor of the listing itself
+            continue
+    return sorted(found)
+
+
+def segments_mapped() -> list[int]:
+    """The inodes of the memfds of zrpc that this process has mapped, each once."""
+    with open("/proc/self/maps") as maps:
+        return sorted({int(line.split()[4]) for line in maps if "/memfd:zrpc" in line})
