@@ -115,6 +115,8 @@ class Agent:
         self.finishers: list[Callable[[Encoder], None]] = []
         self.openers: list[Callable[[Decoder], None]] = []
         self.scopes: list[Callable[[Message], AbstractContextManager[Any]]] = []
+        # Whether tensors stay part of a graph in a message, which may answer a request.
+        self.in_graph: Callable[[Message | None], bool] | None = None
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
@@ -293,7 +295,8 @@ class Agent:
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
         same_main = self.membership.same_main(rank)
-        return Encoder(self, rank, same_main, request, self.finishers)
+        in_graph = self.in_graph is not None and self.in_graph(request)
+        return Encoder(self, rank, same_main, request, self.finishers, in_graph)
 
     def _prepare(
         self,

@@ -23,7 +23,7 @@ __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
 T = TypeVar("T")
 Options = dict[str, Any]
-Params = Sequence[RRef[torch.Tensor]]
+Params = Sequence[RRef[Any]]
 
 # One lock for each parameter that is optimized in this process, so that optimizers of several
 # trainers step over shared parameters one after the other, and others do not wait for them.

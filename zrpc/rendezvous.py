@@ -13,13 +13,14 @@ import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from torch.distributed import PrefixStore, Store, rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
 from zrpc.worker_info import WorkerInfo
@@ -112,24 +113,70 @@ def connect_store(init_method: str, rank: int, world_size: int, timeout: float) 
     """
     deadline = time.monotonic() + timeout
     parts = urlsplit(init_method)
-    if parts.scheme in ("tcp", "file"):
-        # torch takes rank and world size from its arguments or from here, but not from both.
-        init_method = parts._replace(query="").geturl()
-    hosted_elsewhere = rank > 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master = _master(init_method)
-    if master is not None and hosted_elsewhere:
-        _await_listener(master, deadline, timeout)
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    # Told the world's size, rank 0's TCPStore would wait for all, and not say who is missing.
-    # A FileStore needs it to know when to remove its file.
-    size = world_size if parts.scheme == "file" else -1
     try:
-        store: Store = next(rendezvous(init_method, rank, size, timeout=left))[0]
+        if parts.scheme in ("tcp", "env"):
+            return _tcp_store(*_master(init_method), rank, deadline, timeout)
+        if parts.scheme == "file":
+            _check_directory(parts.path)
+            # torch takes rank and size from its arguments or from here, but not from both.
+            init_method = parts._replace(query="").geturl()
+        left = timedelta(seconds=timeout)
+        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
+        return store
+    except RendezvousError:
+        raise
     except (RuntimeError, ValueError, OSError) as error:
         raise RendezvousError(
             f"worker {rank} can't use the store of {init_method}: {error}"
         ) from error
-    return store
+
+
+def _check_directory(path: str) -> None:
+    # FileStore would try to open the file again and again, for minutes.
+    directory = os.path.dirname(path) or "/"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RendezvousError(
+            f"expected a directory for the file {path} that can be written to, found none: make "
+            f"{directory}, or name another place"
+        )
+
+
+def _tcp_store(host: str, port: int, rank: int, deadline: float, timeout: float) -> Store:
+    """Connects to the TCPStore at an address, which rank 0 hosts unless torchrun does.
+
+    Made here and not by torch's ``rendezvous``, by which rank 0 waits for all others and then
+    does not say who is missing.
+    """
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and not by_torchrun
+    if not hosts:
+        _await_listener((host, port), deadline, timeout)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    made: list[TCPStore | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = TCPStore(
+                host, port, None, hosts, left, wait_for_workers=False, multi_tenant=not by_torchrun
+            )
+        except BaseException as error:
+            made.append(error)
+        else:
+            made.append(store)
+
+    # In a thread of its own: where something else listens at that address, TCPStore waits for
+    # an answer for ever, and neither a time-out nor Ctrl-C ends that.
+    thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
+    if not made:
+        raise RendezvousError(
+            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found something "
+            "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
+        )
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
 
 
 def _await_listener(master: tuple[str, int], deadline: float, timeout: float) -> None:
@@ -156,21 +203,31 @@ def _await_listener(master: tuple[str, int], deadline: float, timeout: float) ->
 
 def master_host(init_method: str) -> str:
     """The host that the workers meet at, for the choice of an interface."""
-    master = _master(init_method)
-    return master[0] if master else socket.gethostname()
+    if urlsplit(init_method).scheme in ("tcp", "env"):
+        return _master(init_method)[0]
+    return socket.gethostname()
 
 
-def _master(init_method: str) -> tuple[str, int] | None:
-    """The master's host and port, where the workers meet at such a place."""
+def _master(init_method: str) -> tuple[str, int]:
+    """The host and port that the workers meet at, for ``tcp://`` and ``env://``.
+
+    Raises:
+        RendezvousError: one of them is missing.
+    """
     parts = urlsplit(init_method)
-    try:
-        if parts.scheme == "tcp" and parts.hostname and parts.port:
-            return parts.hostname, parts.port
-        if parts.scheme == "env":
-            return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError):
-        pass  # torch's own message names what is missing
-    return None
+    if parts.scheme == "tcp":
+        host, port = parts.hostname or "", str(parts.port or "")
+        source = init_method
+    else:
+        host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        source = f"MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
+    if not host or not port.isdecimal():
+        raise RendezvousError(
+            f"expected the host and port of the master, found {source}: set the environment "
+            "variables MASTER_ADDR and MASTER_PORT (`zrpc launch` and torchrun do), or use "
+            "init_method='tcp://host:port'"
+        )
+    return host, int(port)
 
 
 def meet(store: Store, card: Card, timeout: float) -> list[Card]:

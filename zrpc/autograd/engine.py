@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from zrpc.autograd.replicas import is_reduced
 
 __all__ = ["check_roots", "run"]
 
-# A run that goes through AccumulateGrad nodes writes to `.grad`; one at a time may.
+# Guards what is changed about leaves for a moment: `.grad`, and hooks.
 _grad_lock = threading.Lock()
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -67,42 +70,71 @@ def run(
     # With the first token among the inputs the engine runs the whole chain, also those parts
     # that lead to no leaf: each received message is to be answered.
     inputs = [*leaves, start] if token is not start else leaves
-    if any(_has_hooks(node) for node in accumulators):
-        _run_into_grad(outputs, seeds, inputs, leaves, retain_graph, accumulate)
-        return
     gradients = torch.autograd.grad(
         outputs, inputs, seeds, retain_graph=retain_graph, allow_unused=True
     )
-    for leaf, gradient in zip(leaves, gradients, strict=False):
-        if gradient is not None:
-            accumulate(leaf, gradient)
+    found = {
+        node: gradient
+        for node, gradient in zip(accumulators, gradients, strict=False)
+        if gradient is not None
+    }
+    hooked = {node: gradient for node, gradient in found.items() if _has_hooks(node)}
+    if hooked:
+        found.update(_run_accumulators(hooked))
+    taken: set[int] = set()
+    for node, gradient in found.items():
+        accumulate(node.variable, gradient if _is_own(gradient, taken) else gradient.clone())
 
 
-def _run_into_grad(
-    outputs: list[torch.Tensor],
-    seeds: list[torch.Tensor],
-    inputs: list[torch.Tensor],
-    leaves: list[torch.Tensor],
-    retain_graph: bool,
-    accumulate: Callable[[torch.Tensor, torch.Tensor], None],
-) -> None:
-    """As `run`, through the AccumulateGrad nodes, where hooks and DDP's reducer hang.
+def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Runs AccumulateGrad nodes, on which hooks and DDP's reducer hang, with these gradients.
 
-    They write to ``.grad``, which is put back afterwards.
+    ``torch.autograd.grad``, which lets many contexts run at once over the same parameters,
+    ends before them. They write to ``.grad``, which is put back; nothing in here waits for
+    another worker's backward pass, so that holding a lock can't stop one.
+
+    Returns:
+        What they left in ``.grad``: DDP averages it over its processes.
     """
-    with _grad_lock:
+    leaves = [node.variable for node in gradients]
+    with _grad_lock, _without_hooks(leaves):
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
         try:
-            torch.autograd.backward(outputs, seeds, retain_graph=retain_graph, inputs=inputs)
-            gradients = [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+            torch.autograd.backward(leaves, list(gradients.values()))
+            return {node: node.variable.grad.clone() for node in gradients}
         finally:
             for leaf, gradient in zip(leaves, before, strict=True):
                 leaf.grad = gradient
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        if gradient is not None:
-            accumulate(leaf, gradient)
+
+
+@contextlib.contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keeps the leaves' own tensor hooks, which have been called, from being called again."""
+    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    kept = [dict(by_id) for by_id in hooks]
+    for by_id in hooks:
+        by_id.clear()
+    try:
+        yield
+    finally:
+        for by_id, entries in zip(hooks, kept, strict=True):
+            by_id.update(entries)
+
+
+def _is_own(gradient: torch.Tensor, taken: set[int]) -> bool:
+    """Whether a gradient has its memory for itself, as one that may be changed in place must.
+
+    As torch's AccumulateGrad, which takes over such a gradient and copies others.
+    """
+    if gradient.layout is not torch.strided or _storage_use_count is None:
+        return False
+    first = id(gradient) not in taken
+    taken.add(id(gradient))
+    storage = gradient.untyped_storage()
+    # One reference is the gradient's, one that of `storage` here.
+    return first and storage.nbytes() == gradient.nbytes and _storage_use_count(storage._cdata) <= 2
 
 
 def _has_hooks(accumulator: Any) -> bool:
@@ -111,12 +143,13 @@ def _has_hooks(accumulator: Any) -> bool:
     if getattr(leaf, "_post_accumulate_grad_hooks", None) or is_reduced(leaf):
         return True
     # A node does not tell its hooks, but a new one joins the dictionary of those there are.
-    for register in (accumulator.register_hook, accumulator.register_prehook):
-        handle = register(_nothing)
-        found = len(handle.hooks_dict_ref()) > 1
-        handle.remove()
-        if found:
-            return True
+    with _grad_lock:  # two that look at once would see each other's
+        for register in (accumulator.register_hook, accumulator.register_prehook):
+            handle = register(_nothing)
+            found = len(handle.hooks_dict_ref()) > 1
+            handle.remove()
+            if found:
+                return True
     return False
 
 
@@ -131,7 +164,7 @@ def _accumulators(outputs: Iterable[torch.Tensor]) -> list[Any]:
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
-        if hasattr(node, "variable"):
+        if node.name() == "torch::autograd::AccumulateGrad":
             accumulators.append(node)
             continue
         for following, _ in node.next_functions:

@@ -91,6 +91,7 @@ class AutogradLayer:
         agent.finishers.append(self._append_send)
         agent.openers.append(self._append_receive)
         agent.scopes.append(self._scope)
+        agent.in_graph = self._in_graph
 
     # -- contexts ------------------------------------------------------------------------
 
@@ -177,6 +178,7 @@ class AutogradLayer:
             self._ended.append(context_id)
         if state is None:
             return
+        state.clear()
         for peer in state.peers - {self.rank, but}:
             self._post(peer, Kind.RELEASE, _PASS.pack(context_id, 0, 0, False))
 
@@ -200,13 +202,20 @@ class AutogradLayer:
         finally:
             _context_id.reset(token)
 
+    def _in_graph(self, request: Message | None) -> bool:
+        """Whether tensors of a message stay part of the graph."""
+        return self._context_of(request) is not None and torch.is_grad_enabled()
+
+    def _context_of(self, request: Message | None) -> int | None:
+        """The context of a message that is packed: of the present one, or of its request."""
+        if request is None:
+            return _context_id.get()
+        graph = _graph_of(request)
+        return None if graph is None else graph.state.context_id
+
     def _append_send(self, encoder: Encoder) -> None:
         """All tensors of an outgoing message are known: those that require grad leave."""
-        if encoder.request is not None:
-            graph = _graph_of(encoder.request)
-            context_id = None if graph is None else graph.state.context_id
-        else:
-            context_id = _context_id.get()
+        context_id = self._context_of(encoder.request)
         if context_id is None:
             return
         state = self._join(context_id, encoder.destination)
@@ -216,9 +225,9 @@ class AutogradLayer:
         send_id = 0
         if tensors and torch.is_grad_enabled():
             send_id = next(self._sends)
-            link = _Outgoing(self, state, send_id, len(tensors))
+            wait = partial(self._await_gradients, send_id, len(tensors))
             with state.lock, torch.enable_grad():
-                state.token = send(state.token, link, *tensors.values())
+                state.token = send(state.token, wait, *tensors.values())
                 state.sends[send_id] = encoder.destination
         extension = encoder.extension(GRAPH)
         extension.extend(_GRAPH.pack(context_id, send_id))
@@ -247,9 +256,9 @@ class AutogradLayer:
                 return  # unpacked once more, to raise its error again
             state.receives.add(key)
             tensors = [decoder.tensors[i].detach() for i in graph.indices]
-            link = _Incoming(self, state, graph.sender, graph.send_id)
+            back = partial(self._send_gradients, state.context_id, graph.sender, graph.send_id)
             with torch.enable_grad():
-                state.token, *received = receive(state.token, link, tensors)
+                state.token, *received = receive(state.token, back, tensors)
         for i, tensor in zip(graph.indices, received, strict=True):
             decoder.tensors[i] = tensor
 
@@ -353,7 +362,7 @@ class AutogradLayer:
             never_came = [n for n in their_sends if (peer, n) not in state.receives]
             ours = [n for n, to in state.sends.items() if to == peer]
         for number in never_came:
-            self._post_gradients(peer, state, pass_, number, None)
+            self._post_gradients(peer, state.context_id, pass_, number, None)
         known = set(their_receives)
         for number in ours:
             if number not in known:
@@ -367,10 +376,29 @@ class AutogradLayer:
             used = bool(message.body)
             state.find_pass(pass_id).deliver(send_id, message if used else _UNUSED)
 
+    # The two that the nodes call. They know the context's id and not its state, which refers to
+    # them by way of the graph: a cycle through objects of C++ is hidden from the collector.
+
+    def _await_gradients(self, send_id: int, count: int) -> Gradients:
+        """For a `Send` node: waits for the gradients of the tensors that were sent."""
+        message = _running_pass().wait(send_id)
+        if not isinstance(message, Message):
+            return [None] * count
+        gradients: Gradients = self.agent.unpack(message)
+        return gradients
+
+    def _send_gradients(
+        self, context_id: int, sender: int, send_id: int, gradients: Gradients
+    ) -> None:
+        """For a `Receive` node: sends the gradients of the tensors that were received."""
+        pass_ = _running_pass()
+        pass_.check()
+        self._post_gradients(sender, context_id, pass_, send_id, gradients)
+
     def _post_gradients(
         self,
         peer: int,
-        state: ContextState,
+        context_id: int,
         pass_: Pass,
         send_id: int,
         gradients: Gradients | None,
@@ -379,7 +407,7 @@ class AutogradLayer:
         if gradients is not None and any(gradient is not None for gradient in gradients):
             with _outside_of_contexts():
                 self.agent.encoder(peer).pack(list(gradients), message)
-        data = _PASS.pack(state.context_id, pass_.pass_id, send_id, False)
+        data = _PASS.pack(context_id, pass_.pass_id, send_id, False)
         message.extensions = [*message.extensions, (PASS, data)]
         self.agent.post(peer, message)
 
@@ -462,50 +490,6 @@ class _Graph:
         self.sender = sender
         self.send_id = send_id
         self.indices = indices
-
-
-class _Outgoing:
-    """The link of a `Send` node."""
-
-    __slots__ = ("_count", "_layer", "_send_id", "_state")
-
-    def __init__(self, layer: AutogradLayer, state: ContextState, send_id: int, count: int) -> None:
-        self._layer = layer
-        self._state = state
-        self._send_id = send_id
-        self._count = count
-
-    def await_gradients(self) -> Gradients:
-        message = _running_pass().wait(self._send_id)
-        if not isinstance(message, Message):
-            return [None] * self._count
-        gradients: Gradients = self._layer.agent.unpack(message)
-        return gradients
-
-    def send_gradients(self, gradients: Gradients) -> None:
-        raise NotImplementedError
-
-
-class _Incoming:
-    """The link of a `Receive` node."""
-
-    __slots__ = ("_layer", "_send_id", "_sender", "_state")
-
-    def __init__(
-        self, layer: AutogradLayer, state: ContextState, sender: int, send_id: int
-    ) -> None:
-        self._layer = layer
-        self._state = state
-        self._sender = sender
-        self._send_id = send_id
-
-    def await_gradients(self) -> Gradients:
-        raise NotImplementedError
-
-    def send_gradients(self, gradients: Gradients) -> None:
-        pass_ = _running_pass()
-        pass_.check()
-        self._layer._post_gradients(self._sender, self._state, pass_, self._send_id, gradients)
 
 
 def plug_in(agent: Agent) -> AutogradLayer:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-__all__ = ["Link", "receive", "send"]
+__all__ = ["receive", "send"]
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-class Link(Protocol):
-    """One tensor-carrying message, as its node in the graph knows it."""
-
-    def await_gradients(self) -> Gradients:
-        """For the sender's node: waits for the gradients of the tensors that were sent."""
-
-    def send_gradients(self, gradients: Gradients) -> None:
-        """For the receiver's node: sends the gradients of the tensors that were received."""
+Await = Callable[[], Gradients]
+Back = Callable[[Gradients], None]
 
 
 class Send(torch.autograd.Function):
-    """``(token, link, *tensors) -> token``: the tensors leave this worker."""
+    """``(token, wait, *tensors) -> token``: the tensors leave this worker."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, link: Link, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, token: torch.Tensor, wait: Await, *tensors: torch.Tensor) -> torch.Tensor:
         """Makes the next token."""
-        ctx.link = link
+        ctx.wait = wait
         ctx.set_materialize_grads(False)
         return token.new_empty(0)
 
@@ -37,11 +31,11 @@ class Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Gives the gradients that the receiver has sent back."""
-        return torch.empty(0), None, *ctx.link.await_gradients()
+        return torch.empty(0), None, *ctx.wait()
 
 
 class Receive(torch.autograd.Function):
-    """``(token, link, tensors) -> (token, *tensors)``: tensors have come to this worker.
+    """``(token, back, tensors) -> (token, *tensors)``: tensors have come to this worker.
 
     They are no inputs of the node, so that they are no views of inputs and may be changed in
     place.
@@ -49,10 +43,10 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, token: torch.Tensor, link: Link, tensors: list[torch.Tensor]
+        ctx: FunctionCtx, token: torch.Tensor, back: Back, tensors: list[torch.Tensor]
     ) -> Any:
         """Makes the next token, and the tensors part of the graph."""
-        ctx.link = link  # type: ignore[attr-defined]
+        ctx.back = back  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return token.new_empty(0), *tensors
 
@@ -60,16 +54,16 @@ class Receive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
-        ctx.link.send_gradients(gradients)
+        ctx.back(gradients)
         return torch.empty(0), None, None
 
 
-def send(token: torch.Tensor, link: Link, *tensors: torch.Tensor) -> torch.Tensor:
+def send(token: torch.Tensor, wait: Await, *tensors: torch.Tensor) -> torch.Tensor:
     """Appends a `Send` node to a chain; returns the chain's new end."""
-    end: torch.Tensor = Send.apply(token, link, *tensors)  # type: ignore[no-untyped-call]
+    end: torch.Tensor = Send.apply(token, wait, *tensors)  # type: ignore[no-untyped-call]
     return end
 
 
-def receive(token: torch.Tensor, link: Link, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def receive(token: torch.Tensor, back: Back, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Appends a `Receive` node to a chain; returns the chain's new end, and the tensors."""
-    return list(Receive.apply(token, link, tensors))  # type: ignore[no-untyped-call]
+    return list(Receive.apply(token, back, tensors))  # type: ignore[no-untyped-call]

@@ -50,6 +50,12 @@ class ContextState:
         """The workers with which tensors of the graph were exchanged; the lock is held."""
         return {*self.sends.values(), *(sender for sender, _ in self.receives)}
 
+    def clear(self) -> None:
+        """The context has ended: lets go of its graph and its gradients."""
+        with self.lock:
+            self.token = self.start
+            self.gradients.clear()
+
     def find_pass(self, pass_id: int) -> Pass:
         """A pass, made where it is first heard of."""
         with self.lock:

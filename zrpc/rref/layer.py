@@ -186,10 +186,13 @@ class RRefLayer:
         rref_id, fork_id, *subject = self._ids(request)
         own = request.sender == self.rank
         with self._lock:
-            value = self._value(rref_id)
-            value.begun = True
-            if not own:
+            if own:
+                # Not there any more where the call has timed out and the handle is gone.
+                value = self._values.get(rref_id) or OwnedValue()
+            else:
+                value = self._value(rref_id)
                 self._references.add(rref_id, fork_id, request.sender)
+            value.begun = True
         self._settle_references()
         outlet = _Keep(self, request, value)
         if subject:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from zrpc.errors import RpcTimeoutError
+from zrpc.errors import RemoteError, RpcTimeoutError
 from zrpc.pool import acquire
 
 __all__ = ["OwnedValue"]
@@ -20,7 +20,7 @@ class OwnedValue:
         begun: whether the call that makes it has arrived; others may ask for it before.
     """
 
-    __slots__ = ("_error", "_followers", "_gate", "_lock", "_traceback", "_value", "begun")
+    __slots__ = ("_error", "_followers", "_gate", "_lock", "_value", "begun")
 
     def __init__(self) -> None:
         self.begun = False
@@ -41,9 +41,11 @@ class OwnedValue:
                 return
             self._value, self._error = value, error
             if error is not None:
-                self._traceback = error.__traceback__
-                # The frames' variables would live as long as the RRef.
-                traceback.clear_frames(self._traceback)
+                # As text: the frames of a traceback would keep the call's arguments alive.
+                lines = traceback.format_exception(type(error), error, error.__traceback__)
+                error.__context__ = None
+                error.__cause__ = RemoteError("".join(lines))
+                error.__traceback__ = None
             self._gate.release()
         for follower in followers:
             follower()
@@ -72,5 +74,5 @@ class OwnedValue:
             )
         self._gate.release()
         if self._error is not None:
-            raise self._error.with_traceback(self._traceback)
+            raise self._error.with_traceback(None)
         return self._value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -43,13 +44,14 @@ class Loan:
     ) -> None:
         self.owner = owner
         self.number = number
-        whole = memoryview(memory)
         self.left = len(places)
         self.keep = False
-        views = [whole[offset : offset + size] for offset, size in places]
+        # Arrays of ctypes and not memoryviews: whatever is made of an array's buffer refers to
+        # the array, while of a memoryview it may refer to what lies below.
+        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
         # A view ends in any thread, at any moment: its end is only noted.
         self._watched = [weakref.ref(view, lambda _: ended.append(self)) for view in views]
-        self.views: list[memoryview] | None = views
+        self.views: list[ctypes.Array[ctypes.c_char]] | None = views
 
 
 class Loans:

@@ -36,6 +36,7 @@ class Mailbox:
         # would drop answers or block the I/O thread.
         self._socket.sndhwm = 0
         self._socket.linger = 0
+        self._socket.ipv6 = "[" in endpoint
         self._socket.connect(endpoint)
         self.sent = 0
 

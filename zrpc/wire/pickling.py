@@ -67,6 +67,7 @@ class Encoder:
         same_main: whether a name in ``__main__`` means the same at the receiver.
         request: what the message answers; None where it is a request itself.
         finishers: called with this encoder when all tensors of the message are known.
+        in_graph: whether tensors that require grad stay part of a graph on their way.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class Encoder:
         same_main: bool,
         request: Message | None = None,
         finishers: Sequence[Callable[[Encoder], None]] = (),
+        in_graph: bool = False,
     ) -> None:
         self.agent = agent
         self.destination = destination
         self.same_main = same_main
         self.request = request
+        self.in_graph = in_graph
         self._finishers = finishers
         self._undo: list[Callable[[], None]] = []
         self._start()
@@ -221,6 +224,8 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
         return _receive_tensor, (_current_encoder().tensors.add(tensor),)
     requires_grad, plain = tensor.requires_grad, tensor.detach()
+    if requires_grad and _current_encoder().in_graph:
+        return _reduce_sparse_in_graph(tensor)
     if layout is torch.sparse_coo:
         parts = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
         return _rebuild_coo, (*parts, requires_grad)
@@ -245,6 +250,25 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_quantized and not requires_grad:
         return _reduce_quantized(plain)
     return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _reduce_sparse_in_graph(tensor: torch.Tensor) -> Any:
+    """A sparse tensor that is part of a graph travels by its values, which are so too."""
+    if tensor.layout is not torch.sparse_coo:
+        raise SerializationError(
+            f"expected dense or sparse COO tensors in an autograd context, found one of layout "
+            f"{tensor.layout} that requires grad: send tensor.detach(), or tensor.to_sparse_coo()"
+        )
+    tensor = tensor.coalesce()
+    return _rebuild_coo_in_graph, (tensor.indices(), tensor.values(), tuple(tensor.shape))
+
+
+def _rebuild_coo_in_graph(
+    indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=True, check_invariants=False
+    )
 
 
 def _reduce_quantized(tensor: torch.Tensor) -> Any:
