@@ -287,7 +287,7 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.notice(*unaware[first % len(unaware)])
 
 
-thorough = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 SIZES = st.integers(3, 5)
 SEEDS = st.integers(0, 2**16)
 

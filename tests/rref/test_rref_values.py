@@ -10,6 +10,8 @@ import torch
 from tracked import SOON, Value, entries, gate, is_freed, layers, until
 
 import zrpc
+from zrpc.rref.ids import GloballyUniqueId
+from zrpc.wire.kind import Kind
 
 
 def wait_for(name):
@@ -138,6 +140,23 @@ def test_to_here_after_others_have_made_the_value(mesh):
         assert sorted(torch.futures.wait_all(futures)) == list(range(1, 21))
 
     mesh.run(0, at_user)
+
+
+def test_a_value_that_is_gone_is_not_waited_for(mesh):
+    # Who has such an RRef got it from a worker that has died since.
+    def at_user():
+        [layer, _] = layers(mesh)
+        with pytest.raises(zrpc.RpcError, match="not here any more"):
+            layer.agent.call(
+                zrpc.get_worker_info("worker1"),
+                Kind.FETCH,
+                None,
+                SOON,
+                extension=layer.subject(GloballyUniqueId(1, 999)),
+            )
+
+    mesh.run(0, at_user)
+    assert entries(layers(mesh)[1]) == 0
 
 
 # -- local_value ---------------------------------------------------------------------------

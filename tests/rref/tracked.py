@@ -17,7 +17,7 @@ from zrpc.rref.layer import RRefLayer, layer_of
 from zrpc.testing import Mesh
 
 # No wait of these tests is longer, in seconds.
-SOON = 5.0
+SOON = 10.0
 
 _lock = threading.Lock()
 _ended: dict[str, threading.Event] = {}
@@ -103,8 +103,8 @@ def rest(mesh: Mesh, rounds: int = 3) -> None:
     Messages between two workers stay in order, so an answered call shows that what was sent
     before it has been handled.
     """
+    gc.collect()
     for _ in range(rounds):
-        gc.collect()
         for name in mesh:
             told = threading.Event()
             mesh.agent(name).in_io_thread(told.set)
