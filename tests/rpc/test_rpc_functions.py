@@ -57,7 +57,6 @@ def test_torch_operators(shared: Mesh, func: Any, args: Any, kwargs: Any, expect
     torch.testing.assert_close(rpc.rpc_sync(1, func, args, kwargs), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="operators of torch.ops can't be sent")
 @pytest.mark.parametrize("func", [torch.ops.aten.add, torch.ops.aten.add.Tensor], ids=str)
 def test_registered_operators(shared: Mesh, func: Any) -> None:
     assert rpc.rpc_sync(1, func, (t([1.0]), t([2.0]))) == t([3.0])
@@ -358,7 +357,6 @@ class TestTorchScript:
         assert isinstance(back, torch.jit.ScriptModule)
         assert back(t([2.0])) == t([6.0])
 
-    @pytest.mark.xfail(strict=True, reason="methods of script modules can't be sent")
     def test_method_of_a_module(self, shared: Mesh) -> None:
         module = torch.jit.script(ScriptMe())
         assert rpc.rpc_sync(1, module.forward, (t([2.0]),)) == t([6.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import socket
 import subprocess
 import sys
@@ -18,11 +19,9 @@ from conftest import Programs
 
 import zrpc as rpc
 from zrpc.api import start_agent
-from zrpc.testing.leaks import lasting
+from zrpc.testing.leaks import lasting, no_leaks
 
 Succeed = Callable[..., list[str]]
-pytestmark = pytest.mark.usefixtures("no_leaks")
-
 # Where a rendezvous must fail by its timeout; the others fail or succeed at once.
 SHORT = 0.6
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -46,6 +45,11 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- workers that don't fit together -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_they_fit() -> None:
+    assert start_all(("a", 0, 3), ("b", 1, 3), ("c", 2, 3), timeout=10) == [None] * 3
 
 
 def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[Any]:
@@ -78,10 +82,7 @@ def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[An
     return outcomes
 
 
-def test_they_fit() -> None:
-    assert start_all(("a", 0, 3), ("b", 1, 3), ("c", 2, 3), timeout=10) == [None] * 3
-
-
+@pytest.mark.usefixtures("no_leaks")
 def test_duplicate_name() -> None:
     for error in start_all(("same", 0, 2), ("same", 1, 2)):
         assert isinstance(error, rpc.RendezvousError)
@@ -93,7 +94,8 @@ def test_duplicate_rank() -> None:
     errors = [e for e in start_all(("a", 0, 2), ("b", 1, 2), ("c", 1, 2)) if e is not None]
     assert errors
     assert all(isinstance(error, rpc.RendezvousError) for error in errors), errors
-    assert any("rank 1 is not unique" in str(error) for error in errors)
+    told = re.compile("rank 1 is not unique|left again, or are from an earlier run")
+    assert all(told.search(str(error)) for error in errors), errors
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
@@ -103,6 +105,7 @@ def test_other_world_size(sizes: tuple[int, int]) -> None:
     assert any("of 2" in str(e) and "3" in str(e) for e in errors)
 
 
+@pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize(
     ("present", "missing"), [([0], "[1, 2]"), ([1], "[0, 2]"), ([0, 2], "[1]")]
 )
@@ -162,6 +165,19 @@ def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> No
     rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options(3))
     assert rpc.get_worker_info().id == 0
     rpc.shutdown()
+
+
+@pytest.mark.xfail(strict=True, reason="the closed agent keeps the store that it hosts")
+def test_nothing_is_left_of_what_was_shut_down(alone: int) -> None:
+    with no_leaks():
+        rpc.init_rpc("me")
+        assert rpc.rpc_sync("me", max, (1, 2)) == 2
+        rpc.shutdown()
+
+
+def test_nothing_is_left_of_what_failed(alone: int) -> None:
+    with no_leaks(), pytest.raises(rpc.RendezvousError):
+        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é"])
