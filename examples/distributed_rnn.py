@@ -89,18 +89,20 @@ def loss_of(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 def train(parameter_worker: str, steps: int, seed: int) -> list[float]:
     """On the trainer: returns the loss of each step."""
-    embedding = rpc.remote(parameter_worker, make_embedding, args=(seed,))
-    decoder = rpc.remote(parameter_worker, make_decoder, args=(seed,))
     lstm = make_lstm(seed)
     parameters = [rpc.RRef(parameter) for parameter in lstm.parameters()]
-    for module in (embedding, decoder):
-        parameters += rpc.rpc_sync(parameter_worker, parameters_of, args=(module,))
+    tables = []
+    for make in (make_embedding, make_decoder):
+        table: rpc.RRef[nn.Module] = rpc.remote(parameter_worker, make, args=(seed,))
+        # Waits for the table, too: two made at once would take turns at one random generator.
+        parameters += rpc.rpc_sync(parameter_worker, parameters_of, args=(table,))
+        tables.append(table)
     optimizer = DistributedOptimizer(torch.optim.Adam, parameters, lr=LEARNING_RATE)
     losses = []
     state: State = None
     for step, (characters, following) in enumerate(minibatches(steps), 1):
         with dist_autograd.context() as context_id:
-            embed, decode = embedding.rpc_sync().forward, decoder.rpc_sync().forward
+            embed, decode = (table.rpc_sync().forward for table in tables)
             scores, state = forward(embed, lstm, decode, characters, state)
             loss = loss_of(scores, following)
             dist_autograd.backward(context_id, [loss])
