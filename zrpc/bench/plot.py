@@ -38,7 +38,7 @@ def plot(run: Run, caption: str, path: Path) -> None:
     against = run.settings.against
     assert against is not None
     rows = [(result, result.times_faster(against)) for result in run.results]
-    figure = Figure(figsize=(9, 1.6 + 0.3 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 2.4 + 0.3 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.add_subplot()
     for place, (result, spread) in enumerate(rows):
