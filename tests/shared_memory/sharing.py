@@ -50,22 +50,25 @@ def own_layer() -> SharedMemoryLayer:
     return current_agent().layer(SharedMemoryLayer)
 
 
-def until(condition: Callable[[], Any], what: str = "", within: float = 20) -> None:
+def until(
+    condition: Callable[[], Any], what: str | Callable[[], str] = "", within: float = 20
+) -> None:
     """Waits for what other threads bring about, and of which no event tells."""
     deadline = time.monotonic() + within
+    next_collection = 0.0
     while not condition():
-        assert time.monotonic() < deadline, what or "the condition has not come true"
+        now = time.monotonic()
+        if now > next_collection:  # it takes long
+            gc.collect()
+            next_collection = now + 0.5
+        if now > deadline:
+            raise AssertionError(what() if callable(what) else what or "it has not come true")
         time.sleep(0.005)
 
 
 def until_returned(layer: SharedMemoryLayer, lent: int = 0) -> None:
     """Waits until no more than this many of a sender's segments are lent."""
-
-    def returned() -> bool:
-        gc.collect()
-        return layer.pool.lent <= lent
-
-    until(returned, f"{layer.pool.lent} segments are lent, expected {lent}")
+    until(lambda: layer.pool.lent <= lent, lambda: f"{layer.pool.lent} lent, expected {lent}")
 
 
 def introduce(*ranks: int) -> None:
