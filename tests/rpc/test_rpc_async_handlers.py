@@ -362,7 +362,6 @@ async def exit_later() -> None:
     raise SystemExit(3)
 
 
-@pytest.mark.xfail(run=False, reason="SystemExit ends the event loop of the worker")
 @pytest.mark.zrpc(timeout=15)
 def test_sys_exit_in_async_def(caller: Mesh) -> None:
     with pytest.raises(rpc.RemoteError, match="SystemExit"):

@@ -278,7 +278,6 @@ def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
         rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
 
 
-@pytest.mark.xfail(run=False, reason="TCPStore's handshake has no timeout")
 def test_a_master_that_is_something_else(alone: int) -> None:
     """A port where something listens that speaks no rendezvous."""
     with socket.socket() as listener:
