@@ -253,12 +253,7 @@ def free_port():
     return store.port  # closed with the store
 
 
-NO_SIZE = pytest.mark.xfail(strict=True, reason="torch wants to be told the world's size")
-
-
-@pytest.mark.parametrize(
-    "scheme", [pytest.param("tcp", marks=NO_SIZE), pytest.param("env", marks=NO_SIZE), "file"]
-)
+@pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
 def test_a_store_of_each_kind(environment, scheme, tmp_path):
     port = free_port()
     environment("MASTER_ADDR", "127.0.0.1")
@@ -292,7 +287,7 @@ def test_a_master_that_is_not_there_is_named(environment):
 @pytest.mark.parametrize(
     ("url", "told"),
     [
-        pytest.param("env://", "MASTER_ADDR", marks=NO_SIZE),
+        ("env://", "MASTER_ADDR"),
         ("nonsense://x", "nonsense"),
         ("tcp://127.0.0.1", "port"),
     ],
@@ -302,9 +297,8 @@ def test_a_url_that_leads_nowhere(environment, url, told):
         connect_store(url, 0, 1, 1.0)
 
 
-@pytest.mark.xfail(strict=True, reason="torch's FileStore tries for minutes, and holds the GIL")
 def test_a_directory_that_is_missing():
-    # In a process of its own, which can be killed.
+    # In a process of its own, which can be killed: torch's FileStore would try for minutes.
     connect = "connect_store('file:///is/missing/store', 0, 1, 0.5)"
     code = f"from zrpc.rendezvous import connect_store; {connect}"
     done = subprocess.run(

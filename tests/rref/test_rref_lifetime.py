@@ -81,7 +81,6 @@ def test_a_value_is_freed_whose_rref_ended_before_its_call_was_read(mesh, to):
     assert_empty(mesh)
 
 
-@pytest.mark.xfail(strict=True, reason="a call to oneself makes its value anew")
 def test_a_call_to_oneself_that_timed_out_before_it_was_read(mesh):
     agent, held, go = mesh.agent(0), threading.Event(), threading.Event()
 
@@ -276,7 +275,6 @@ def test_after_an_error_kept_it(mesh, kept):
     assert_kept_and_then_freed(mesh, kept)
 
 
-@pytest.mark.xfail(strict=True, reason="an error keeps the frames that it went through")
 def test_an_error_that_is_kept_keeps_no_arguments(mesh, kept):
     rref = mesh.run(0, zrpc.remote, "worker1", fail, args=(kept[0],))
     with pytest.raises(KeyError):

@@ -60,7 +60,6 @@ def test_messages_arrive_with_their_sender(pair):
     assert received(first) == (b"z1", b"second", [])
 
 
-@pytest.mark.xfail(strict=True, reason="mailboxes don't speak IPv6")
 def test_messages_arrive_by_ipv6():
     pair = Pair(ipc=False)
     try:
