@@ -83,7 +83,7 @@ def test_failures_at_several_workers(mesh):
     def model():
         return (call("worker1", there, 1, X) * call("worker2", there, 2, X)).sum()
 
-    with pytest.raises(RuntimeError, match="(?s)Error on Node [12]: .*broken on purpose"):
+    with pytest.raises(RuntimeError, match=r"(?s)Error on Node [12]: .*broken on purpose"):
         train(mesh, model)
     assert_usable(mesh)
 
@@ -107,7 +107,7 @@ def test_a_failure_with_an_rref_as_root(mesh):
     def run():
         with dist_autograd.context() as context_id:
             loss = zrpc.remote("worker1", here(lambda x: chain(1, 2, x).sum()), (X,))
-            with pytest.raises(RuntimeError, match="(?s)Error on Node 2: .*broken on purpose"):
+            with pytest.raises(RuntimeError, match=r"(?s)Error on Node 2: .*broken on purpose"):
                 loss.backward(context_id)
 
     mesh.run(0, run)
@@ -465,7 +465,7 @@ def test_a_worker_that_is_asked_after_the_pass_has_failed(mesh):
             far = call("worker2", layer, 2, X)
             loss = call("worker1", there, far).sum()
             try:
-                with pytest.raises(RuntimeError, match="(?s)Error on Node 1: .*broken on purpose"):
+                with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1: .*broken on purpose"):
                     dist_autograd.backward(context_id, [loss])
             finally:
                 failed.set()
@@ -562,7 +562,7 @@ def test_a_worker_that_is_killed_during_a_pass(mesh, tmp_path, relay):
     future = mesh.submit(0, backward_of_far, "worker2", str(mark), relay)
     until(mark.exists, "worker2 runs its part")
     mesh.kill("worker2")
-    with pytest.raises(RuntimeError, match="worker2.*died|worker2.*gone"):
+    with pytest.raises(RuntimeError, match=r"worker2.*died|worker2.*gone"):
         future.result(SOON)
     for rank in range(2):
         until(lambda rank=rank: mesh.run(rank, contexts) == 0, f"worker{rank} has no context")

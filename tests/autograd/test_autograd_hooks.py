@@ -345,7 +345,17 @@ class Attributes(torch.autograd.Function):
         return gradient * 2, None
 
 
-@pytest.mark.parametrize("name", [pytest.param("variable", marks=pytest.mark.xfail(strict=True, reason="taken for a leaf's node")), "token", "link", "tensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "variable", marks=pytest.mark.xfail(strict=True, reason="taken for a leaf's node")
+        ),
+        "token",
+        "link",
+        "tensors",
+    ],
+)
 def test_a_custom_function_with_attributes_of_its_own(mesh, name):
     def there(x):
         return Attributes.apply(layer(1, x), [name])

@@ -198,7 +198,9 @@ def async_execution_remote(x):
 
 
 def nested(x):
-    return zrpc.rpc_sync("worker2", zrpc.rpc_sync, ("worker0", zrpc.rpc_sync, ("worker1", both, (x,))))
+    return zrpc.rpc_sync(
+        "worker2", zrpc.rpc_sync, ("worker0", zrpc.rpc_sync, ("worker1", both, (x,)))
+    )
 
 
 def nested_deep(x):
@@ -276,7 +278,9 @@ def to_self_remote(x):
 
 
 def to_self_nested(x):
-    return zrpc.rpc_sync("worker0", zrpc.rpc_sync, ("worker0", zrpc.rpc_sync, ("worker0", both, (x,))))
+    return zrpc.rpc_sync(
+        "worker0", zrpc.rpc_sync, ("worker0", zrpc.rpc_sync, ("worker0", both, (x,)))
+    )
 
 
 def to_self_by_another(x):
@@ -365,7 +369,7 @@ WRAPPERS = {
     "dataclass": (lambda x: Record(x, {"x": x}), lambda v: (v.x + v.more["x"]) / 2),
     "cycle": (cyclic, lambda v: v[1][1][0]),
     "module": (module_with, lambda v: v.x),
-    "closure": (lambda x: (lambda: x), lambda v: v()),
+    "closure": (lambda x: lambda: x, lambda v: v()),
     "beside others": (lambda x: [torch.ones(3), x, torch.ones(1), "x"], lambda v: v[1]),
     "unlike": (lambda x: [x.detach(), x], lambda v: v[1]),
 }
@@ -420,9 +424,7 @@ def test_parameters_that_travel(mesh):
 def test_a_module_that_travels(mesh):
     """Its parameters are those of the worker that sent it."""
     linear = torch.nn.Linear(3, 3).double()
-    found = train(
-        mesh, lambda: zrpc.rpc_sync("worker1", run_module, (linear, X.sin())).sum()
-    )
+    found = train(mesh, lambda: zrpc.rpc_sync("worker1", run_module, (linear, X.sin())).sum())
     expected = torch.autograd.grad(both(linear(X.sin())).sum(), [*linear.parameters(), X])
     torch.testing.assert_close([found[at] for at in (*linear.parameters(), X)], list(expected))
 
@@ -490,9 +492,7 @@ def test_calls_in_a_then_callback(mesh):
 
     def model():
         future = zrpc.rpc_async("worker1", torch.sin, (X,))
-        return (
-            future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)) * 2).wait().sum()
-        )
+        return future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)) * 2).wait().sum()
 
     assert_expected(mesh, model)
 
@@ -511,9 +511,7 @@ def test_calls_in_the_callback_of_an_async_execution(mesh):
 
 
 def test_calls_in_a_coroutine_after_it_was_suspended(mesh):
-    assert_expected(
-        mesh, lambda: (zrpc.rpc_sync("worker2", suspended, (X.sin(),)) * 2).sum()
-    )
+    assert_expected(mesh, lambda: (zrpc.rpc_sync("worker2", suspended, (X.sin(),)) * 2).sum())
 
 
 async def suspended(x):

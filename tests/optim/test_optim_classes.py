@@ -26,7 +26,7 @@ def _forget():
     PARAMETERS.clear()
 
 
-def drawn(number, sparse=False):
+def drawn(number):
     generator = torch.Generator().manual_seed(number)
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
 
@@ -319,15 +319,13 @@ def test_a_state_is_a_copy(mesh):
     """Also that of parameters of this worker."""
 
     def run():
-        rrefs, weights = twins([0, 1])
+        rrefs, _ = twins([0, 1])
         optimizer = DistributedOptimizer(torch.optim.Adam, rrefs, lr=0.1)
         distributed_step(optimizer, rrefs, 0)
         state = optimizer.state_dict()
         assert set(state) == {"workers", "param_groups"}
         assert set(state["workers"]) == {"worker0", "worker1"}
-        before = {
-            name: at["state"][0]["exp_avg"].clone() for name, at in state["workers"].items()
-        }
+        before = {name: at["state"][0]["exp_avg"].clone() for name, at in state["workers"].items()}
         distributed_step(optimizer, rrefs, 1)
         for name, at in state["workers"].items():
             assert torch.equal(at["state"][0]["exp_avg"], before[name])
@@ -368,7 +366,16 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
+NO_DEFAULTS = pytest.mark.xfail(strict=True, reason="the optimizer has no defaults")
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        pytest.param(name, marks=[NO_DEFAULTS] if name in ("OneCycleLR", "CyclicLR") else [])
+        for name in SCHEDULERS
+    ],
+)
 @pytest.mark.filterwarnings("error:.*lr_scheduler.step")
 def test_schedulers(mesh, scheduler):
     def run():
@@ -387,6 +394,7 @@ def test_schedulers(mesh, scheduler):
     mesh.run(0, run)
 
 
+@NO_DEFAULTS
 def test_one_cycle_with_betas(mesh):
     def run():
         rrefs, weights = twins([1, 2])
