@@ -58,10 +58,11 @@ _JOIN_TIMEOUT = 5.0
 # How long one that isn't graceful waits for handlers that still run.
 _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
+_LINGER_NOT_GRACEFUL = 0.1
 
 
 # Messages that a shutdown does not count; they are sent with counted=False.
-_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT))
+_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE))
 
 Handler = Callable[[Message], None]
 
@@ -122,7 +123,7 @@ class Agent:
         self.shared_memory = options.shared_memory
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
-        self._store = store
+        self._store: Store | None = store
         self._calls = PendingCalls()
         self._received = [0] * len(membership.infos)
         # Requests that are not answered yet. Single operations on a set are atomic.
@@ -132,6 +133,7 @@ class Agent:
             Kind.RESULT: self._on_answer,
             Kind.ERROR: self._on_answer,
             Kind.TERMINATION: self._on_termination,
+            Kind.LEAVE: self._on_leave,
         }
         self._extension_handlers: dict[int, Callable[[Message, bytes], Any]] = {}
         self.context = context_of(self)
@@ -452,6 +454,8 @@ class Agent:
             # Whatever it is, the caller must not wait for it until its deadline.
             if message.kind in REQUESTS:
                 self.answer_error(message, error)
+            elif (call := self._calls.pop(message.call_id)) is not None:
+                call.settle(ProtocolError(f"the answer can't be read: {error}"))
             raise
 
     def _run_errands(self) -> None:
@@ -462,14 +466,23 @@ class Agent:
 
     def _tick(self) -> None:
         for rank in self.membership.newly_lost(is_alive):
-            logger.info("%s: worker %s is gone", self.worker_info, self.membership.infos[rank])
-            self._calls.fail(self._died, rank)
-            for layer in self.layers:
-                layer.lose(rank)
-            if self._termination is not None:
-                self._post_termination(self._termination.lose(rank))
+            self._lose(rank)
         self.pool.relieve()
         self._completions.relieve()
+
+    def _on_leave(self, message: Message) -> None:
+        if message.sender not in self.membership.lost:
+            self.membership.lost.add(message.sender)
+            self._lose(message.sender)
+
+    def _lose(self, rank: int) -> None:
+        """A peer is gone, as the membership knows already."""
+        logger.info("%s: worker %s is gone", self.worker_info, self.membership.infos[rank])
+        self._calls.fail(self._died, rank)
+        for layer in self.layers:
+            layer.lose(rank)
+        if self._termination is not None:
+            self._post_termination(self._termination.lose(rank))
 
     def _report_idle(self, termination: Termination) -> None:
         """Answers the leader of a shutdown, where it has asked and there is nothing to do."""
@@ -509,10 +522,11 @@ class Agent:
         if self._closed:
             return
         timeout = checked_timeout("timeout", timeout)
-        if graceful and in_pool(self.pool):
+        own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
+        if graceful and own:
             raise RpcError(
-                "a graceful shutdown waits for all handlers and can't be called from one: call "
-                "it in the main thread, or with graceful=False"
+                "a graceful shutdown waits for all handlers and callbacks, and can't be called "
+                "from one: call it in the main thread, or with graceful=False"
             )
         try:
             if graceful:
@@ -561,6 +575,10 @@ class Agent:
             if self._closed:
                 return
             self._closed = True
+        if not self._terminated.is_set():
+            for rank in self.membership.living:
+                if rank != self.worker_info.id and self._network.knows(rank):
+                    self.post(rank, Message(Kind.LEAVE), counted=False)
         self._stopping = True
         self._network.wake()
         if threading.current_thread() is not self._io_thread:
@@ -577,7 +595,8 @@ class Agent:
                 self.worker_info,
                 len(self._executing),
             )
-        linger = _LINGER if self._terminated.is_set() else 0.0
+        self._store = None  # which closes it, where this worker has hosted it
+        linger = _LINGER if self._terminated.is_set() else _LINGER_NOT_GRACEFUL
         self._network.close(linger, self.membership.lost)
 
 

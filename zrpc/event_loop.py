@@ -55,13 +55,18 @@ class EventLoop:
     def close(self, timeout: float) -> None:
         """Cancels what runs and ends the thread, waiting ``timeout`` seconds for it at most."""
         with self._lock:
-            self._closed = True
+            first, self._closed = not self._closed, True
             loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
-        loop.call_soon_threadsafe(loop.stop)
+        if first:
+            loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join(timeout)
+
+    def runs_here(self) -> bool:
+        """Whether the current thread is the loop's."""
+        return self._thread is threading.current_thread()
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 import threading
@@ -152,10 +153,13 @@ class Future(torch.futures.Future[T]):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Calls ``callback(self)`` once this future is done; an error in it is logged."""
+        # Calls in the callback belong where it was added: to its agent, its autograd context
+        # and its deadline.
+        context = contextvars.copy_context()
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
-                callback(self)
+                context.run(callback, self)
             except Exception:
                 logger.exception("A callback of a Future failed")
 

@@ -64,6 +64,7 @@ def join_mesh(
             token=token,
             host_key=host_key(),
             directory=str(network.directory.path) if network.directory else "",
+            ipc=ipc,
             main=_main_key(),
         )
         membership = Membership(meet(store, card, options.init_timeout), rank)
@@ -99,7 +100,7 @@ def _endpoints(
     """Where each worker can be reached; listens on tcp where any pair of workers needs that."""
     cards = membership.cards
     endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
-    if all(card.directory for card in cards) and len({card.host_key for card in cards}) == 1:
+    if all(card.ipc for card in cards) and len({card.host_key for card in cards}) == 1:
         return endpoints
     if options.transport == "ipc":
         hosts = sorted({card.host_key.split("/")[0] for card in cards})
@@ -117,6 +118,6 @@ def _endpoints(
             membership.info,
         )
     return [
-        endpoints[card.rank] if membership.shares_host(card.rank) else tcp[card.rank]
+        endpoints[card.rank] if membership.reaches_by_ipc(card.rank) else tcp[card.rank]
         for card in cards
     ]

@@ -75,9 +75,13 @@ class Membership:
         return self.cards[rank].main == self.cards[self.rank].main
 
     def shares_host(self, rank: int) -> bool:
-        """Whether this worker can use that one's Unix socket."""
+        """Whether this worker can see that one's private directory."""
         mine, other = self.cards[self.rank], self.cards[rank]
         return bool(mine.directory and other.directory) and mine.host_key == other.host_key
+
+    def reaches_by_ipc(self, rank: int) -> bool:
+        """Whether the two talk by Unix sockets."""
+        return self.shares_host(rank) and self.cards[self.rank].ipc and self.cards[rank].ipc
 
     def newly_lost(self, is_alive: Callable[[Path], bool]) -> list[int]:
         """Looks after the peers on this host; returns those found gone, each once."""

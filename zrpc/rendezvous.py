@@ -44,7 +44,9 @@ class Card:
         world_size: how many workers it expects.
         token: 32 hexadecimal digits, drawn anew for each start: names this very member.
         host_key: equal for workers that can use each other's Unix sockets.
-        directory: of its Unix socket, empty where it has none.
+        directory: with the lock that says it lives, and its Unix socket; empty where the
+            system has no such things.
+        ipc: whether it listens on that socket.
         main: what its ``__main__`` is; equal where names in there mean the same.
     """
 
@@ -54,6 +56,7 @@ class Card:
     token: str
     host_key: str
     directory: str
+    ipc: bool
     main: str
 
     @property

@@ -11,7 +11,6 @@ answered by ACCEPT); until then, where it can't, and where the pool is full, fra
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import struct
 import threading
@@ -84,7 +83,7 @@ class SharedMemoryLayer:
         """Moves the large buffers of a message into a segment, where that can be done."""
         windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
         sizes = [ctypes.sizeof(window) for _, window in windows]
-        if sum(sizes) < LEAST_BYTES or not self.agent.membership.shares_host(rank):
+        if sum(sizes) < LEAST_BYTES or not self.agent.membership.reaches_by_ipc(rank):
             return
         if rank not in self._accepted:
             self._offer(rank)
@@ -95,12 +94,19 @@ class SharedMemoryLayer:
             return
         segment, offsets = lent
         places = []
-        for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
-            segment.write(offset, window)
-            places.append(_PLACE.pack(index, offset, size))
+        descriptor = self._descriptor(segment)
+        try:
+            for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
+                segment.write(offset, window)
+                places.append(_PLACE.pack(index, offset, size))
+        finally:
+            with self._lock:
+                there = self.pool.written(segment)
+        if not there:
+            return  # the peer was lost, or we close
         moved = {index for index, _ in windows}
         message.buffers = [b for i, b in enumerate(message.buffers) if i not in moved]
-        data = _DESCRIPTOR.pack(*self._descriptor(segment)) + b"".join(places)
+        data = _DESCRIPTOR.pack(*descriptor) + b"".join(places)
         message.extensions = [*message.extensions, (SHARED, data)]
 
     def _offer(self, rank: int) -> None:
@@ -113,7 +119,8 @@ class SharedMemoryLayer:
             if lent is None:
                 self._offered.discard(rank)
                 return
-        segment, _ = lent
+            segment, _ = lent
+            self.pool.written(segment)
         body = _NOTE.pack(_Verb.OFFER, segment.number)
         self._post(rank, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
 
@@ -131,7 +138,12 @@ class SharedMemoryLayer:
         if not rows or any(offset + size > descriptor.size for _, offset, size in rows):
             raise ProtocolError("a message names places outside of its segment")
         places = [(offset, size) for _, offset, size in rows]
-        loan = self.loans.borrow(message.sender, descriptor, places)
+        try:
+            loan = self.loans.borrow(message.sender, descriptor, places)
+        except (OSError, ValueError):
+            # Out of descriptors, say. The sender may use the segment again.
+            self._post(message.sender, _NOTE.pack(_Verb.RETURN, descriptor.number))
+            raise
         views, loan.views = loan.views, None
         by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
         others = iter(message.buffers)
@@ -153,10 +165,12 @@ class SharedMemoryLayer:
             self._accepted.add(rank)
         elif verb == _Verb.CLOSED:
             self.loans.forget(rank, number)
-        else:
+        elif verb in (_Verb.RETURN, _Verb.KEEP):
             with self._lock:
                 end = self.pool.give_back if verb == _Verb.RETURN else self.pool.give_up
                 end(number, rank)
+        else:
+            raise ProtocolError(f"expected a known word about a segment, found {verb}")
 
     def flush(self) -> None:
         """Gives back what is not used any more, and closes what has not been used for long."""
@@ -165,15 +179,16 @@ class SharedMemoryLayer:
                 verb = _Verb.KEEP if loan.keep else _Verb.RETURN
                 self._post(loan.owner, _NOTE.pack(verb, loan.number))
         now = time.monotonic()
-        if now < self._next_look or not len(self.pool):
-            return
-        self._next_look = now + 1.0
-        with self._lock:
-            closed = list(self.pool.shrink(now))
-        for segment, rank in itertools.chain.from_iterable(
-            ((segment, rank) for rank in segment.known_to) for segment in closed
-        ):
-            self._post(rank, _NOTE.pack(_Verb.CLOSED, segment.number))
+        if now >= self._next_look and len(self.pool):
+            self._next_look = now + 1.0
+            with self._lock:
+                self.pool.shrink(now)
+        if self.pool.retired:
+            with self._lock:
+                retired, self.pool.retired = self.pool.retired, []
+            for segment in retired:
+                for rank in segment.known_to:
+                    self._post(rank, _NOTE.pack(_Verb.CLOSED, segment.number))
 
     def lose(self, rank: int) -> None:
         """A peer is gone: what it had is not used again, and its own segments go."""

@@ -269,7 +269,7 @@ class AutogradLayer:
         engine.check_roots(roots)
         state = self.find(context_id)
         pass_ = state.find_pass((self.rank << 48) + next(self._numbers))
-        pass_.engage()
+        state.engage(pass_)
         self._run(state, pass_, roots, retain_graph, parent=self.rank)
 
     def backward_of_value(
@@ -292,32 +292,42 @@ class AutogradLayer:
         retain_graph: bool,
         parent: int,
     ) -> None:
-        """This worker's part of a pass: asks the others, runs the engine, waits for them."""
-        with state.lock:
-            token = state.token
-            linked = state.linked - {self.rank}
+        """This worker's part of a pass: asks the others, runs the engine, waits for them.
+
+        The pass is engaged by the caller.
+        """
+        events = pass_.events
+        assert events is not None
         asked: list[Any] = []
         running = _pass.set(pass_)
         try:
-            asked.extend(self._ask(state, pass_, p, retain_graph) for p in linked - {parent})
-            self._settle_unknown(state, pass_, self.rank, *_events(state, self.rank))
-            engine.run(roots, state.start, token, retain_graph, state.add_gradient)
+            for peer in events.linked - {parent, self.rank}:
+                future = self._ask(state, pass_, peer, retain_graph)
+                # In the midst of the engine's run nobody looks at the future.
+                future.add_done_callback(partial(self._on_part_done, state, pass_))
+                asked.append(future)
+            self._settle_unknown(state, pass_, self.rank, *events.with_peer(self.rank))
+            engine.run(roots, state.start, events.token, retain_graph, state.add_gradient)
             for future in asked:
                 future.wait()
             pass_.check()
         except Exception as error:
             self._fail(state, pass_, error)
-            for future in asked:
-                future.add_done_callback(_ignore_error)  # the first error is the one to tell
             pass_.check()
         finally:
             _pass.reset(running)
-            with state.lock:
-                state.passes.pop(pass_.pass_id, None)
+            pass_.finish()
+
+    def _on_part_done(self, state: ContextState, pass_: Pass, future: Any) -> None:
+        try:
+            future.value()
+        except Exception as error:
+            self._fail(state, pass_, error)
 
     def _ask(self, state: ContextState, pass_: Pass, peer: int, retain_graph: bool) -> Any:
         """Asks a worker to take part; returns a future of the end of its part."""
-        sends, receives = _events(state, peer)
+        assert pass_.events is not None
+        sends, receives = pass_.events.with_peer(peer)
         data = _PASS.pack(state.context_id, pass_.pass_id, len(sends), retain_graph)
         numbers = b"".join(map(_NUMBER.pack, [*sends, *receives]))
         return self.agent.call_async(
@@ -341,8 +351,10 @@ class AutogradLayer:
             if state is None:
                 raise RpcError(f"Could not find autograd context with id: {context_id}")
             pass_ = state.find_pass(pass_id)
+            first = state.engage(pass_)
             self._settle_unknown(state, pass_, request.sender, numbers[:sent], numbers[sent:])
-            if pass_.engage():
+            pass_.check()
+            if first:
                 self._run(state, pass_, [], bool(retain_graph), parent=request.sender)
         except Exception as error:
             self.agent.answer_error(request, error)
@@ -358,15 +370,12 @@ class AutogradLayer:
         their_receives: Sequence[int],
     ) -> None:
         """Takes what only one of two workers knows of for unused."""
-        with state.lock:
-            never_came = [n for n in their_sends if (peer, n) not in state.receives]
-            ours = [n for n, to in state.sends.items() if to == peer]
-        for number in never_came:
+        assert pass_.events is not None
+        ours, came = pass_.events.with_peer(peer)
+        for number in set(their_sends) - set(came):
             self._post_gradients(peer, state.context_id, pass_, number, None)
-        known = set(their_receives)
-        for number in ours:
-            if number not in known:
-                pass_.deliver(number, None)
+        for number in set(ours) - set(their_receives):
+            pass_.deliver(number, _UNUSED)
 
     def _on_gradient(self, message: Message) -> None:
         context_id, pass_id, send_id, _ = self._pass_fields(message)
@@ -415,8 +424,7 @@ class AutogradLayer:
 
     def _fail(self, state: ContextState, pass_: Pass, error: Exception) -> None:
         """This worker's part has failed: so does the whole pass."""
-        with state.lock:
-            linked = state.linked - {self.rank}
+        linked = pass_.events.linked - {self.rank} if pass_.events is not None else set()
         if pass_.pass_id >> 48 != self.rank and not isinstance(error, BackwardError):
             error = BackwardError(f"Error on Node {self.rank}: {type(error).__name__}: {error}")
         if not pass_.fail(lambda: error):
@@ -436,19 +444,20 @@ class AutogradLayer:
         state.find_pass(pass_id).fail(lambda: load_exception(body))
 
     def lose(self, rank: int) -> None:
-        """A peer is gone: passes that it took part in fail."""
+        """A peer is gone: so are its contexts, and passes that it took part in fail."""
         with self._lock:
             states = list(self._contexts.values())
-        info = self.agent.membership.infos[rank]
+        name = self.agent.membership.infos[rank].name
+        error = WorkerDied(f"Error on Node {rank}: worker {name} died during a backward pass")
         for state in states:
+            if state.context_id >> 48 == rank:
+                self._release(state.context_id, but=rank)  # nobody else would
+                continue
             with state.lock:
-                passes = list(state.passes.values()) if rank in state.linked else []
+                passes = list(state.passes.values())
             for pass_ in passes:
-                pass_.fail(
-                    lambda: WorkerDied(
-                        f"Error on Node {rank}: worker {info.name} died during a backward pass"
-                    )
-                )
+                if pass_.events is not None and rank in pass_.events.linked:
+                    self._fail(state, pass_, error)
 
     # -- the layer -----------------------------------------------------------------------
 
@@ -464,8 +473,7 @@ class AutogradLayer:
         with self._lock:
             states, self._contexts = list(self._contexts.values()), {}
         for state in states:
-            for pass_ in list(state.passes.values()):
-                pass_.fail(lambda: RpcError("this worker has shut down during a backward pass"))
+            state.clear()
 
     def _post(self, peer: int, kind: Kind, data: bytes, body: bytes = b"") -> None:
         self.agent.post(peer, Message(kind, body=body, extensions=[(PASS, data)]))
@@ -511,19 +519,6 @@ def _backward_at_owner(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def _graph_of(message: Message) -> _Graph | None:
     return message.attachments.get(GRAPH) if message.attachments else None
-
-
-def _events(state: ContextState, peer: int) -> tuple[list[int], list[int]]:
-    """The numbers of what was sent to a peer, and of what was received from it."""
-    with state.lock:
-        sends = [number for number, to in state.sends.items() if to == peer]
-        receives = [number for sender, number in state.receives if sender == peer]
-    return sends, receives
-
-
-def _ignore_error(future: Any) -> None:
-    with contextlib.suppress(Exception):
-        future.value()
 
 
 def _running_pass() -> Pass:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zrpc.errors import RpcError
 from zrpc.pool import acquire
 
-__all__ = ["ContextState", "Pass"]
+__all__ = ["ContextState", "Events", "Pass"]
 
 
 class ContextState:
@@ -31,7 +33,7 @@ class ContextState:
         receives: for each that it received: the sender, and the number it has there.
         peers: all workers with which a message of this context was exchanged.
         gradients: of the leaves at this worker.
-        passes: backward passes under way.
+        passes: backward passes, also those that are done: a message about one may come late.
     """
 
     def __init__(self, context_id: int) -> None:
@@ -45,21 +47,31 @@ class ContextState:
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
 
-    @property
-    def linked(self) -> set[int]:
-        """The workers with which tensors of the graph were exchanged; the lock is held."""
-        return {*self.sends.values(), *(sender for sender, _ in self.receives)}
-
     def clear(self) -> None:
-        """The context has ended: lets go of its graph and its gradients."""
+        """The context has ended: lets go of its graph and its gradients, and fails its passes."""
         with self.lock:
             self.token = self.start
             self.gradients.clear()
+            passes = list(self.passes.values())
+        for pass_ in passes:
+            pass_.fail(lambda: RpcError("the autograd context ended during a backward pass"))
 
     def find_pass(self, pass_id: int) -> Pass:
         """A pass, made where it is first heard of."""
         with self.lock:
             return self.passes.setdefault(pass_id, Pass(pass_id))
+
+    def engage(self, pass_: Pass) -> bool:
+        """Begins this worker's part of a pass: true for the first that asks.
+
+        Then the pass goes over the events that there are now. What is sent or received later
+        is not part of it.
+        """
+        with self.lock:
+            if pass_.events is not None:
+                return False
+            pass_.events = Events(self.token, dict(self.sends), frozenset(self.receives))
+            return True
 
     def add_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds to the gradient of a leaf."""
@@ -68,39 +80,69 @@ class ContextState:
             self.gradients[leaf] = gradient if before is None else before + gradient
 
 
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What a pass goes over at one worker; see `ContextState`."""
+
+    token: torch.Tensor
+    sends: dict[int, int]
+    receives: frozenset[tuple[int, int]]
+
+    @property
+    def linked(self) -> set[int]:
+        """The workers with which tensors of the graph were exchanged."""
+        return {*self.sends.values(), *(sender for sender, _ in self.receives)}
+
+    def with_peer(self, peer: int) -> tuple[list[int], list[int]]:
+        """The numbers of what was sent to a peer, and of what was received from it."""
+        sends = [number for number, to in self.sends.items() if to == peer]
+        receives = [number for sender, number in self.receives if sender == peer]
+        return sends, receives
+
+
 class Pass:
     """One backward pass at one worker: the gradients that arrive for what it has sent.
 
     All methods may be called from any thread.
+
+    Attributes:
+        pass_id: its id, unique in the mesh.
+        events: what it goes over here; None until this worker's part begins.
     """
 
     def __init__(self, pass_id: int) -> None:
         self.pass_id = pass_id
+        self.events: Events | None = None
         # Guards what follows.
         self._lock = threading.Lock()
-        self._engaged = False
+        self._done = False
         self._arrived: dict[int, Any] = {}
         self._gates: dict[int, threading.Lock] = {}
         self._failure: Callable[[], Exception] | None = None
 
-    def engage(self) -> bool:
-        """True for the first that asks: it has to run this worker's part."""
+    def finish(self) -> None:
+        """This worker's part is done: what comes now is not kept."""
         with self._lock:
-            first, self._engaged = not self._engaged, True
-            return first
+            self._done = True
+            self._arrived.clear()
+        if self.events is not None:
+            # The graph is not to live on; what was sent and received is no more of interest.
+            self.events = Events(torch.empty(0), {}, frozenset())
 
     def deliver(self, send_id: int, gradients: Any) -> None:
         """The answer to a send has come: a message with gradients, or None for "unused"."""
         with self._lock:
+            if self._done:
+                return
             self._arrived.setdefault(send_id, gradients)
             gate = self._gates.get(send_id)
             if gate is not None and gate.locked():
                 gate.release()
 
     def fail(self, failure: Callable[[], Exception]) -> bool:
-        """The pass has failed somewhere; False where that was known."""
+        """The pass has failed somewhere; False where that was known, or it is done here."""
         with self._lock:
-            if self._failure is not None:
+            if self._failure is not None or self._done:
                 return False
             self._failure = failure
             for gate in self._gates.values():

@@ -44,11 +44,11 @@ def plot(run: Run, caption: str, path: Path) -> None:
     for place, (result, spread) in enumerate(rows):
         _draw(axes, place, result, spread, against)
     axes.set_yticks(range(len(rows)), [result.row.name for result, _ in rows])
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
     axes.axvline(1, color="black", linewidth=1)
-    axes.margins(x=0.15, y=0.02)
+    axes.margins(x=0.15)
     axes.grid(axis="x", color="0.85", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -22,6 +22,16 @@ class Descriptor(NamedTuple):
     size: int
 
 
+class SegmentMap(mmap.mmap):
+    """A mapped segment, which keeps the descriptor that it was mapped by."""
+
+    fd = -1
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class Loan:
     """A segment that is lent to this worker for one message.
 
@@ -31,6 +41,7 @@ class Loan:
         views: one for each buffer of the message. The message's tensors refer to them, and
             when the last is gone the loan can be returned.
         left: how many of them are not gone; counted in the I/O thread.
+        memory: the mapping.
         keep: the segment must not be used again, since a fork of this process may read it.
     """
 
@@ -38,7 +49,7 @@ class Loan:
         self,
         owner: int,
         number: int,
-        memory: mmap.mmap,
+        memory: SegmentMap,
         places: list[tuple[int, int]],
         ended: deque[Loan],
     ) -> None:
@@ -46,6 +57,7 @@ class Loan:
         self.number = number
         self.left = len(places)
         self.keep = False
+        self.memory = memory
         # Arrays of ctypes and not memoryviews: whatever is made of an array's buffer refers to
         # the array, while of a memoryview it may refer to what lies below.
         views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
@@ -63,7 +75,7 @@ class Loans:
 
     def __init__(self) -> None:
         self.ended: deque[Loan] = deque()
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+        self._mapped: dict[tuple[int, int], SegmentMap] = {}
         # The only references to loans that have not ended: each refers to itself, by its
         # weak references' callbacks, and would be collected with them.
         self._open: set[Loan] = set()
@@ -112,21 +124,55 @@ class Loans:
             del self._mapped[key]  # unmapped when the last view of it goes
 
     def keep_all(self) -> None:
-        """A fork of this process will see what is lent now: it must not change any more."""
+        """This process is about to be forked, and the child will see what is lent now.
+
+        The owner must not use it again, and neither of the two may see what the other writes:
+        from now on both have the memory copied where they write to it.
+        """
         for loan in list(self._open):
-            loan.keep = True
+            if not loan.keep:
+                loan.keep = True
+                _make_private(loan.memory)
+                self._mapped.pop((loan.owner, loan.number), None)
 
     def close(self) -> None:
         """Forgets all segments."""
         self._mapped.clear()
 
     @staticmethod
-    def _map(descriptor: Descriptor) -> mmap.mmap:
+    def _map(descriptor: Descriptor) -> SegmentMap:
         fd = os.open(f"/proc/{descriptor.pid}/fd/{descriptor.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
             if (status.st_ino, status.st_size) != (descriptor.inode, descriptor.size):
                 raise FileNotFoundError(f"{descriptor} is another file by now")
-            return mmap.mmap(fd, descriptor.size)
-        finally:
+            memory = SegmentMap(fd, descriptor.size)
+            memory.fd = fd
+            return memory
+        except BaseException:
             os.close(fd)
+            raise
+
+
+# A mapping's memory is replaced in place, which Python's mmap can't do.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_MAP_FIXED = 0x10
+
+
+def _make_private(memory: SegmentMap) -> None:
+    """Maps the same file over a mapping, copy-on-write; its contents stay."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = _libc.mmap(address, len(memory), protection, flags, memory.fd, 0)
+    if mapped != address:
+        raise OSError(ctypes.get_errno(), "a received tensor can't be made private before a fork")

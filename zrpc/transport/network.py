@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from zrpc.transport.address import PrivateDirectory
+from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
 
@@ -43,9 +43,10 @@ class Network:
         self._closed = False
         self._inbox = Inbox(self._context)
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
-        if ipc:
+        if supports_ipc():
             self.directory = PrivateDirectory()
-            self._inbox.bind_ipc(self.directory.socket_path)
+            if ipc:
+                self._inbox.bind_ipc(self.directory.socket_path)
 
     def listen_tcp(self, address: str) -> str:
         """Listens on one interface as well; returns the endpoint."""
@@ -66,6 +67,10 @@ class Network:
         """
         mailbox = self._mailboxes.get(rank) or self._open(rank)
         mailbox.send(first, buffers, counted)
+
+    def knows(self, rank: int) -> bool:
+        """Whether anything was ever sent to this peer."""
+        return rank in self._mailboxes
 
     def receive(self, timeout: float) -> tuple[bytes, bytes, list[zmq.Frame]] | None:
         """The next message; see `Inbox.receive`."""

@@ -14,7 +14,6 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["Segment", "SegmentPool", "supports_segments"]
@@ -42,6 +41,7 @@ class Segment:
     Attributes:
         borrower: the rank of the worker that it is lent to; None where it is free.
         known_to: the workers that may have it mapped.
+        writing: whether a thread copies into it just now; then it is not closed.
         used: when it was last lent or returned, on the clock of ``time.monotonic``.
     """
 
@@ -59,6 +59,7 @@ class Segment:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.borrower: int | None = None
         self.known_to: set[int] = set()
+        self.writing = False
         self.used = time.monotonic()
 
     def write(self, offset: int, buffer: Any) -> None:
@@ -83,6 +84,11 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}
         self._size = 0
         self._next_number = 0
+        # Closed while a thread was writing, which closes them in the end.
+        self._to_close: set[Segment] = set()
+        # Not lent again, for whoever tells the workers that have them mapped.
+        self.retired: list[Segment] = []
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -100,6 +106,8 @@ class SegmentPool:
     def lend(self, sizes: list[int], borrower: int) -> tuple[Segment, list[int]] | None:
         """Finds a segment with room for buffers of these sizes.
 
+        It is to be written to, until `written` is called.
+
         Returns:
             The segment and the offset of each buffer; None where the pool is full.
         """
@@ -107,13 +115,25 @@ class SegmentPool:
         for size in sizes:
             offsets.append(end)
             end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        if self._closed or end > self._capacity:
+            return None
         segment = self._free_one(end) or self._new_one(end)
         if segment is None:
             return None
+        segment.writing = True
         segment.borrower = borrower
         segment.known_to.add(borrower)
         segment.used = time.monotonic()
         return segment, offsets
+
+    def written(self, segment: Segment) -> bool:
+        """The thread that writes to a segment is done; False where it was closed meanwhile."""
+        segment.writing = False
+        if segment in self._to_close:
+            self._to_close.discard(segment)
+            segment.close()
+            return False
+        return True
 
     def give_back(self, number: int, borrower: int) -> None:
         """The borrower needs a segment no more: it can be used again."""
@@ -133,15 +153,15 @@ class SegmentPool:
         for segment in [s for s in self._segments.values() if s.borrower == borrower]:
             self._close(segment)
 
-    def shrink(self, now: float) -> Iterator[Segment]:
-        """Closes free segments that were not used for a while; yields each."""
+    def shrink(self, now: float) -> None:
+        """Closes free segments that were not used for a while."""
         for segment in self._free():
             if now - segment.used > _IDLE_SECONDS:
                 self._close(segment)
-                yield segment
 
     def close(self) -> None:
-        """Closes all segments."""
+        """Closes all segments; none is lent any more."""
+        self._closed = True
         for segment in list(self._segments.values()):
             self._close(segment)
 
@@ -156,6 +176,8 @@ class SegmentPool:
     def _new_one(self, size: int) -> Segment | None:
         # With room to spare, so that messages that grow a little find it again.
         size = max(_SMALLEST, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        if size > self._capacity:
+            return None
         for segment in sorted(self._free(), key=lambda segment: segment.used):
             if self._size + size <= self._capacity and len(self) < _MOST_SEGMENTS:
                 break
@@ -174,4 +196,8 @@ class SegmentPool:
     def _close(self, segment: Segment) -> None:
         del self._segments[segment.number]
         self._size -= segment.size
-        segment.close()
+        self.retired.append(segment)
+        if segment.writing:
+            self._to_close.add(segment)
+        else:
+            segment.close()
