@@ -75,8 +75,9 @@ class Execution:
         except BaseException as error:
             # SystemExit and KeyboardInterrupt too: a handler does not end its worker. The
             # traceback goes on without this frame, which refers to the arguments.
-            own = error.__traceback__
-            self._outlet.error(error.with_traceback(own and own.tb_next))
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
+            self._outlet.error(error)
             return
         finally:
             if token is not None:

@@ -143,8 +143,7 @@ class Future(torch.futures.Future[T]):
                 value = callback(self)
             except Exception as error:
                 # Without this frame, which refers to the result: see _Failure.
-                own = error.__traceback__
-                result.set_exception(error.with_traceback(own and own.tb_next))
+                result.set_exception(_without_first_frame(error))
             else:
                 result.set_result(value)
 
@@ -208,6 +207,12 @@ class Future(torch.futures.Future[T]):
         else:
             self.set_result(value)
         self._call = None
+
+
+def _without_first_frame(error: Exception) -> Exception:
+    """The error, with a traceback that begins one frame further in."""
+    traceback = error.__traceback__
+    return error.with_traceback(traceback.tb_next if traceback else None)
 
 
 class _Failure:

@@ -92,8 +92,9 @@ class DistributedOptimizer(Optimizer):
         }
         self.remote_optimizers = list(local_optimizers.values())
         options = _wait_for_all([rref.rpc_async().options() for rref in self.remote_optimizers])
-        for indices_to_options in options:
-            for index, group_options in indices_to_options.items():
+        for defaults, options_by_index in options:
+            self.defaults = defaults
+            for index, group_options in options_by_index.items():
                 self.param_groups[index] = {**group_options, **self.param_groups[index]}
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
@@ -216,16 +217,16 @@ class _LocalOptimizer:
                     "can't: pass max_iter=1 and no line_search_fn"
                 )
 
-    def options(self) -> dict[int, Options]:
-        """The options of each group, by index, with those that the class has set."""
-        return {
+    def options(self) -> tuple[Options, dict[int, Options]]:
+        """The class's defaults, and the options of each group, by index."""
+        return self._optimizer.defaults, {
             index: {name: value for name, value in group.items() if name != "params"}
             for index, group in zip(self._indices, self._optimizer.param_groups, strict=True)
         }
 
     def step(self, context_id: int, options: dict[int, Options]) -> None:
         """Steps with the gradients of a context."""
-        gradients = current_agent().layer(AutogradLayer).gradients(context_id)
+        gradients = current_agent().layer(AutogradLayer).gradients_if_any(context_id)
         with _locked(self._params):
             for index, group in zip(self._indices, self._optimizer.param_groups, strict=True):
                 group.update(options[index])
@@ -287,7 +288,7 @@ def clip_grad_norm_(
     norms = _wait_for_all(
         [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
     )
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {total.item()}: it can't be "
@@ -301,13 +302,14 @@ def clip_grad_norm_(
 
 
 def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
-    gradients = current_agent().layer(AutogradLayer).gradients(context_id)
+    """The norms of the gradients of the parameters here, as a vector."""
+    gradients = current_agent().layer(AutogradLayer).gradients_if_any(context_id)
     norms = [
         torch.linalg.vector_norm(_values(gradients[param]), norm_type)
         for param in (rref.local_value() for rref in rrefs)
         if param in gradients
     ]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+    return torch.stack(norms) if norms else torch.zeros(0)
 
 
 def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:

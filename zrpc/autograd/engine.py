@@ -109,18 +109,36 @@ def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Ten
                 leaf.grad = gradient
 
 
+# .accumulating is set in a thread that runs AccumulateGrad nodes.
+_thread = threading.local()
+
+
+class _Hook:
+    """A tensor hook that is passed by while its thread runs AccumulateGrad nodes."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        return None if getattr(_thread, "accumulating", False) else self._hook(gradient)
+
+
 @contextlib.contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keeps the leaves' own tensor hooks, which have been called, from being called again."""
-    hooks = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
-    kept = [dict(by_id) for by_id in hooks]
-    for by_id in hooks:
-        by_id.clear()
+    """Keeps the leaves' own tensor hooks, which have been called, from being called again.
+
+    In this thread only: other passes call them meanwhile. `_grad_lock` is held.
+    """
+    for leaf in leaves:
+        hooks = leaf._backward_hooks or {}
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _Hook):
+                hooks[key] = _Hook(hook)  # for good: its handle removes it by the key
+    _thread.accumulating = True
     try:
         yield
     finally:
-        for by_id, entries in zip(hooks, kept, strict=True):
-            by_id.update(entries)
+        _thread.accumulating = False
 
 
 def _is_own(gradient: torch.Tensor, taken: set[int]) -> bool:

@@ -140,16 +140,29 @@ class AutogradLayer:
         return state
 
     def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        """The gradients that a context holds here, by leaf."""
+        """The gradients that a context holds here, by leaf.
+
+        Raises:
+            RpcError: there is no such context here.
+        """
         state = self.find(context_id)
         with state.lock:
             return dict(state.gradients)
+
+    def gradients_if_any(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """As `gradients`; none where this worker took no part in the context."""
+        with self._lock:
+            took_part = context_id in self._contexts
+        return self.gradients(context_id) if took_part else {}
 
     def scale_gradients(
         self, context_id: int, leaves: Sequence[torch.Tensor], factor: torch.Tensor
     ) -> None:
         """Multiplies the gradients of some leaves in a context."""
-        state = self.find(context_id)
+        with self._lock:
+            state = self._contexts.get(context_id)
+        if state is None:
+            return
         with state.lock:
             for leaf in leaves:
                 if leaf in state.gradients:
@@ -252,7 +265,7 @@ class AutogradLayer:
             return
         state, key = graph.state, (graph.sender, graph.send_id)
         with state.lock:
-            if key in state.receives:
+            if key in state.receives or key in state.taken:
                 return  # unpacked once more, to raise its error again
             state.receives.add(key)
             tensors = [decoder.tensors[i].detach() for i in graph.indices]
@@ -269,7 +282,7 @@ class AutogradLayer:
         engine.check_roots(roots)
         state = self.find(context_id)
         pass_ = state.find_pass((self.rank << 48) + next(self._numbers))
-        state.engage(pass_)
+        state.engage(pass_, retain_graph)
         self._run(state, pass_, roots, retain_graph, parent=self.rank)
 
     def backward_of_value(
@@ -307,7 +320,7 @@ class AutogradLayer:
                 future.add_done_callback(partial(self._on_part_done, state, pass_))
                 asked.append(future)
             self._settle_unknown(state, pass_, self.rank, *events.with_peer(self.rank))
-            engine.run(roots, state.start, events.token, retain_graph, state.add_gradient)
+            engine.run(roots, events.start, events.token, retain_graph, state.add_gradient)
             for future in asked:
                 future.wait()
             pass_.check()
@@ -351,7 +364,7 @@ class AutogradLayer:
             if state is None:
                 raise RpcError(f"Could not find autograd context with id: {context_id}")
             pass_ = state.find_pass(pass_id)
-            first = state.engage(pass_)
+            first = state.engage(pass_, bool(retain_graph))
             self._settle_unknown(state, pass_, request.sender, numbers[:sent], numbers[sent:])
             pass_.check()
             if first:
@@ -390,7 +403,10 @@ class AutogradLayer:
 
     def _await_gradients(self, send_id: int, count: int) -> Gradients:
         """For a `Send` node: waits for the gradients of the tensors that were sent."""
-        message = _running_pass().wait(send_id)
+        pass_ = _running_pass()
+        if pass_.events is None or send_id not in pass_.events.sends:
+            raise _graph_is_gone()
+        message = pass_.wait(send_id)
         if not isinstance(message, Message):
             return [None] * count
         gradients: Gradients = self.agent.unpack(message)
@@ -402,6 +418,8 @@ class AutogradLayer:
         """For a `Receive` node: sends the gradients of the tensors that were received."""
         pass_ = _running_pass()
         pass_.check()
+        if pass_.events is None or (sender, send_id) not in pass_.events.receives:
+            raise _graph_is_gone()
         self._post_gradients(sender, context_id, pass_, send_id, gradients)
 
     def _post_gradients(
@@ -519,6 +537,13 @@ def _backward_at_owner(rref: Any, context_id: int, retain_graph: bool) -> None:
 
 def _graph_of(message: Message) -> _Graph | None:
     return message.attachments.get(GRAPH) if message.attachments else None
+
+
+def _graph_is_gone() -> RpcError:
+    return RpcError(
+        "Trying to backward through the graph a second time: an earlier pass has gone through "
+        "tensors that came from, or went to, another worker; give it retain_graph=True"
+    )
 
 
 def _running_pass() -> Pass:

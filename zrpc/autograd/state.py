@@ -31,6 +31,7 @@ class ContextState:
         token: the token that it ends with now.
         sends: for each tensor-carrying message that this worker sent: to whom.
         receives: for each that it received: the sender, and the number it has there.
+        taken: those received that a pass has taken with it.
         peers: all workers with which a message of this context was exchanged.
         gradients: of the leaves at this worker.
         passes: backward passes, also those that are done: a message about one may come late.
@@ -43,6 +44,7 @@ class ContextState:
         self.token = self.start
         self.sends: dict[int, int] = {}
         self.receives: set[tuple[int, int]] = set()
+        self.taken: set[tuple[int, int]] = set()
         self.peers: set[int] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
@@ -61,16 +63,23 @@ class ContextState:
         with self.lock:
             return self.passes.setdefault(pass_id, Pass(pass_id))
 
-    def engage(self, pass_: Pass) -> bool:
+    def engage(self, pass_: Pass, retain_graph: bool) -> bool:
         """Begins this worker's part of a pass: true for the first that asks.
 
         Then the pass goes over the events that there are now. What is sent or received later
-        is not part of it.
+        is not part of it. Where the graph is not to be retained, the pass takes the events
+        with it, and a new chain begins.
         """
         with self.lock:
             if pass_.events is not None:
                 return False
-            pass_.events = Events(self.token, dict(self.sends), frozenset(self.receives))
+            sends, receives = dict(self.sends), frozenset(self.receives)
+            pass_.events = Events(self.start, self.token, sends, receives)
+            if not retain_graph:
+                self.start = self.token = torch.empty(0, requires_grad=True)
+                self.sends.clear()
+                self.taken |= self.receives
+                self.receives.clear()
             return True
 
     def add_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -84,6 +93,7 @@ class ContextState:
 class Events:
     """What a pass goes over at one worker; see `ContextState`."""
 
+    start: torch.Tensor
     token: torch.Tensor
     sends: dict[int, int]
     receives: frozenset[tuple[int, int]]
@@ -127,7 +137,7 @@ class Pass:
             self._arrived.clear()
         if self.events is not None:
             # The graph is not to live on; what was sent and received is no more of interest.
-            self.events = Events(torch.empty(0), {}, frozenset())
+            self.events = Events(torch.empty(0), torch.empty(0), {}, frozenset())
 
     def deliver(self, send_id: int, gradients: Any) -> None:
         """The answer to a send has come: a message with gradients, or None for "unused"."""

@@ -129,13 +129,35 @@ class RemoteModule(torch.nn.Module):
         arguments = (self.module_rref, prefix, recurse, remove_duplicate)
         yield from rpc_sync(self.on, _named_parameters, arguments)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
         """A copy of the module's state; see ``nn.Module.state_dict``."""
-        return self._remote("state_dict", *args, **kwargs)
+        state = self._remote("state_dict", prefix=prefix, keep_vars=keep_vars)
+        if destination is None:
+            return state
+        destination.update(state)  # the module is part of another, which asks for this
+        return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state into the module; see ``nn.Module.load_state_dict``."""
         return self._remote("load_state_dict", *args, **kwargs)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads this module's part of the state of the module that it is part of."""
+        part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        found = self._remote("load_state_dict", part, strict=False)
+        missing_keys.extend(prefix + key for key in found.missing_keys)
+        unexpected_keys.extend(prefix + key for key in found.unexpected_keys)
 
     # -- what is done to it --------------------------------------------------------------
 

@@ -64,12 +64,12 @@ def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
         pickled = dumps(error)
         # An exception pickles as its type and args, which need not fit its __init__.
         return pickled if type(pickle.loads(pickled)) is type(error) else None
-    except Exception:  # the next way, or the text alone
+    except BaseException:  # SystemExit too: the next way, or the text alone
         return None
 
 
 def _safe_repr(error: BaseException) -> str:
     try:
         return repr(error)
-    except Exception:
+    except BaseException:
         return f"<{type(error).__name__} whose repr fails>"
