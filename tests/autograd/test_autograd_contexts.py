@@ -473,7 +473,6 @@ def test_the_end_frees_workers_that_only_others_know(mesh):
     assert_freed(mesh)
 
 
-@pytest.mark.xfail(strict=True, reason="links refer to the state, which refers to them")
 def test_what_a_context_held_is_freed(mesh):
     """Activations at all workers, gradients, and messages that nobody asked for."""
     watched = []
@@ -502,7 +501,6 @@ def test_what_a_context_held_is_freed(mesh):
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
 
 
-@pytest.mark.xfail(strict=True, reason="links refer to the state, which refers to them")
 def test_without_a_pass_the_graph_is_freed(mesh):
     watched = []
 
@@ -530,7 +528,6 @@ def objects():
     return {kind.__name__: sum(issubclass(k, kind) for k in found) for kind in kinds}
 
 
-@pytest.mark.xfail(strict=True, reason="links refer to the state, which refers to them")
 @pytest.mark.zrpc(workers=3, timeout=180)
 def test_a_thousand_contexts_leave_nothing(mesh):
     def once():

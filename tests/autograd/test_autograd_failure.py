@@ -27,7 +27,7 @@ import zrpc.autograd as dist_autograd
 from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
 
-pytestmark = pytest.mark.zrpc(workers=3, timeout=20)
+pytestmark = pytest.mark.zrpc(workers=3, timeout=15)
 
 X = leaf(3, seed=1)
 W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
@@ -131,7 +131,7 @@ def test_a_failure_leaves_other_contexts_alone(mesh):
 
     def good():
         with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
-            loss = chain(0, None, call("worker1", Waits.apply, X)).sum()
+            loss = chain(0, None, call("worker1", lambda x: Waits.apply(x), X)).sum()
             dist_autograd.backward(context_id, [loss])
             found.append(gradients_at(mesh, 2, context_id)[W[2]])
 
@@ -427,11 +427,14 @@ def test_a_worker_that_is_asked_again_after_its_part_is_done(mesh):
     first._run, second._ask = note_run, ask_later
 
     def there(x):
-        return call("worker2", lambda y: None, layer(1, x)) or layer(1, x)
+        x = layer(2, x)
+        call("worker1", lambda y: None, x)
+        return x
 
     def model():
-        # worker1 has sent to worker2, and worker2 nothing to worker1.
-        return (call("worker1", there, X) + call("worker2", layer, 2, X)).sum()
+        # worker2 has sent to worker1, which needs nothing of worker2.
+        far = call("worker2", there, X)
+        return (far + call("worker1", layer, 1, X)).sum()
 
     def run():
         with dist_autograd.context() as context_id:

@@ -389,7 +389,6 @@ def test_a_sparse_gradient_that_travels(mesh):
     assert_as_local(mesh, model, LEAVES)
 
 
-@pytest.mark.xfail(strict=True, reason="a sparse tensor arrives as a leaf")
 def test_a_sparse_activation(mesh):
     """A sparse tensor that requires grad is part of the graph too."""
 
@@ -484,7 +483,6 @@ def test_a_second_forward_after_a_pass(mesh):
     torch.testing.assert_close(list(found), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="the second pass runs the first graph, too")
 def test_forward_and_backward_twice_in_one_context(mesh):
     """Each loss has a graph of its own, so nothing need be kept."""
 

@@ -103,23 +103,7 @@ def test_a_hook_on_a_parameter_fires_once_with_the_whole_gradient(mesh, register
     assert W[rank].grad is None
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        on_tensor,
-        *(
-            pytest.param(
-                f,
-                marks=[
-                    pytest.mark.xfail(strict=True, reason="runs into .grad wait for each other"),
-                    pytest.mark.zrpc(timeout=8),
-                ],
-            )
-            for f in (on_accumulated, on_node, before_node)
-        ),
-    ],
-    ids=lambda f: f.__name__,
-)
+@REGISTER
 def test_hooks_on_parameters_of_all_workers(mesh, register):
     expected = local_gradients(residual, LEAVES)
     with hooks(register, *LEAVES) as all_seen:
@@ -345,17 +329,7 @@ class Attributes(torch.autograd.Function):
         return gradient * 2, None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            "variable", marks=pytest.mark.xfail(strict=True, reason="taken for a leaf's node")
-        ),
-        "token",
-        "link",
-        "tensors",
-    ],
-)
+@pytest.mark.parametrize("name", ["variable", "token", "link", "tensors"])
 def test_a_custom_function_with_attributes_of_its_own(mesh, name):
     def there(x):
         return Attributes.apply(layer(1, x), [name])
@@ -492,7 +466,6 @@ def test_no_messages_outside_of_a_context(mesh):
     )
 
 
-@pytest.mark.xfail(strict=True, reason="gradients are shared and expanded")
 def test_the_gradient_of_a_leaf_is_its_own(mesh):
     """Leaves whose gradients are equal do not share them."""
     a, b = leaf(3, seed=1), leaf(3, seed=2)

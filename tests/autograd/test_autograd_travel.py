@@ -486,7 +486,6 @@ def test_results_that_are_awaited_in_another_order(mesh):
     torch.testing.assert_close([found[at] for at in (X, W[1], W[2])], list(expected))
 
 
-@pytest.mark.xfail(strict=True, reason="callbacks run in no context")
 def test_calls_in_a_then_callback(mesh):
     """A callback is in the context of the thread that added it."""
 
@@ -503,7 +502,6 @@ def call_in_callback(x):
     return future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)))
 
 
-@pytest.mark.xfail(strict=True, reason="callbacks run in no context")
 def test_calls_in_the_callback_of_an_async_execution(mesh):
     assert_expected(
         mesh, lambda: (zrpc.rpc_sync("worker2", call_in_callback, (X.sin(),)) * 2).sum()

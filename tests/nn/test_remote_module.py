@@ -447,7 +447,6 @@ def test_it_is_part_of_a_module(module):
     assert value(module).training
 
 
-@pytest.mark.xfail(strict=True, reason="the part's state is lost")
 def test_the_state_of_a_module_that_has_it(module):
     both = Both(module)
     state = both.state_dict()

@@ -366,16 +366,7 @@ SCHEDULERS = {
 }
 
 
-NO_DEFAULTS = pytest.mark.xfail(strict=True, reason="the optimizer has no defaults")
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        pytest.param(name, marks=[NO_DEFAULTS] if name in ("OneCycleLR", "CyclicLR") else [])
-        for name in SCHEDULERS
-    ],
-)
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.filterwarnings("error:.*lr_scheduler.step")
 def test_schedulers(mesh, scheduler):
     def run():
@@ -394,7 +385,6 @@ def test_schedulers(mesh, scheduler):
     mesh.run(0, run)
 
 
-@NO_DEFAULTS
 def test_one_cycle_with_betas(mesh):
     def run():
         rrefs, weights = twins([1, 2])
