@@ -284,6 +284,7 @@ def clip_grad_norm_(
 
     See also ``torch.nn.utils.clip_grad_norm_``.
     """
+    current_agent().layer(AutogradLayer).find(context_id)
     parts = _by_owner(params_rref)
     norms = _wait_for_all(
         [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]

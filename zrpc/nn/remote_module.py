@@ -129,7 +129,7 @@ class RemoteModule(torch.nn.Module):
         arguments = (self.module_rref, prefix, recurse, remove_duplicate)
         yield from rpc_sync(self.on, _named_parameters, arguments)
 
-    def state_dict(  # type: ignore[override]
+    def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """A copy of the module's state; see ``nn.Module.state_dict``."""
