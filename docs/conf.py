@@ -32,6 +32,4 @@ nitpick_ignore_regex = [
     ("py:exc", r"\w+"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),
-    # Has no page yet.
-    ("py:obj", r"zrpc\.autograd\.\w+"),
 ]

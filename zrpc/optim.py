@@ -125,8 +125,8 @@ class DistributedOptimizer(Optimizer):
         """The state of all owners' optimizers.
 
         Returns:
-            ``{"workers": {owner's name: state_dict of its optimizer}, "param_groups": [options
-            of each group]}``.
+            A dict: under ``"workers"`` the ``state_dict`` of each owner's optimizer, by the
+            owner's name; under ``"param_groups"`` the options of each group.
         """
         states = _wait_for_all([rref.rpc_async().state_dict() for rref in self.remote_optimizers])
         names = [rref.owner_name() for rref in self.remote_optimizers]

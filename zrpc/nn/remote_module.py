@@ -237,8 +237,8 @@ class RemoteModule(torch.nn.Module):
         return self
 
     def _hook(self, name: str, *args: Any, **kwargs: Any) -> RemovableHandle:
-        handle: RRef[RemovableHandle] = getattr(self.module_rref.remote(), name)(*args, **kwargs)
-        return _RemoteHandle(handle)
+        arguments = (self.module_rref, name, args, kwargs)
+        return _RemoteHandle(rpc_sync(self.on, _register_hook, arguments))
 
     # -- passing it on -------------------------------------------------------------------
 
@@ -325,6 +325,12 @@ def _call(
 
 def _call_method(module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...]) -> None:
     getattr(module_rref.local_value(), name)(*args)
+
+
+def _register_hook(
+    module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RRef[RemovableHandle]:
+    return RRef(getattr(module_rref.local_value(), name)(*args, **kwargs))
 
 
 def _to(

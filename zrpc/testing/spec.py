@@ -93,7 +93,7 @@ class MeshSpec:
         processes: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> MeshSpec:
-        """This spec with other values for what is not None; `options` are added to."""
+        """This spec with other values for what is not None; ``options`` are added to."""
         return replace(
             self,
             workers=self.workers if workers is None else workers,
