@@ -119,8 +119,13 @@ def in_one_process(sparse):
 
 @pytest.mark.parametrize(
     ("options", "sparse"),
-    [({}, False), ({"gradient_as_bucket_view": True}, True), ({"bucket_cap_mb": 0.0001}, True)],
-    ids=["plain", "bucket views", "many buckets"],
+    [
+        ({}, False),
+        ({"gradient_as_bucket_view": True}, True),
+        ({"bucket_cap_mb": 0.0001}, True),
+        ({"find_unused_parameters": True}, False),
+    ],
+    ids=["plain", "bucket views", "many buckets", "unused parameters"],
 )
 def test_dense_part_in_ddp_embedding_at_a_worker(mesh, tmp_path, options, sparse):
     futures = [

@@ -506,6 +506,25 @@ def test_forward_and_backward_twice_in_one_context(mesh):
     )
 
 
+def two_losses(mesh, keep):
+    def run():
+        with dist_autograd.context() as context_id:
+            losses = [call("worker1", layer, 1, X * factor).sum() for factor in (1, 2)]
+            for loss in losses:
+                dist_autograd.backward(context_id, [loss], retain_graph=keep)
+            return gradients_at(mesh, 0, context_id)[X], gradients_at(mesh, 1, context_id)[W[1]]
+
+    return mesh.run(0, run)
+
+
+def test_two_graphs_and_then_two_passes(mesh):
+    """A pass takes all graphs of the context along; to keep the others is to be asked for."""
+    expected = local_gradients(lambda: (layer(1, X) + layer(1, X * 2)).sum(), [X, W[1]])
+    torch.testing.assert_close(list(two_losses(mesh, keep=True)), expected)
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        two_losses(mesh, keep=False)
+
+
 def checkpointed(rank, x, **options):
     return checkpoint(layer, rank, x, **options)
 
