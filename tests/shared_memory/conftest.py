@@ -25,7 +25,7 @@ def _nothing_is_left() -> Iterator[None]:
     gc.freeze()  # so that collections take little time
     before = (segments_open(), segments_mapped())
     yield
-    kept.clear()
+    kept().clear()
 
     def left() -> tuple[list[int], list[int]]:
         return segments_open(), segments_mapped()
@@ -68,3 +68,4 @@ def introduced(mesh: Mesh) -> Iterator[Mesh]:
         mesh.run(rank, introduce, *(peer for peer in everybody if peer != rank))
     with mesh.agent(0).as_current():
         yield mesh
+    kept().clear()

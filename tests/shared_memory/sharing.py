@@ -19,10 +19,6 @@ from zrpc.testing import Mesh
 LARGE = 1 << 18
 MIB = 1 << 20
 
-# What workers keep, by name. A function that goes to a worker process by value gets copies of
-# its module's globals each time; those of this module, which is imported there, last.
-kept: dict[Any, Any] = {}
-
 
 def large(value: float, count: int = LARGE) -> torch.Tensor:
     """A tensor of its own memory, all of whose elements are different from another value's."""
@@ -33,13 +29,25 @@ def echo(value: Any) -> Any:
     return value
 
 
+def kept() -> dict[Any, Any]:
+    """What this process keeps, by name.
+
+    Functions go to worker processes by value: each time with globals of their own. So what is
+    to last is kept in a module that they import.
+    """
+    import zrpc.testing.spec as anywhere
+
+    found: dict[Any, Any] = anywhere.__dict__.setdefault("kept", {})
+    return found
+
+
 def keep(name: Any, value: Any) -> None:
-    kept[name] = value
+    kept()[name] = value
 
 
 def drop(*names: Any) -> None:
     for name in names:
-        del kept[name]
+        del kept()[name]
 
 
 def layer_of(mesh: Mesh, worker: int) -> SharedMemoryLayer:
@@ -74,10 +82,11 @@ def until_returned(layer: SharedMemoryLayer, lent: int = 0) -> None:
 def introduce(*ranks: int) -> None:
     """Has this worker send by shared memory to these: they have told that they can."""
     layer = own_layer()
+    lent = layer.pool.lent
     for rank in ranks:
         zrpc.rpc_sync(rank, torch.numel, (large(0),))
         until(lambda rank=rank: rank in layer._accepted, f"{rank} does not accept")  # type: ignore[misc]
-    until_returned(layer)
+    until_returned(layer, lent)
 
 
 def segments_open() -> list[int]:
