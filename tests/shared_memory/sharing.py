@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import time
@@ -93,11 +94,9 @@ def segments_open() -> list[int]:
     """The inodes of the memfds of zrpc that this process has open, each once."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone
             if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:zrpc"):
                 found.add(os.fstat(int(fd)).st_ino)
-        except OSError:  # the descriptor of the listing itself
-            continue
     return sorted(found)
 
 

@@ -307,10 +307,12 @@ def fork_and_drop(rank):
     expected = content(large(7))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     assert content(tensor) == expected
-    child = Child(lambda _: b"=" if content(tensor) == expected else b"!")
+    received = [tensor]
+    del tensor
+    child = Child(lambda _: b"=" if content(received[0]) == expected else b"!")
     try:
         answers = [child.ask()]
-        del tensor  # the child has its own reference
+        received.clear()  # the child has a list of its own
         until(lambda: not own_layer().loans._open)
         for i in range(6):
             other = zrpc.rpc_sync(rank, large, (100 + i,))
@@ -365,6 +367,7 @@ def fork_and_send(rank):
         child.ask()
     finally:
         child.end()
+    until_returned(own_layer(), 1)
     return own_layer().pool.lent
 
 
