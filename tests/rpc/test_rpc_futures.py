@@ -197,10 +197,10 @@ def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
 
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
-    with Gate() as gate:
-        blocked = [
-            rpc.rpc_async(1, echo, (i,)).then(lambda f: gate.wait_inside()) for i in range(3)
-        ]
+    with Gate() as gate, Gate() as answers:
+        futures = [rpc.rpc_async(1, answers.wait_inside) for _ in range(3)]
+        blocked = [future.then(lambda f: gate.wait_inside()) for future in futures]
+        answers.open()  # only now, or a callback would run, and block, in `then`
         gate.await_entry()
         assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
         future = rpc.rpc_async(1, echo, ("x",))

@@ -19,6 +19,7 @@ from conftest import Programs
 
 import zrpc as rpc
 from zrpc.api import start_agent
+from zrpc.current import set_default_agent
 from zrpc.testing.leaks import lasting, no_leaks
 
 Succeed = Callable[..., list[str]]
@@ -150,6 +151,7 @@ def alone(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     yield free_port
     if rpc._is_current_rpc_agent_set():
         rpc.shutdown(graceful=False)
+    set_default_agent(None)  # as in a process that never had one
 
 
 def test_all_from_the_environment(alone: int) -> None:
@@ -167,7 +169,6 @@ def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> No
     rpc.shutdown()
 
 
-@pytest.mark.xfail(strict=True, reason="the closed agent keeps the store that it hosts")
 def test_nothing_is_left_of_what_was_shut_down(alone: int) -> None:
     with no_leaks():
         rpc.init_rpc("me")
@@ -376,18 +377,23 @@ again(rpc.ZmqRpcBackendOptions(init_timeout=20))
     )
 
 
-def test_both_fail_and_both_try_again(succeed: Succeed) -> None:
-    """After a duplicate name both correct themselves."""
+@pytest.mark.xfail(strict=False, reason="rank 0 may close the store before rank 1 has read why")
+@pytest.mark.parametrize("init_method", ["env://", "file"])
+def test_both_are_told_of_a_duplicate_name(
+    succeed: Succeed, tmp_path: Path, init_method: str
+) -> None:
+    """Also the one that does not host the store, though the host's program may end at once."""
+    url = f"file://{tmp_path}/store" if init_method == "file" else init_method
+    made = f"rpc.ZmqRpcBackendOptions(init_timeout=8, init_method={url!r})"
     succeed(
         HEAD
-        + """
+        + f"""
 try:
-    rpc.init_rpc("same", rpc_backend_options=rpc.ZmqRpcBackendOptions(init_timeout=5))
+    rpc.init_rpc("same", rpc_backend_options={made})
 except rpc.RendezvousError as error:
     assert "is not unique" in str(error), error
 else:
     sys.exit("the name was not refused")
-again(rpc.ZmqRpcBackendOptions(init_timeout=20))
 """
     )
 

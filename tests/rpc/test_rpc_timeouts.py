@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -169,7 +170,7 @@ _nested_came = threading.Semaphore(0)
 
 
 def nested(gate: Gate, timeout: float) -> None:
-    """A call back that would wait longer than its caller does."""
+    """A call back that would wait longer than its caller does; answers when the gate opens."""
     try:
         rpc.rpc_sync(0, gate.wait_inside, timeout=timeout)
     except Exception as error:
@@ -177,6 +178,7 @@ def nested(gate: Gate, timeout: float) -> None:
     else:
         _nested.append(None)
     _nested_came.release()
+    gate.opened.wait(PATIENCE)
 
 
 async def nested_async(gate: Gate, timeout: float) -> None:
@@ -187,6 +189,7 @@ async def nested_async(gate: Gate, timeout: float) -> None:
     else:
         _nested.append(None)
     _nested_came.release()
+    await asyncio.to_thread(gate.opened.wait, PATIENCE)
 
 
 @async_execution
@@ -199,6 +202,7 @@ def nested_then(gate: Gate, timeout: float) -> Any:
         else:
             _nested.append(None)
         _nested_came.release()
+        gate.opened.wait(PATIENCE)
 
     return rpc.rpc_async(0, gate.wait_inside, timeout=timeout).then(note)
 
@@ -229,8 +233,10 @@ def test_also_two_levels_down(shared: Mesh, gate: Gate) -> None:
 
 def test_a_shorter_timeout_of_the_nested_call_holds(shared: Mesh, gate: Gate) -> None:
     _nested.clear()
-    rpc.rpc_sync(1, nested, (gate, 0.1), timeout=15)
+    future = rpc.rpc_async(1, nested, (gate, 0.1), timeout=15)
     assert _nested_came.acquire(timeout=10)
+    gate.open()
+    future.wait()
     assert "(100 ms)" in str(_nested[0])
 
 
