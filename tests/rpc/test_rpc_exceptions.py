@@ -28,7 +28,6 @@ def by_remote(*args: Any, **kwargs: Any) -> Any:
     return rpc.remote(*args, **kwargs).to_here()
 
 
-exits = pytest.mark.xfail(run=False, reason="SystemExit while an exception is pickled: no answer")
 ways = pytest.mark.parametrize("call", [rpc.rpc_sync, by_async, by_remote])
 Call = Callable[..., Any]
 
@@ -276,7 +275,6 @@ def test_what_can_not_travel_arrives_as_text(
     assert "fail_with" in str(info.value)
 
 
-@exits
 @pytest.mark.zrpc(timeout=15)
 @ways
 def test_an_exception_whose_pickling_would_end_the_worker(caller: Mesh, call: Call) -> None:
