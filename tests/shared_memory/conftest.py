@@ -15,6 +15,12 @@ from zrpc.testing import Mesh
 from zrpc.transport.segments import SegmentPool
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _unfrozen() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a segment open or mapped; torn down after the mesh."""
@@ -31,7 +37,6 @@ def _nothing_is_left() -> Iterator[None]:
         return segments_open(), segments_mapped()
 
     until(lambda: left() == before, lambda: f"{left()} open, mapped; expected {before}", within=5)
-    gc.unfreeze()
 
 
 @dataclass(frozen=True)

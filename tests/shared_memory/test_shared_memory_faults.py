@@ -83,11 +83,10 @@ def kept_are_equal(count):
 
 
 def drop_all():
-    """Drops what is kept; returns how many segments of others stay mapped."""
+    """Drops what is kept; returns what is mapped then."""
     kept().clear()
-    own = own_layer()
-    until(lambda: not own.loans._open)
-    return len(set(segments_mapped()) - {s.inode for s in own.pool._segments.values()})
+    until(lambda: not own_layer().loans._open)
+    return segments_mapped()
 
 
 @processes
@@ -110,6 +109,7 @@ def test_the_receiver_is_killed_while_it_holds_tensors(mesh: Mesh):
 def test_the_sender_is_killed_while_receivers_hold_tensors(mesh: Mesh):
     mesh.run(0, send_and_lend, 1, 4)
     mesh.run(0, send_and_lend, 2, 4)
+    its = set(mesh.run(0, segments_open))
     mesh.kill(0)
     for rank in (1, 2):
         mesh.run(rank, until_lost, 0)
@@ -117,7 +117,8 @@ def test_the_sender_is_killed_while_receivers_hold_tensors(mesh: Mesh):
     mesh.run(2, send_on, 1, 5)
     for rank in (1, 2):
         assert mesh.run(rank, kept_are_equal, 4)
-        assert mesh.run(rank, drop_all) <= 2  # each other's, for use
+        assert its & set(mesh.run(rank, segments_mapped))
+        assert not its & set(mesh.run(rank, drop_all))
 
 
 def write_while_it_dies(rank, pid):
@@ -159,6 +160,39 @@ def test_the_receiver_is_killed_while_the_sender_writes(mesh: Mesh):
     mesh.kill(1)
 
 
+def ask_one_that_dies_before_its_answer_is_read(rank, pid):
+    """The type of the error where the segment of an answer went with its owner."""
+    own = own_layer()
+    zrpc.rpc_sync(rank, introduce, (own.agent.worker_info.id,))
+    until(lambda: not own.loans._open)
+    own.loans.close()  # forgets what is mapped, so that the answer's segment is mapped anew
+    map_it = Loans._map
+    tried = []
+
+    def too_late(descriptor):
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not os.path.exists(f"/proc/{pid}/fd/{descriptor.fd}"))
+        tried.append(descriptor)
+        return map_it(descriptor)
+
+    Loans._map = staticmethod(too_late)
+    try:
+        zrpc.rpc_sync(rank, large, (1,))
+    except Exception as error:
+        return len(tried), type(error).__name__
+    finally:
+        Loans._map = staticmethod(map_it)
+    return None
+
+
+@pytest.mark.xfail(strict=True, reason="it is a ProtocolError: the answer can't be read")
+@processes
+def test_a_worker_that_is_killed_before_its_answer_is_read_has_died(mesh: Mesh):
+    asked = mesh.submit(0, ask_one_that_dies_before_its_answer_is_read, 1, mesh.pid(1))
+    assert asked.result() == (1, "WorkerDied")
+    mesh.kill(1)
+
+
 def work_until_told(seed, directory):
     """Sends large tensors to all and checks each answer; says how many, and what failed."""
     layer = own_layer()
@@ -196,6 +230,8 @@ def work_until_told(seed, directory):
     return done, sorted(dead)
 
 
+# Not strict: it depends on the moment. See the test above for the same without chance.
+@pytest.mark.xfail(raises=zrpc.ProtocolError, reason="it may be a ProtocolError, see above")
 @processes
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.zrpc(workers=4, options={"shared_memory": 24 * MIB})
@@ -211,10 +247,14 @@ def test_random_workers_are_killed_under_load(mesh: Mesh, tmp_path, seed):
         for rank in survivors:  # a round later
             with contextlib.suppress(FileNotFoundError):
                 (tmp_path / f"worker{rank}").unlink()
-        until(
-            lambda survivors=survivors: survivors <= {int(n[6:]) for n in os.listdir(tmp_path)},
-            within=40,
-        )
+
+        def worked(survivors=survivors):
+            failed = [e for r in survivors if working[r].done() and (e := working[r].exception())]
+            if failed:
+                raise failed[0]
+            return survivors <= {int(name[6:]) for name in os.listdir(tmp_path)}
+
+        until(worked, within=40)
     (tmp_path / "stop").touch()
     for rank in set(range(4)) - set(victims):
         done, dead = working[rank].result()
