@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,7 +71,7 @@ class Programs:
     def __init__(self, directory: Path, port: int) -> None:
         self.directory = directory
         self.port = port
-        self.runtime = Path(tempfile.mkdtemp(prefix="zrpc-"))  # a short path, for sockets
+        self.runtime = Path(tempfile.mkdtemp(prefix="zrpc-test-"))  # a short path, for sockets
         self._pids: set[int] = set()
         self._popened: list[subprocess.Popen[bytes]] = []
 
@@ -162,6 +163,7 @@ class Programs:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+        shutil.rmtree(self.runtime, ignore_errors=True)
 
     def _output(self, rank: int) -> Path:
         return self.directory / f"output{rank}"
