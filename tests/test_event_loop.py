@@ -148,7 +148,6 @@ def test_close_without_a_thread_and_twice(loop):
     coroutine.close()
 
 
-@pytest.mark.xfail(strict=True, reason="a second close stops a loop that is closed")
 def test_close_twice(loop):
     run(loop, where())
     loop.close(SOON)

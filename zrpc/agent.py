@@ -455,7 +455,12 @@ class Agent:
             if message.kind in REQUESTS:
                 self.answer_error(message, error)
             elif (call := self._calls.pop(message.call_id)) is not None:
-                call.settle(ProtocolError(f"the answer can't be read: {error}"))
+                # A segment of shared memory that isn't there any more has gone with its owner.
+                gone = isinstance(error, FileNotFoundError)
+                unreadable = ProtocolError(f"the answer can't be read: {error}")
+                call.settle(self._died(call) if gone else unreadable)
+                if gone:
+                    return
             raise
 
     def _run_errands(self) -> None:

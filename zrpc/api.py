@@ -18,7 +18,14 @@ from torch.distributed import is_available as is_distributed_available
 from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
 from zrpc.autograd.layer import plug_in as plug_in_autograd
 from zrpc.backend_registry import BackendType
-from zrpc.current import current_agent, default_agent, find_agent, set_default_agent
+from zrpc.current import (
+    current_agent,
+    default_agent,
+    find_agent,
+    latest_agent,
+    not_initialized,
+    set_default_agent,
+)
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
 from zrpc.futures import Future
 from zrpc.joining import join_mesh
@@ -179,11 +186,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     See also ``torch.distributed.rpc.shutdown``.
     """
-    agent = find_agent()
+    agent = latest_agent()
     if agent is None:
-        if default_agent() is None:
-            current_agent()  # raises
-        return
+        raise not_initialized()
     agent.shutdown(graceful, timeout)
 
 

@@ -31,9 +31,14 @@ def default_agent() -> Agent | None:
     return _default
 
 
+def latest_agent() -> Agent | None:
+    """The agent of this context, or the process's default, also one that has shut down."""
+    return _current.get(None) or _default
+
+
 def find_agent() -> Agent | None:
     """The agent of this context, or the process's default, where there is one that serves."""
-    agent = _current.get(None) or _default
+    agent = latest_agent()
     return agent if agent is not None and not agent.closed else None
 
 

@@ -137,15 +137,17 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done."""
         result: Future[S] = Future()
+        # An error refers by its traceback to the frame of `run`, which must not refer to the
+        # future that keeps the error, see _Failure: it is taken out of here when it is used.
+        pending = [result]
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
                 value = callback(self)
             except Exception as error:
-                # Without this frame, which refers to the result: see _Failure.
-                result.set_exception(_without_first_frame(error))
+                pending.pop().set_exception(error)
             else:
-                result.set_result(value)
+                pending.pop().set_result(value)
 
         self.add_done_callback(run)
         return result
@@ -207,12 +209,6 @@ class Future(torch.futures.Future[T]):
         else:
             self.set_result(value)
         self._call = None
-
-
-def _without_first_frame(error: Exception) -> Exception:
-    """The error, with a traceback that begins one frame further in."""
-    traceback = error.__traceback__
-    return error.with_traceback(traceback.tb_next if traceback else None)
 
 
 class _Failure:

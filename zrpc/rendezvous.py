@@ -46,8 +46,8 @@ class Card:
         host_key: equal for workers that can use each other's Unix sockets.
         directory: with the lock that says it lives, and its Unix socket; empty where the
             system has no such things.
-        ipc: whether it listens on that socket.
         main: what its ``__main__`` is; equal where names in there mean the same.
+        ipc: whether it listens on that socket.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Card:
     token: str
     host_key: str
     directory: str
-    ipc: bool
     main: str
+    ipc: bool = True
 
     @property
     def info(self) -> WorkerInfo:

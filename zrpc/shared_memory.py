@@ -135,7 +135,11 @@ class SharedMemoryLayer:
             raise ProtocolError(f"expected the descriptor of a segment, found {len(data)} bytes")
         descriptor = Descriptor(*_DESCRIPTOR.unpack_from(data))
         rows = list(_PLACE.iter_unpack(data[_DESCRIPTOR.size :]))
-        if not rows or any(offset + size > descriptor.size for _, offset, size in rows):
+        count = len(message.buffers) + len(rows)
+        indices = {index for index, _, _ in rows if index < count}
+        if len(indices) != len(rows) or not rows:
+            raise ProtocolError(f"expected places of {count} buffers, found {rows}")
+        if any(offset + size > descriptor.size for _, offset, size in rows):
             raise ProtocolError("a message names places outside of its segment")
         places = [(offset, size) for _, offset, size in rows]
         try:
@@ -147,7 +151,6 @@ class SharedMemoryLayer:
         views, loan.views = loan.views, None
         by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
         others = iter(message.buffers)
-        count = len(message.buffers) + len(by_index)
         message.buffers = [by_index[i] if i in by_index else next(others) for i in range(count)]
         return loan
 

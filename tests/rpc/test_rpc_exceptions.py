@@ -581,7 +581,6 @@ def test_an_error_that_was_raised_is_not_logged(shared: Mesh, way: str) -> None:
         assert log.records == []
 
 
-@pytest.mark.xfail(strict=True, reason="a failed then() keeps its own future alive")
 def test_an_error_in_then_that_nobody_waits_for_is_logged(shared: Mesh) -> None:
     with _Log("later") as log:
         rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(ValueError("later")))

@@ -153,7 +153,6 @@ def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
     make_mesh(workers=workers).run_all(rpc.shutdown)
 
 
-@pytest.mark.xfail(strict=True, reason="a closed agent of the context is not looked at")
 def test_idempotent(mesh: Mesh) -> None:
     def twice() -> None:
         with agent_of_this_thread().as_current():

@@ -167,7 +167,6 @@ def test_a_forgotten_segment_stays_readable_as_long_as_it_is_used(loans, pool):
     assert segments_mapped() == []
 
 
-@pytest.mark.xfail(strict=True, reason="a loan that nobody takes back keeps its segment mapped")
 def test_closed_loans_leave_what_is_used(loans, pool):
     segment, views = borrow(loans, pool, b"a" * 64)
     pool.close()

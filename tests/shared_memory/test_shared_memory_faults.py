@@ -185,7 +185,6 @@ def ask_one_that_dies_before_its_answer_is_read(rank, pid):
     return None
 
 
-@pytest.mark.xfail(strict=True, reason="it is a ProtocolError: the answer can't be read")
 @processes
 def test_a_worker_that_is_killed_before_its_answer_is_read_has_died(mesh: Mesh):
     asked = mesh.submit(0, ask_one_that_dies_before_its_answer_is_read, 1, mesh.pid(1))
@@ -231,7 +230,6 @@ def work_until_told(seed, directory):
 
 
 # Not strict: it depends on the moment. See the test above for the same without chance.
-@pytest.mark.xfail(raises=zrpc.ProtocolError, reason="it may be a ProtocolError, see above")
 @processes
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.zrpc(workers=4, options={"shared_memory": 24 * MIB})
@@ -292,7 +290,6 @@ def leave_and_drop():
     return equal, mapped, segments_open(), segments_mapped()
 
 
-@pytest.mark.xfail(strict=True, reason="a loan that nobody takes back keeps its segment mapped")
 @processes
 @pytest.mark.zrpc(leaks=False)
 def test_after_a_shutdown_a_tensor_keeps_its_segment_and_nothing_else(mesh: Mesh):
@@ -493,15 +490,9 @@ HOSTILE = {
 }
 
 
-_STOPS = pytest.mark.xfail(strict=True, reason="a StopIteration without a word at the caller")
-
-
 @pytest.mark.parametrize(
     "hostile",
-    [
-        pytest.param(hostile, id=name, marks=[_STOPS] if name == "index that isn't" else [])
-        for name, hostile in HOSTILE.items()
-    ],
+    [pytest.param(hostile, id=name) for name, hostile in HOSTILE.items()],
 )
 def test_an_extension_of_nonsense_is_an_error_at_the_caller(introduced: Mesh, caplog, hostile):
     agent = introduced.agent(0)

@@ -41,7 +41,7 @@ class Loan:
         views: one for each buffer of the message. The message's tensors refer to them, and
             when the last is gone the loan can be returned.
         left: how many of them are not gone; counted in the I/O thread.
-        memory: the mapping.
+        memory: a weak reference to the mapping.
         keep: the segment must not be used again, since a fork of this process may read it.
     """
 
@@ -57,7 +57,8 @@ class Loan:
         self.number = number
         self.left = len(places)
         self.keep = False
-        self.memory = memory
+        # Weak: the views keep it, and the loan of an agent that is closed should not.
+        self.memory = weakref.ref(memory)
         # Arrays of ctypes and not memoryviews: whatever is made of an array's buffer refers to
         # the array, while of a memoryview it may refer to what lies below.
         views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
@@ -132,7 +133,9 @@ class Loans:
         for loan in list(self._open):
             if not loan.keep:
                 loan.keep = True
-                _make_private(loan.memory)
+                memory = loan.memory()
+                if memory is not None:
+                    _make_private(memory)
                 self._mapped.pop((loan.owner, loan.number), None)
 
     def close(self) -> None:
