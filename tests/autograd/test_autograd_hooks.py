@@ -286,7 +286,6 @@ def test_a_node_that_leads_to_no_root_does_not_run(mesh, counted):
     assert (counted.forwards, counted.backwards) == (2, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="called with None")
 @pytest.mark.parametrize("hook", ["parameter", "sent", "result"])
 def test_hooks_on_what_leads_to_no_root_do_not_fire(mesh, hook):
     seen = []

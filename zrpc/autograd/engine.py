@@ -11,10 +11,12 @@ import torch
 
 from zrpc.autograd.replicas import is_reduced
 
-__all__ = ["check_roots", "run"]
+__all__ = ["check_roots", "guard_hooks", "run"]
 
-# Guards what is changed about leaves for a moment: `.grad`, and hooks.
+# Guards what is changed about leaves for a moment: `.grad`, and hooks of nodes.
 _grad_lock = threading.Lock()
+# Guards the replacement of tensor hooks. Taken under _grad_lock too.
+_hooks_lock = threading.Lock()
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -67,6 +69,8 @@ def run(
         return
     accumulators = [node for node in _accumulators(outputs) if node.variable is not start]
     leaves = [node.variable for node in accumulators]
+    for leaf in leaves:
+        guard_hooks(leaf)
     # With the first token among the inputs the engine runs the whole chain, also those parts
     # that lead to no leaf: each received message is to be answered.
     inputs = [*leaves, start] if token is not start else leaves
@@ -114,26 +118,40 @@ _thread = threading.local()
 
 
 class _Hook:
-    """A tensor hook that is passed by while its thread runs AccumulateGrad nodes."""
+    """A tensor hook that is called with gradients only.
+
+    Not with None, where what was sent turned out to lead to no root, which can't be known
+    before the engine runs; and not again while its thread runs AccumulateGrad nodes.
+    """
 
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
         self._hook = hook
 
-    def __call__(self, gradient: torch.Tensor) -> Any:
-        return None if getattr(_thread, "accumulating", False) else self._hook(gradient)
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        if gradient is None or getattr(_thread, "accumulating", False):
+            return None
+        return self._hook(gradient)
+
+
+def guard_hooks(tensor: torch.Tensor) -> None:
+    """Makes the hooks of a tensor `_Hook` objects, for good: handles remove them by their keys."""
+    hooks = tensor._backward_hooks
+    if not hooks:
+        return
+    with _hooks_lock:
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _Hook):
+                hooks[key] = _Hook(hook)
 
 
 @contextlib.contextmanager
 def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """Keeps the leaves' own tensor hooks, which have been called, from being called again.
 
-    In this thread only: other passes call them meanwhile. `_grad_lock` is held.
+    In this thread only: other passes call them meanwhile.
     """
     for leaf in leaves:
-        hooks = leaf._backward_hooks or {}
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, _Hook):
-                hooks[key] = _Hook(hook)  # for good: its handle removes it by the key
+        guard_hooks(leaf)
     _thread.accumulating = True
     try:
         yield

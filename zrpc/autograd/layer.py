@@ -239,6 +239,8 @@ class AutogradLayer:
         if tensors and torch.is_grad_enabled():
             send_id = next(self._sends)
             wait = partial(self._await_gradients, send_id, len(tensors))
+            for tensor in tensors.values():
+                engine.guard_hooks(tensor)
             with state.lock, torch.enable_grad():
                 state.token = send(state.token, wait, *tensors.values())
                 state.sends[send_id] = encoder.destination
