@@ -35,7 +35,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.calls", "zrpc.event_loop", "zrpc.functions", "zrpc.options", "zrpc.rendezvous"],
     ["zrpc.pool", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
-    ["zrpc.errors"],
+    ["zrpc.context_thread", "zrpc.errors"],
 ]
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

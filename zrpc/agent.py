@@ -26,6 +26,7 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls
+from zrpc.context_thread import ContextThread
 from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop
@@ -141,9 +142,7 @@ class Agent:
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
         self._completions = WorkerPool(1, f"{name}-completion", self.context)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
-        self._io_thread = threading.Thread(
-            target=self.context.copy().run, args=(self._serve,), name=f"{name}-io", daemon=True
-        )
+        self._io_thread = ContextThread(self.context, f"{name}-io", self._serve)
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
         self._termination: Termination | None = None

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any
 
+from zrpc.context_thread import ContextThread
+
 __all__ = ["EventLoop"]
 
 
@@ -74,12 +76,7 @@ class EventLoop:
                 raise RuntimeError("the worker is shutting down and runs no more coroutines")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._context.copy().run,
-                    args=(self._serve, self._loop),
-                    name=self._name,
-                    daemon=True,
-                )
+                self._thread = ContextThread(self._context, self._name, self._serve, (self._loop,))
                 self._thread.start()
             return self._loop
 

@@ -17,6 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from zrpc.context_thread import ContextThread
+
 __all__ = ["WorkerPool", "acquire", "in_pool"]
 
 logger = logging.getLogger(__name__)
@@ -210,18 +212,14 @@ class WorkerPool:
             self._running += 1
 
 
-class _PoolThread(threading.Thread):
+class _PoolThread(ContextThread):
     """One thread of a pool, with the job it is to do next and the gate it idles at."""
 
     def __init__(self, pool: WorkerPool, name: str, job: Job) -> None:
-        super().__init__(name=name, daemon=True)
-        self._pool = pool
+        super().__init__(pool._context, name, pool._run, (self,))
         self.job: Job | None = job
         self.gate = threading.Lock()
         self.gate.acquire()
-
-    def run(self) -> None:
-        self._pool._context.copy().run(self._pool._run, self)
 
 
 def _cpu_time(thread: threading.Thread) -> float | None:

@@ -6,6 +6,7 @@ import threading
 import pytest
 import zmq
 
+from zrpc.pool import WorkerPool
 from zrpc.testing import LeakError, no_leaks
 from zrpc.testing.leaks import Resources, lasting
 from zrpc.testing.proc import session_members
@@ -38,6 +39,25 @@ def test_a_thread_that_is_ending_is_waited_for():
     timer.start()
     assert before.left_behind() == []
     assert not thread.is_alive()
+
+
+def test_what_was_there_before_may_start_further_threads():
+    gates = [threading.Event() for _ in range(3)]
+
+    def blocked(gate):
+        return lambda: gate.wait(30)
+
+    old, new = (WorkerPool(3, name) for name in ("old", "new"))
+    old.submit(blocked(gates[0]))
+    before = Resources.now()
+    old.submit(blocked(gates[1]))
+    new.submit(blocked(gates[2]))
+    [line] = before.left_behind(NO_TIME)
+    assert line.startswith("thread new-0 (a daemon)")
+    for gate in gates:
+        gate.set()
+    assert old.close(30)
+    assert new.close(30)
 
 
 def test_descriptors_are_told_with_what_they_point_to(tmp_path):

@@ -117,11 +117,16 @@ class Resources:
         ]
 
     def _new_threads(self) -> list[threading.Thread]:
+        known = self.threads | _lasting.threads
+        # What was there before may start further threads: the agents of a mesh that several
+        # tests share do, when their pools grow.
+        owners = {id(getattr(thread, "owner", thread)) for thread in known}
         return [
             thread
             for thread in threading.enumerate()
-            if thread not in self.threads | _lasting.threads
+            if thread not in known
             and thread is not threading.current_thread()
+            and id(getattr(thread, "owner", None)) not in owners
             # A thread of native code that has run Python code once, as torch's autograd
             # threads do for Python hooks: nothing in Python could end it.
             and not isinstance(thread, threading._DummyThread)
