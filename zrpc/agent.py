@@ -26,12 +26,12 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls
-from zrpc.context_thread import ContextThread
 from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop
 from zrpc.execution import Execution, Outlet, remaining_time
 from zrpc.futures import Future
+from zrpc.io_threads import IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_pool
@@ -142,7 +142,8 @@ class Agent:
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
         self._completions = WorkerPool(1, f"{name}-completion", self.context)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
-        self._io_thread = ContextThread(self.context, f"{name}-io", self._serve)
+        self._io = IoThreads(self.context, f"{name}-io", self._turn, network.wake)
+        self._next_tick = 0.0
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
         self._termination: Termination | None = None
@@ -151,7 +152,6 @@ class Agent:
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
         self._closed = False
-        self._stopping = False
 
     def serve(self, layers: Sequence[Callable[[Agent], Layer]]) -> None:
         """Begins to read messages, with these layers plugged in. To be called once.
@@ -161,7 +161,7 @@ class Agent:
         """
         for plug_in in layers:
             self.layers.append(plug_in(self))
-        self._io_thread.start()
+        self._io.start()
 
     def layer(self, kind: type[L]) -> L:
         """The layer of this type.
@@ -245,7 +245,7 @@ class Agent:
             NotInitializedError: the agent is closed.
         """
         call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
-        future: Future[Any] = Future.of_call(call, self._decode, self._completions.submit)
+        future: Future[Any] = Future.of_call(call, self._decode, self._complete_soon)
         self._send_call(call, message)
         return future
 
@@ -360,9 +360,9 @@ class Agent:
     ) -> None:
         """Runs a function for a request, in the pool; see `Execution`."""
         self.accept(request)
-        execution = Execution(outlet, self._loop, self.pool.submit)
+        execution = Execution(outlet, self._loop, self.run)
         if not self.scopes:
-            self.pool.submit(partial(execution.run, request.deadline, resolve))
+            self.run(partial(execution.run, request.deadline, resolve))
             return
 
         def run() -> None:
@@ -371,7 +371,21 @@ class Agent:
                     stack.enter_context(scope(request))
                 execution.run(request.deadline, resolve)
 
-        self.pool.submit(run)
+        self.run(run)
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
+        self._schedule(self.pool, job)
+
+    def _complete_soon(self, job: Callable[[], None]) -> None:
+        """Has a future completed for which nobody waits."""
+        self._schedule(self._completions, job)
+
+    def _schedule(self, pool: WorkerPool, job: Callable[[], None]) -> None:
+        if self._io.free and pool.admit():
+            self._io.take(partial(pool.run_as_guest, job))
+        else:
+            pool.submit(job)
 
     def accept(self, request: Message) -> None:
         """Notes that a request will be answered: until then this worker is not idle."""
@@ -403,29 +417,26 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
-    def _serve(self) -> None:
-        """The life of the I/O thread."""
-        next_tick = 0.0
-        while not self._stopping:
+    def _turn(self) -> None:
+        """One turn of the I/O threads: waits for a message, and does what is due."""
+        wait = min(self._next_tick, self._calls.earliest_deadline) - time.monotonic()
+        received = self._network.receive(max(0.0, wait))
+        try:
+            if received is not None:
+                self._dispatch(*received)
+            self._run_errands()
             now = time.monotonic()
-            wait = min(next_tick, self._calls.earliest_deadline) - now
-            received = self._network.receive(max(0.0, wait))
-            try:
-                if received is not None:
-                    self._dispatch(*received)
-                self._run_errands()
-                now = time.monotonic()
-                if now >= self._calls.earliest_deadline:
-                    self._calls.expire(now)
-                if self._termination is not None:
-                    # A handler that ends in the pool says nothing here: look more often.
-                    next_tick = min(next_tick, now + _TICK_AT_SHUTDOWN)
-                    self._report_idle(self._termination)
-                if now >= next_tick:
-                    self._tick()
-                    next_tick = now + _TICK
-            except Exception:
-                logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
+            if now >= self._calls.earliest_deadline:
+                self._calls.expire(now)
+            if self._termination is not None:
+                # A handler that ends in the pool says nothing here: look more often.
+                self._next_tick = min(self._next_tick, now + _TICK_AT_SHUTDOWN)
+                self._report_idle(self._termination)
+            if now >= self._next_tick:
+                self._tick()
+                self._next_tick = now + _TICK
+        except Exception:
+            logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
 
     def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[zmq.Frame]) -> None:
         sender = self.membership.rank_of(identity)
@@ -583,16 +594,14 @@ class Agent:
             for rank in self.membership.living:
                 if rank != self.worker_info.id and self._network.knows(rank):
                     self.post(rank, Message(Kind.LEAVE), counted=False)
-        self._stopping = True
-        self._network.wake()
-        if threading.current_thread() is not self._io_thread:
-            self._io_thread.join(_JOIN_TIMEOUT)
+        ended = self._io.stop(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT)
         self._calls.fail(lambda _: has_shut_down())
         for layer in self.layers:
             layer.close()
         self._loop.close(_JOIN_TIMEOUT)
         self._completions.close(_JOIN_TIMEOUT)
-        if not self.pool.close(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT):
+        ended &= self.pool.close(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT)
+        if not ended:
             logger.warning(
                 "%s has shut down while %d handlers were still running; their threads end "
                 "with them",

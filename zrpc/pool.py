@@ -4,6 +4,8 @@ The pool's size bounds the handlers that *run*. A thread that waits for another 
 `acquire`) is not running, so while it waits another thread may take its place: nested calls
 can't deadlock at any depth. A thread that waits in a way that can't be seen from here
 (a lock of the user's, ``torch.futures.wait_all``) is found by `WorkerPool.relieve`.
+
+A thread that is not of the pool may run a job in the pool's name as a *guest*, see `admit`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 from zrpc.context_thread import ContextThread
 
-__all__ = ["WorkerPool", "acquire", "in_pool"]
+__all__ = ["Host", "WorkerPool", "acquire", "in_pool", "set_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +31,28 @@ Job = Callable[[], None]
 # More threads than this wait at once only where a program recurses without end.
 MAX_THREADS = 4096
 
-# .pool is the WorkerPool that the current thread belongs to, where it belongs to one.
+# Handing a job to another thread costs some 10 microseconds or more. Where jobs take longer
+# than this, in seconds, that matters less than to run them side by side.
+_QUICK = 100e-6
+# One job that takes long says no more about the next than one of this many seconds.
+_LONGEST_COUNTED = 1e-3
+_WEIGHT_OF_LAST = 0.1
+
+# .pool is the WorkerPool for which the current thread runs a job, where it does.
+# .host is what lent the thread to the pool, where it is a guest there.
 _thread = threading.local()
+
+
+class Host(Protocol):
+    """What has threads that run jobs as guests of a pool."""
+
+    def give_way(self) -> None:
+        """The current thread, a guest in a job, is about to wait."""
+
+
+def set_host(host: Host) -> None:
+    """Notes whose the current thread is."""
+    _thread.host = host
 
 
 def acquire(gate: threading.Lock, timeout: float = -1) -> bool:
@@ -49,6 +72,9 @@ def acquire(gate: threading.Lock, timeout: float = -1) -> bool:
         return gate.acquire(timeout=timeout)
     if gate.acquire(blocking=False):
         return True
+    host: Host | None = getattr(_thread, "host", None)
+    if host is not None:
+        host.give_way()
     pool._block()
     try:
         return gate.acquire(timeout=timeout)
@@ -78,13 +104,16 @@ class WorkerPool:
         self._backlog: deque[Job] = deque()
         self._threads: set[_PoolThread] = set()
         self._idle: list[_PoolThread] = []  # the last one in is warmest, and the first out
+        self._guests: set[threading.Thread] = set()  # admitted, and in a job
         self._running = 0  # threads with a job, less those that wait in acquire()
         self._closed = False
         self._numbers = itertools.count()
         # For relieve(), which only the agent's I/O thread calls.
         self._begun = 0
         self._begun_before = -1
-        self._cpu_before: dict[_PoolThread, float | None] = {}
+        self._cpu_before: dict[threading.Thread, float | None] = {}
+        # How long jobs took of late, in seconds; updates may get lost, which does no harm.
+        self._usual_time = 0.0
 
     def submit(self, job: Job) -> None:
         """Queues ``job``; should it raise, that is logged and its thread goes on.
@@ -104,7 +133,38 @@ class WorkerPool:
     def active(self) -> int:
         """How many jobs are queued, run or wait."""
         with self._lock:
-            return len(self._backlog) + len(self._threads) - len(self._idle)
+            threads = len(self._threads) + len(self._guests)
+            return len(self._backlog) + threads - len(self._idle)
+
+    def admit(self) -> bool:
+        """Takes the current thread as a guest, to call `run_as_guest` next.
+
+        Returns:
+            False where it is not to: enough threads run, or jobs are not quick.
+        """
+        if self._usual_time > _QUICK:
+            return False
+        with self._lock:
+            if self._closed or self._running >= self._size:
+                return False
+            self._running += 1
+            self._guests.add(threading.current_thread())
+            return True
+
+    def run_as_guest(self, job: Job) -> None:
+        """Runs ``job`` in the current thread, which was admitted."""
+        thread = threading.current_thread()
+        _thread.pool = self
+        try:
+            self._do(job)
+        finally:
+            _thread.pool = None
+            with self._lock:
+                self._guests.discard(thread)
+                self._running -= 1
+                if self._backlog and self._running < self._size and not self._closed:
+                    self._running += 1
+                    self._hand_over(self._backlog.popleft())
 
     def relieve(self) -> None:
         """Starts threads in place of those that wait unseen; called now and then.
@@ -115,7 +175,7 @@ class WorkerPool:
         with self._lock:
             stuck = bool(self._backlog) and self._begun == self._begun_before
             self._begun_before = self._begun
-            threads = self._threads - set(self._idle) if stuck else set()
+            threads = (self._threads - set(self._idle)) | self._guests if stuck else set()
         cpu = {thread: _cpu_time(thread) for thread in threads}
         waiting = sum(
             thread in self._cpu_before and self._cpu_before[thread] == used
@@ -174,13 +234,19 @@ class WorkerPool:
         _thread.pool = self
         job = thread.job
         while job is not None:
-            self._begun += 1  # only compared for change: a lost increment does no harm
-            try:
-                job()
-            except BaseException:
-                logger.exception("A job of %s failed; its thread goes on", self._name)
+            self._do(job)
             thread.job = job = None  # what a job refers to must not live on in here
             job = self._next_job(thread)
+
+    def _do(self, job: Job) -> None:
+        self._begun += 1  # only compared for change: a lost increment does no harm
+        begin = time.perf_counter()
+        try:
+            job()
+        except BaseException:
+            logger.exception("A job of %s failed; its thread goes on", self._name)
+        took = min(time.perf_counter() - begin, _LONGEST_COUNTED)
+        self._usual_time += (took - self._usual_time) * _WEIGHT_OF_LAST
 
     def _next_job(self, thread: _PoolThread) -> Job | None:
         """The thread's next job, waited for; None where the thread is to end."""

@@ -203,9 +203,7 @@ class RRefLayer:
     def _on_fetch(self, request: Message) -> None:
         value = self._find(*self._ids(request))
         self.agent.accept(request)
-        value.when_ready(
-            partial(self.agent.pool.submit, partial(self._answer_fetch, request, value))
-        )
+        value.when_ready(partial(self.agent.run, partial(self._answer_fetch, request, value)))
 
     def _answer_fetch(self, request: Message, value: OwnedValue) -> None:
         """In the pool: pickling may take long, and runs what users wrote."""
@@ -317,7 +315,7 @@ class RRefLayer:
             self._references.freed.clear()
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
-            self.agent.pool.submit(freed.clear)
+            self.agent.run(freed.clear)
         self._send_outgoing()
 
     def _send_outgoing(self) -> None:

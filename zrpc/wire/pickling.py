@@ -24,7 +24,7 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.header import Message
-from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain, read_table
 
 __all__ = ["Decoder", "Encoder", "decoder", "encoder", "register_reducer"]
 
@@ -88,8 +88,8 @@ class Encoder:
         self._undo: list[Callable[[], None]] = []
         self._start()
 
-    def _start(self) -> None:
-        self.tensors = TensorWriter()
+    def _start(self, plain: bool = True) -> None:
+        self.tensors = TensorWriter(plain)
         self.extensions: dict[int, bytearray] = {}
         self.buffers: list[Any] = []
 
@@ -150,6 +150,14 @@ class Encoder:
             ) from error
 
     def _dump(self, pickler: Any, obj: Any) -> bytes:
+        body = self._dump_once(pickler, obj)
+        if self.tensors.overlapping:
+            self.abort()
+            self._start(plain=False)
+            body = self._dump_once(pickler, obj)
+        return body
+
+    def _dump_once(self, pickler: Any, obj: Any) -> bytes:
         file = io.BytesIO()
         pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._keep_inline).dump(obj)
         return file.getvalue()
@@ -222,7 +230,11 @@ def decoder() -> Decoder:
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     layout = tensor.layout
     if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        return _receive_tensor, (_current_encoder().tensors.add(tensor),)
+        tensors = _current_encoder().tensors
+        plain_row = tensors.add_plain(tensor)
+        if plain_row is not None:
+            return make_plain, plain_row
+        return _receive_tensor, (tensors.add(tensor),)
     requires_grad, plain = tensor.requires_grad, tensor.detach()
     if requires_grad and _current_encoder().in_graph:
         return _reduce_sparse_in_graph(tensor)

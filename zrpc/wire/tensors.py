@@ -1,8 +1,9 @@
 """Tensors on the wire: which bytes of a storage travel, and how they come back.
 
-A message holds its tensors in a table beside the pickle; the pickle only says "tensor 3".
-The table is made when all tensors of the message are known, so that those that share memory
-share it on arrival, while of a tensor that is alone only its own elements travel.
+Small tensors without anything special stand in the pickle itself, which is fastest. The others
+stand in a table beside it; the pickle only says "tensor 3". The table is made when all tensors
+of the message are known, so that those that share memory share it on arrival (then the small
+ones stand there too), while of a tensor that is alone only its own elements travel.
 Bytes of small storages stand in the table, large ones travel as frames of their own.
 
 Sparse tensors are pickled as the dense tensors that they consist of. What is left (quantized
@@ -12,22 +13,44 @@ tensors, subclasses) goes the way that torch pickles it, with its storages in th
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zrpc.errors import SerializationError
+from zrpc.errors import ProtocolError, SerializationError
 
-__all__ = ["INLINE_BYTES", "TensorWriter", "read_table"]
+__all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
 # Storages of up to this size stand in the table. Above it, a frame of its own costs less
 # than copying the bytes through the table.
 INLINE_BYTES = 16 * 1024
 
+# Tensors of up to this size may stand in the pickle.
+PLAIN_BYTES = 4 * 1024
+# Their types, by the number that says so in the pickle: a new one goes to the end.
+_PLAIN_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
+
 # Where a storage is cut, offsets in it must stay multiples of the largest element (complex128).
 _ALIGNMENT = 16
+
+_CPU = torch.device("cpu")
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
@@ -41,18 +64,65 @@ _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 # stride, flags. Of one storage: its bytes, or the index of its frame.
 TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
 StorageRow = bytes | int
+# Of a tensor in the pickle: the number of its dtype, shape, bytes.
+PlainRow = tuple[int, tuple[int, ...], bytes]
 
 
 class TensorWriter:
-    """Collects the tensors of one message. For one thread."""
+    """Collects the tensors of one message. For one thread.
 
-    def __init__(self) -> None:
+    Args:
+        plain: whether tensors may stand in the pickle.
+    """
+
+    def __init__(self, plain: bool = True) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []
         # Those of the tensors that require grad, as they were given, by index.
         self.requiring_grad: dict[int, torch.Tensor] = {}
 
+        # Where the tensors that stand in the pickle begin and end in memory; None where none may.
+        self._plain: list[tuple[int, int]] | None = [] if plain else None
+
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def add_plain(self, tensor: torch.Tensor) -> PlainRow | None:
+        """What of a strided tensor is to stand in the pickle, for `make_plain`.
+
+        Returns:
+            None where it can't stand there: the tensor is for `add`.
+        """
+        size = tensor.nbytes
+        number = _PLAIN_NUMBERS.get(tensor.dtype)
+        if (
+            self._plain is None
+            or number is None
+            or not 0 < size <= PLAIN_BYTES
+            or tensor.requires_grad
+            or type(tensor) is not torch.Tensor
+            or not (tensor.is_cpu and tensor.is_contiguous())
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return None
+        start = tensor.data_ptr()
+        self._plain.append((start, start + size))
+        return number, tuple(tensor.shape), ctypes.string_at(start, size)
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether a tensor in the pickle shares memory with another of the message.
+
+        Then the message is to be packed anew with all of them in the table.
+        """
+        spans = self._plain
+        if not spans or len(spans) + len(self._tensors) == 1:
+            return False
+        others = [
+            (t.data_ptr(), _end(t)) for t, flags in self._tensors if t.numel() and not flags & _META
+        ]
+        ends = sorted(spans + others)
+        return any(second[0] < first[1] for first, second in itertools.pairwise(ends))
 
     def add(self, tensor: torch.Tensor) -> int:
         """Takes a strided tensor into the table and returns its index."""
@@ -124,6 +194,15 @@ class TensorWriter:
             yield group
 
 
+def make_plain(number: int, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    """Makes a tensor anew that stood in the pickle."""
+    tensor = torch.empty(shape, dtype=_PLAIN_DTYPES[number], device=_CPU)
+    if tensor.nbytes != len(data):
+        raise ProtocolError(f"expected {tensor.nbytes} bytes of a tensor, found {len(data)}")
+    ctypes.memmove(tensor.data_ptr(), data, len(data))
+    return tensor
+
+
 def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
     """Makes the tensors of a message anew.
 
@@ -180,7 +259,7 @@ def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.
         device = "meta" if flags & _META else "cpu"
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
     else:
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device=_CPU)
         with torch.no_grad():
             tensor.set_(storages[index], offset // dtype.itemsize, shape, stride)
     if flags & _NEGATIVE:

@@ -1,0 +1,170 @@
+import contextvars
+import threading
+from collections import deque
+
+import pytest
+
+from zrpc.io_threads import IoThreads
+from zrpc.pool import WorkerPool, acquire
+
+LONG = 30.0
+
+
+class Desk:
+    """I/O threads whose turns take one job each from a queue, instead of messages."""
+
+    def __init__(self, size=2):
+        self.jobs = deque()
+        self.arrived = threading.Semaphore(0)
+        self.turns = []
+        self.pool = WorkerPool(size, "test-worker")
+        self.io = IoThreads(
+            contextvars.copy_context(), "test-io", self.turn, lambda: self.arrived.release()
+        )
+        self.io.start()
+
+    def turn(self):
+        self.turns.append(threading.current_thread())
+        self.arrived.acquire()
+        if not self.jobs:
+            return
+        job = self.jobs.popleft()
+        if self.io.free and self.pool.admit():
+            self.io.take(lambda: self.pool.run_as_guest(job))
+        else:
+            self.pool.submit(job)
+
+    def put(self, job):
+        self.jobs.append(job)
+        self.arrived.release()
+
+    def do(self, job):
+        """Has a job run, and returns the thread in which it did."""
+        done = threading.Event()
+        threads = []
+
+        def run():
+            job()
+            threads.append(threading.current_thread())
+            done.set()
+
+        self.put(run)
+        assert done.wait(LONG)
+        return threads[0]
+
+
+@pytest.fixture
+def desk():
+    desk = Desk()
+    yield desk
+    assert desk.io.stop(LONG)
+    assert desk.pool.close(LONG)
+
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def settled(desk):
+    """Has the leader be back, and the follower there, so that the next job is the leader's."""
+    while not desk.do(lambda: None).name.startswith("test-io"):
+        pass
+
+
+def test_the_thread_that_receives_runs_quick_jobs(desk):
+    settled(desk)
+    thread = desk.do(lambda: None)
+    assert thread.name.startswith("test-io")
+    assert thread in desk.turns
+
+
+def test_a_job_that_takes_long_holds_up_no_other(desk):
+    settled(desk)
+    gate = threading.Event()
+    desk.put(lambda: gate.wait(LONG))
+    desk.do(gate.set)
+
+
+def test_jobs_that_wait_for_later_ones_hold_up_none(desk):
+    settled(desk)
+    gates = [threading.Lock() for _ in range(8)]
+    for gate in gates:
+        gate.acquire()
+    for gate in gates:
+        desk.put(lambda gate=gate: acquire(gate, LONG))
+    desk.do(lambda: [gate.release() for gate in gates])
+
+
+def test_the_lead_is_given_away_before_a_wait(desk):
+    settled(desk)
+    gate = threading.Lock()
+    gate.acquire()
+    first = []
+
+    def wait():
+        first.append(threading.current_thread())
+        assert acquire(gate, LONG)
+
+    desk.put(wait)
+    desk.do(gate.release)
+    assert first[0] in desk.io._threads
+
+
+def test_a_job_that_raises_ends_no_thread(desk, caplog):
+    settled(desk)
+    desk.put(lambda: 1 / 0)
+    settled(desk)
+    assert "A job of test-worker failed" in caplog.text
+
+
+def test_after_long_jobs_the_pool_has_them(desk):
+    settled(desk)
+    gate = threading.Event()
+    desk.put(lambda: gate.wait(0.01))
+    desk.do(lambda: None)
+    for _ in range(20):
+        gate.clear()
+        desk.do(lambda: gate.wait(0.002))
+    assert desk.do(lambda: None).name.startswith("test-worker")
+    settled(desk)  # quick ones go back to the leader, after a while
+
+
+def test_no_more_jobs_run_than_the_pool_allows():
+    desk = Desk(size=1)
+    settled(desk)
+    most, running, lock = 0, 0, threading.Lock()
+
+    def job():
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.001)
+        with lock:
+            running -= 1
+
+    for _ in range(30):
+        desk.put(job)
+    desk.do(lambda: None)
+    assert most == 1
+    assert desk.io.stop(LONG)
+    assert desk.pool.close(LONG)
+
+
+def test_stop_tells_of_a_job_that_still_runs(desk):
+    settled(desk)
+    gate = threading.Event()
+    begun = threading.Event()
+
+    def job():
+        begun.set()
+        gate.wait(LONG)
+
+    desk.put(job)
+    assert begun.wait(LONG)
+    assert not desk.io.stop(0.01)
+    gate.set()
+
+
+def test_stop_from_a_job(desk):
+    settled(desk)
+    desk.do(lambda: desk.io.stop(LONG))

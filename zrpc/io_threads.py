@@ -1,0 +1,157 @@
+"""The two threads that take turns at an agent's inbox.
+
+One *leads*: it receives, and where jobs are quick it runs them itself, which saves waking
+another thread for each. The other *follows*: where the leader does not come back from a job, it
+takes the lead, and the job goes on in what is then a thread like any other of the pool's.
+(After D. C. Schmidt et al., "Leader/Followers", in Pattern Languages of Program Design 4, 2000;
+there the next leader is woken before each job, here only where the job turns out to be long.)
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+
+from zrpc.context_thread import ContextThread
+from zrpc.pool import set_host
+
+__all__ = ["IoThreads"]
+
+# A leader that is in one job for two looks of the follower, so many seconds apart, loses the
+# lead: for as long nothing is received, hence no reply and no reference count.
+_LOOK_EVERY = 0.0005
+# After so many looks without a new job the follower sleeps until it is woken.
+_LOOKS_UNTIL_SLEEP = 4
+
+
+class IoThreads:
+    """Runs turns, one at a time, in two threads.
+
+    Args:
+        context: of the threads.
+        name: the prefix of the threads' names.
+        turn: waits for messages and handles them, not for long; it may leave a job by `take`.
+        interrupt: makes a turn that waits end.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        context: contextvars.Context,
+        name: str,
+        turn: Callable[[], None],
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._turn = turn
+        self._interrupt = interrupt
+        self._threads = [ContextThread(context, f"{name}-{i}", self._serve, (i,)) for i in range(2)]
+        # Guards all that follows but the job, which only the leader touches.
+        self._lock = threading.Lock()
+        self._leader = 0
+        self._stopping = False
+        self._jobs = 0  # begun so far
+        self._busy = False  # the leader is in a job
+        self._ready = False  # the follower is there, to take the lead where need be
+        # The follower waits here, for ever where it sleeps; open where it is to look at once.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._asleep = False
+        self._job: Callable[[], None] | None = None
+        self._in_turn = 0  # the ident of the thread that is in a turn
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Ends the threads after their turns and jobs, and waits for them but for the current.
+
+        Args:
+            timeout: seconds to wait, for both together.
+
+        Returns:
+            False where a job still ran at the end of them; its thread is a daemon.
+        """
+        with self._lock:
+            self._stopping = True
+            self._wake()
+        self._interrupt()
+        deadline = time.monotonic() + timeout
+        others = [t for t in self._threads if t is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in others)
+
+    @property
+    def free(self) -> bool:
+        """Whether the current thread is in a turn and can take a job."""
+        return self._in_turn == threading.get_ident() and self._ready and self._job is None
+
+    def take(self, job: Callable[[], None]) -> None:
+        """Has the current thread run ``job`` after its turn; only where it is `free`."""
+        self._job = job
+
+    def give_way(self) -> None:
+        """The current thread is about to wait in a job: the other one leads from now on."""
+        me = self._threads.index(threading.current_thread())  # type: ignore[arg-type]
+        with self._lock:
+            if self._leader == me and self._busy:
+                self._leader, self._busy = 1 - me, False
+                self._wake()
+
+    def _serve(self, me: int) -> None:
+        """The life of one thread."""
+        set_host(self)
+        while not self._stopping:
+            if self._leader == me:
+                self._lead(me)
+            else:
+                self._follow(me)
+
+    def _lead(self, me: int) -> None:
+        self._in_turn = threading.get_ident()
+        try:
+            self._turn()
+        finally:
+            self._in_turn = 0
+        job, self._job = self._job, None
+        if job is None:
+            return
+        with self._lock:
+            self._jobs += 1
+            self._busy = True
+            if self._asleep:
+                self._wake()
+        try:
+            job()
+        finally:
+            with self._lock:
+                if self._leader == me:
+                    self._busy = False
+
+    def _follow(self, me: int) -> None:
+        """Watches the leader; returns when this thread is to lead, or to end."""
+        looks = 0
+        while True:
+            with self._lock:
+                jobs, self._asleep = self._jobs, looks >= _LOOKS_UNTIL_SLEEP and not self._busy
+                self._ready = True
+                asleep = self._asleep
+            woken = self._gate.acquire(timeout=-1 if asleep else _LOOK_EVERY)
+            with self._lock:
+                self._asleep = False
+                if self._busy and self._jobs == jobs and not woken:
+                    self._leader, self._busy = me, False
+                if self._leader == me or self._stopping:
+                    self._ready = False
+                    return
+                looks = looks + 1 if self._jobs == jobs else 0
+
+    def _wake(self) -> None:
+        """Has the follower look at once; the lock is held."""
+        if self._gate.locked():
+            self._gate.release()
