@@ -84,7 +84,7 @@ def test_what_a_call_holds_lives_until_it_is_settled(calls):
 def test_no_timeout(calls):
     call = calls.add(peer=0, timeout=0)
     assert call.deadline == NEVER
-    assert calls.earliest_deadline == NEVER
+    assert calls.earliest == NEVER
     calls.expire(time.monotonic() + 1e9)
     assert not call.settled
 
@@ -92,16 +92,16 @@ def test_no_timeout(calls):
 def test_expiry(calls):
     now = time.monotonic()
     soon, late, never = (calls.add(peer=0, timeout=timeout) for timeout in (1, 10, 0))
-    assert now + 1 <= calls.earliest_deadline == soon.deadline
+    assert now + 1 <= calls.earliest == soon.deadline
     calls.expire(now)
     assert not soon.settled
     calls.expire(soon.deadline)
     assert soon.settled
     assert not late.settled
-    assert calls.earliest_deadline == late.deadline
+    assert calls.earliest == late.deadline
     calls.expire(late.deadline + 1)
     assert late.settled
-    assert calls.earliest_deadline == NEVER
+    assert calls.earliest == NEVER
     assert len(calls) == 1
     assert not never.settled
 
@@ -193,7 +193,7 @@ def test_each_call_is_settled_once_by_its_first_cause(schedule):
             calls.fail(lambda call: WorkerDied("gone"), peer=first % 3)
         open_calls = [call for call in made if call.call_id not in settled]
         assert len(calls) == len(open_calls)
-        assert calls.earliest_deadline <= min([c.deadline for c in open_calls], default=NEVER)
+        assert calls.earliest <= min([c.deadline for c in open_calls], default=NEVER)
     causes = {"answer": str, "timeout": RpcTimeoutError, "died": WorkerDied}
     for call in made:
         if call.call_id in settled:

@@ -29,9 +29,7 @@ class Desk:
         if not self.jobs:
             return
         job = self.jobs.popleft()
-        if self.io.free and self.pool.admit():
-            self.io.take(lambda: self.pool.run_as_guest(job))
-        else:
+        if not self.io.take(self.pool, job):
             self.pool.submit(job)
 
     def put(self, job):

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import torch
 import zmq
 from torch.distributed import Store
 
@@ -31,7 +32,8 @@ from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop
 from zrpc.execution import Execution, Outlet, remaining_time
 from zrpc.futures import Future
-from zrpc.io_threads import IoThreads
+from zrpc.interrupts import hold_interrupts, release_interrupts
+from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_pool
@@ -66,6 +68,7 @@ _LINGER_NOT_GRACEFUL = 0.1
 _UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE))
 
 Handler = Callable[[Message], None]
+Scope = Callable[[Message], AbstractContextManager[Any]]
 
 
 class Layer(Protocol):
@@ -76,9 +79,6 @@ class Layer(Protocol):
 
     def quiet(self) -> bool:
         """Whether the layer has nothing under way. Called in the I/O thread."""
-
-    def flush(self) -> None:
-        """Sends what finalizers have left to send. Called in the I/O thread, often."""
 
     def close(self) -> None:
         """The agent closes; nothing can be sent any more."""
@@ -99,6 +99,7 @@ class Agent:
         shared_memory: the most bytes of shared memory for what this worker sends.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool: runs handlers.
+        closed: whether this agent has shut down, or is about to.
     """
 
     def __init__(
@@ -112,20 +113,24 @@ class Agent:
         self.worker_info = membership.info
         self.rpc_timeout = options.rpc_timeout
         self.layers: list[Layer] = []
-        # What layers do to each message with an object, see Encoder and Decoder, and the
-        # scope that they give to the handler of a request.
+        # Whether a message that is packed now, which may answer a request, is within a context
+        # of autograd; if so, what layers do to it, see Encoder.
+        self.in_context: Callable[[Message | None], bool] = lambda _: False
         self.finishers: list[Callable[[Encoder], None]] = []
-        self.openers: list[Callable[[Decoder], None]] = []
-        self.scopes: list[Callable[[Message], AbstractContextManager[Any]]] = []
-        # Whether tensors stay part of a graph in a message, which may answer a request.
-        self.in_graph: Callable[[Message | None], bool] | None = None
+        # By the tag of an attachment: what a layer does to a message with one that has come,
+        # see Decoder, and the scope that it gives to the handler of such a request.
+        self.openers: dict[int, Callable[[Decoder], None]] = {}
+        self.scopes: dict[int, Scope] = {}
+        # Layers that have something to do after every turn of the I/O thread, or now and then.
+        self.flushers: list[Callable[[], None]] = []
+        self.tickers: list[Callable[[], None]] = []
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
-        self._calls = PendingCalls()
+        self._calls = PendingCalls(self._receive_answer)
         self._received = [0] * len(membership.infos)
         # Requests that are not answered yet. Single operations on a set are atomic.
         self._executing: set[int] = set()
@@ -151,7 +156,7 @@ class Agent:
         self._terminated = threading.Event()
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
-        self._closed = False
+        self.closed = False
 
     def serve(self, layers: Sequence[Callable[[Agent], Layer]]) -> None:
         """Begins to read messages, with these layers plugged in. To be called once.
@@ -173,11 +178,6 @@ class Agent:
             if isinstance(layer, kind):
                 return layer
         raise RpcError(f"the agent of {self.worker_info} was started without a {kind.__name__}")
-
-    @property
-    def closed(self) -> bool:
-        """Whether this agent has shut down, or is about to."""
-        return self._closed
 
     def as_current(self) -> AbstractContextManager[Agent]:
         """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""
@@ -296,7 +296,9 @@ class Agent:
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
         same_main = self.membership.same_main(rank)
-        in_graph = self.in_graph is not None and self.in_graph(request)
+        if not self.in_context(request):
+            return Encoder(self, rank, same_main, request)
+        in_graph = torch.is_grad_enabled()
         return Encoder(self, rank, same_main, request, self.finishers, in_graph)
 
     def _prepare(
@@ -309,7 +311,7 @@ class Agent:
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
     ) -> tuple[PendingCall, Message]:
-        if self._closed:
+        if self.closed:
             raise has_shut_down()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
@@ -332,11 +334,62 @@ class Agent:
         if call.peer in self.membership.lost:
             self._calls.fail(self._died, call.peer)
 
+    def _receive_answer(self, call: PendingCall) -> None:
+        """Receives the answer to a call in the thread that waits for it, where that can be.
+
+        So no other thread need wake. All but a plain answer to this very call is left to the
+        I/O thread.
+        """
+        if call.peer == self.worker_info.id or not self._io.resting or not hold_interrupts():
+            return
+        try:
+            if self._io.sit():
+                try:
+                    self._receive_answer_seated(call)
+                finally:
+                    self._io.leave()
+        finally:
+            release_interrupts()
+
+    def _receive_answer_seated(self, call: PendingCall) -> None:
+        timeout = min(LONGEST_SITTING, call.deadline - time.monotonic())
+        if call.settled or timeout <= 0:
+            return
+        parts = self._network.peek(timeout)
+        message = None if parts is None else self._answer_in(parts, call)
+        if parts is None or message is None:
+            self._io.end_rest()
+            return
+        parts.clear()
+        self._received[call.peer] += 1
+        if self._calls.pop(call.call_id) is call:
+            call.settle(message)
+
+    def _answer_in(self, parts: list[Any], call: PendingCall) -> Message | None:
+        """The answer to a call, where that is all that is in the parts."""
+        if len(parts) != 2 or self.membership.rank_of(parts[0]) != call.peer:
+            return None
+        try:
+            message = parse(parts[1], (), call.peer)
+        except ProtocolError:
+            return None
+        plain = message.kind in (Kind.RESULT, Kind.ERROR) and not message.extensions
+        return message if plain and message.call_id == call.call_id else None
+
     def _transmit(self, rank: int, message: Message, counted: bool = True) -> None:
         carry = self.carry
         if carry is not None and message.buffers:
             carry(rank, message)
-        self._network.send(rank, message.first_frame(), message.buffers, counted)
+        first = message.first_frame()
+        if hold_interrupts():
+            try:
+                self._network.send(rank, first, message.buffers, counted)
+            finally:
+                release_interrupts()
+        else:
+            # A signal handler of the program's own may raise in the midst of it.
+            buffers = message.buffers
+            self.in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
 
     def _died(self, call: PendingCall) -> WorkerDied:
         info = self.membership.infos[call.peer]
@@ -360,32 +413,29 @@ class Agent:
     ) -> None:
         """Runs a function for a request, in the pool; see `Execution`."""
         self.accept(request)
-        execution = Execution(outlet, self._loop, self.run)
-        if not self.scopes:
-            self.run(partial(execution.run, request.deadline, resolve))
-            return
+        execution = Execution(outlet, self._loop, self.run, request.deadline, resolve)
+        scopes = [self.scopes[tag] for tag in request.attachments or () if tag in self.scopes]
+        if scopes:
+            self.run(partial(self._run_in_scopes, scopes, request, execution))
+        else:
+            self.run(execution)
 
-        def run() -> None:
-            with ExitStack() as stack:
-                for scope in self.scopes:
-                    stack.enter_context(scope(request))
-                execution.run(request.deadline, resolve)
-
-        self.run(run)
+    @staticmethod
+    def _run_in_scopes(scopes: Sequence[Scope], request: Message, execution: Execution) -> None:
+        with ExitStack() as stack:
+            for scope in scopes:
+                stack.enter_context(scope(request))
+            execution()
 
     def run(self, job: Callable[[], None]) -> None:
         """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
-        self._schedule(self.pool, job)
+        if not self._io.take(self.pool, job):
+            self.pool.submit(job)
 
     def _complete_soon(self, job: Callable[[], None]) -> None:
         """Has a future completed for which nobody waits."""
-        self._schedule(self._completions, job)
-
-    def _schedule(self, pool: WorkerPool, job: Callable[[], None]) -> None:
-        if self._io.free and pool.admit():
-            self._io.take(partial(pool.run_as_guest, job))
-        else:
-            pool.submit(job)
+        if not self._io.take(self._completions, job):
+            self._completions.submit(job)
 
     def accept(self, request: Message) -> None:
         """Notes that a request will be answered: until then this worker is not idle."""
@@ -401,7 +451,7 @@ class Agent:
 
     def log_failure(self, error: BaseException) -> None:
         """Tells this worker's log that a handler failed, but not because of our own end."""
-        if self._closed:
+        if self.closed:
             return
         # As text: a log record that is kept must not keep the handler's arguments.
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -412,21 +462,34 @@ class Agent:
 
     def _on_answer(self, message: Message) -> None:
         call = self._calls.pop(message.call_id)
-        if call is not None:
-            call.settle(message)
+        if call is None:
+            return
+        call.settle(message)
+        # The next answer may be received where it is waited for, see _receive_answer.
+        if (
+            call.waited_for
+            and not message.extensions
+            and not len(self._calls)
+            and call.peer != self.worker_info.id
+            and time.monotonic() - call.begun < LONGEST_SITTING
+        ):
+            self._io.rest(self._next_tick)
 
     # -- the I/O thread ------------------------------------------------------------------
 
     def _turn(self) -> None:
         """One turn of the I/O threads: waits for a message, and does what is due."""
-        wait = min(self._next_tick, self._calls.earliest_deadline) - time.monotonic()
+        wait = min(self._next_tick, self._calls.earliest) - time.monotonic()
         received = self._network.receive(max(0.0, wait))
         try:
             if received is not None:
                 self._dispatch(*received)
-            self._run_errands()
+            while self._errands:
+                self._errands.popleft()()
+            for flush in self.flushers:
+                flush()
             now = time.monotonic()
-            if now >= self._calls.earliest_deadline:
+            if now >= self._calls.earliest:
                 self._calls.expire(now)
             if self._termination is not None:
                 # A handler that ends in the pool says nothing here: look more often.
@@ -473,17 +536,13 @@ class Agent:
                     return
             raise
 
-    def _run_errands(self) -> None:
-        while self._errands:
-            self._errands.popleft()()
-        for layer in self.layers:
-            layer.flush()
-
     def _tick(self) -> None:
         for rank in self.membership.newly_lost(is_alive):
             self._lose(rank)
         self.pool.relieve()
         self._completions.relieve()
+        for tick in self.tickers:
+            tick()
 
     def _on_leave(self, message: Message) -> None:
         if message.sender not in self.membership.lost:
@@ -534,7 +593,7 @@ class Agent:
             RpcTimeoutError: the others did not come in time; this agent is closed all the same.
             RpcError: called from a handler with ``graceful``, which would wait for itself.
         """
-        if self._closed:
+        if self.closed:
             return
         timeout = checked_timeout("timeout", timeout)
         own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
@@ -587,9 +646,9 @@ class Agent:
     def close(self) -> None:
         """Leaves at once: as `shutdown` with ``graceful=False``."""
         with self._closing_lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         if not self._terminated.is_set():
             for rank in self.membership.living:
                 if rank != self.worker_info.id and self._network.knows(rank):

@@ -36,6 +36,7 @@ class PendingCall:
         "_calls",
         "_gate",
         "_outcome",
+        "begun",
         "call_id",
         "deadline",
         "died",
@@ -43,6 +44,7 @@ class PendingCall:
         "on_settled",
         "peer",
         "timeout",
+        "waited_for",
     )
 
     def __init__(
@@ -58,7 +60,10 @@ class PendingCall:
         self.call_id = call_id
         self.peer = peer
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout if timeout else NEVER
+        self.begun = time.monotonic()
+        self.deadline = self.begun + timeout if timeout else NEVER
+        # Whether a thread waits for the answer.
+        self.waited_for = False
         self.holds = holds
         self.died = died
         # Called by the thread that settles the call, after the gate has opened.
@@ -73,8 +78,21 @@ class PendingCall:
         return not self._gate.locked()
 
     def wait(self) -> None:
-        """Waits until the call is settled; it settles the call itself at its deadline."""
+        """Waits until the call is settled; it settles the call itself at its deadline.
+
+        Where an exception (Ctrl-C) interrupts it, `waited_for` is false again.
+        """
         gate = self._gate
+        self.waited_for = True
+        try:
+            self._wait(gate)
+        except BaseException:
+            self.waited_for = False
+            raise
+
+    def _wait(self, gate: threading.Lock) -> None:
+        if gate.locked():
+            self._calls.receive(self)
         if self.deadline == NEVER:
             acquire(gate)
         elif not acquire(gate, max(0.0, self.deadline - time.monotonic())):
@@ -86,7 +104,7 @@ class PendingCall:
 
     def settle(self, outcome: Any) -> None:
         """Stores the outcome and opens the gate; only for whoever took it from the table."""
-        self._outcome.append(outcome)
+        self._outcome = [outcome]
         self.holds = None
         self._gate.release()
         if self.on_settled is not None:
@@ -108,23 +126,27 @@ class PendingCall:
 
 
 class PendingCalls:
-    """The table of calls under way. All methods may be called from any thread."""
+    """The table of calls under way. All methods may be called from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        receive: called by the thread that waits for a call; it may receive the answer itself,
+            take the call from the table and settle it.
+
+    Attributes:
+        earliest: a time before which no call expires, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, receive: Callable[[PendingCall], None] = lambda _: None) -> None:
+        self.receive = receive
         # Single operations on the dict are atomic; pop decides who settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
         # No call in the table has an earlier deadline than this; the lock guards its changes.
-        self._earliest = NEVER
+        self.earliest = NEVER
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._calls)
-
-    @property
-    def earliest_deadline(self) -> float:
-        """A time before which no call expires, on the clock of ``time.monotonic``."""
-        return self._earliest
 
     def add(
         self,
@@ -136,9 +158,9 @@ class PendingCalls:
         """Enters a new call; see `PendingCall` for the arguments."""
         call = PendingCall(self, next(self._ids), peer, timeout, holds, died)
         self._calls[call.call_id] = call
-        if call.deadline < self._earliest:
+        if call.deadline < self.earliest:
             with self._lock:
-                self._earliest = min(self._earliest, call.deadline)
+                self.earliest = min(self.earliest, call.deadline)
         return call
 
     def pop(self, call_id: int) -> PendingCall | None:
@@ -149,14 +171,14 @@ class PendingCalls:
         """Settles all calls whose deadline is not after ``now``."""
         # Before the look at the table: an entry made meanwhile lowers it again.
         with self._lock:
-            self._earliest = NEVER
+            self.earliest = NEVER
         calls = list(self._calls.values())
         for call in calls:
             if call.deadline <= now and self.pop(call.call_id) is call:
                 call.settle(call.timed_out())
         rest = [call.deadline for call in calls if call.deadline > now]
         with self._lock:
-            self._earliest = min([self._earliest, *rest])
+            self.earliest = min([self.earliest, *rest])
 
     def fail(self, error: Callable[[PendingCall], Exception], peer: int | None = None) -> None:
         """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""

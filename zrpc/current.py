@@ -48,8 +48,8 @@ def current_agent() -> Agent:
     Raises:
         NotInitializedError: there is none, or it has shut down.
     """
-    agent = find_agent()
-    if agent is None:
+    agent = _current.get(None) or _default
+    if agent is None or agent.closed:
         raise not_initialized()
     return agent
 

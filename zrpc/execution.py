@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextvars
-import inspect
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from types import CoroutineType
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Outlet(Protocol):
 
 
 class Execution:
-    """One call of a function on behalf of a caller.
+    """One call of a function on behalf of a caller; a job for a thread of the pool.
 
     Args:
         outlet: takes the outcome.
@@ -46,30 +46,36 @@ class Execution:
         schedule: has a job done in a pool thread. What is left to do when a future or a
             coroutine ends is done there: the event loop's thread must not pickle a large
             result, nor the I/O thread.
+        deadline: seconds that the caller still waits from now on; 0 for no limit.
+        resolve: gives function, args and kwargs; it may raise, as the function may.
     """
 
+    __slots__ = ("_deadline", "_loop", "_outlet", "_resolve", "_schedule")
+
     def __init__(
-        self, outlet: Outlet, loop: EventLoop, schedule: Callable[[Callable[[], None]], None]
+        self,
+        outlet: Outlet,
+        loop: EventLoop,
+        schedule: Callable[[Callable[[], None]], None],
+        deadline: float,
+        resolve: Callable[[], tuple[Any, Any, Any]],
     ) -> None:
         self._outlet = outlet
         self._loop = loop
         self._schedule = schedule
+        self._deadline = time.monotonic() + deadline if deadline else 0.0
+        self._resolve = resolve
 
-    def run(self, deadline: float, resolve: Callable[[], tuple[Any, Any, Any]]) -> None:
-        """Calls the function in this thread, which is one of the pool.
-
-        Args:
-            deadline: seconds that the caller still waits; 0 for no limit.
-            resolve: gives function, args and kwargs; it may raise, as the function may.
-        """
-        token = _deadline.set(time.monotonic() + deadline) if deadline else None
+    def __call__(self) -> None:
+        """Calls the function in this thread."""
+        token = _deadline.set(self._deadline) if self._deadline else None
         try:
-            function, args, kwargs = resolve()
+            function, args, kwargs = self._resolve()
             result = function(*args, **kwargs)
             if is_async_execution(function):
                 self._follow_future(result)
                 return
-            if inspect.iscoroutine(result):
+            if isinstance(result, CoroutineType):
                 self._loop.run(self._await(result), contextvars.copy_context())
                 return
         except BaseException as error:

@@ -75,7 +75,6 @@ class Future(torch.futures.Future[T]):
         future: Future[T] = cls()
         future._decode = decode  # type: ignore[attr-defined]
         future._schedule = schedule  # type: ignore[attr-defined]
-        future._waited_for = False
         future._call = call
         call.on_settled = future._on_settled
         return future
@@ -84,12 +83,10 @@ class Future(torch.futures.Future[T]):
         """Waits for the value and returns it, or raises what the call failed with."""
         call = self._call
         if call is not None:
-            self._waited_for = True
             try:
                 call.wait()
             except BaseException:
                 # Interrupted: should the call be settled just now, somebody must complete it.
-                self._waited_for = False
                 if call.settled:
                     self._on_settled(call)
                 raise
@@ -191,7 +188,7 @@ class Future(torch.futures.Future[T]):
         Runs in the thread that settled the call, mostly the I/O thread, which must not run
         what the user wrote: unpickling and callbacks.
         """
-        if not self._waited_for:
+        if not call.waited_for:
             self._schedule(lambda: self._complete(call))  # type: ignore[attr-defined]
 
     def _complete(self, call: PendingCall) -> None:

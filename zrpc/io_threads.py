@@ -3,6 +3,8 @@
 One *leads*: it receives, and where jobs are quick it runs them itself, which saves waking
 another thread for each. The other *follows*: where the leader does not come back from a job, it
 takes the lead, and the job goes on in what is then a thread like any other of the pool's.
+A thread that makes one call after the other may receive the answers itself, see `sit`: then the
+leader *rests*, and looks now and then whether that goes on.
 (After D. C. Schmidt et al., "Leader/Followers", in Pattern Languages of Program Design 4, 2000;
 there the next leader is woken before each job, here only where the job turns out to be long.)
 """
@@ -13,15 +15,18 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from zrpc.context_thread import ContextThread
-from zrpc.pool import set_host
+from zrpc.pool import WorkerPool, set_host
 
-__all__ = ["IoThreads"]
+__all__ = ["LONGEST_SITTING", "IoThreads"]
 
 # A leader that is in one job for two looks of the follower, so many seconds apart, loses the
 # lead: for as long nothing is received, hence no reply and no reference count.
 _LOOK_EVERY = 0.0005
+# A thread other than the leader receives for so many seconds at most.
+LONGEST_SITTING = 0.002
 # After so many looks without a new job the follower sleeps until it is woken.
 _LOOKS_UNTIL_SLEEP = 4
 
@@ -61,6 +66,14 @@ class IoThreads:
         self._asleep = False
         self._job: Callable[[], None] | None = None
         self._in_turn = 0  # the ident of the thread that is in a turn
+        # Whoever receives holds the seat.
+        self._seat = threading.Lock()
+        self._receiving = False  # the leader is in a turn
+        self._sittings = 0  # of threads other than the leader; guarded by the seat
+        self._rest_until = 0.0
+        # The leader rests here.
+        self._rest = threading.Lock()
+        self._rest.acquire()
 
     def start(self) -> None:
         """Starts the threads."""
@@ -69,6 +82,8 @@ class IoThreads:
 
     def stop(self, timeout: float) -> bool:
         """Ends the threads after their turns and jobs, and waits for them but for the current.
+
+        Afterwards no other thread receives either.
 
         Args:
             timeout: seconds to wait, for both together.
@@ -79,21 +94,30 @@ class IoThreads:
         with self._lock:
             self._stopping = True
             self._wake()
+            self._end_rest()
         self._interrupt()
         deadline = time.monotonic() + timeout
         others = [t for t in self._threads if t is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in others)
+        with self._seat:
+            return not any(thread.is_alive() for thread in others)
 
-    @property
-    def free(self) -> bool:
-        """Whether the current thread is in a turn and can take a job."""
-        return self._in_turn == threading.get_ident() and self._ready and self._job is None
+    def take(self, pool: WorkerPool, job: Callable[[], None]) -> bool:
+        """Has the current thread run ``job`` after its turn, as a guest of ``pool``.
 
-    def take(self, job: Callable[[], None]) -> None:
-        """Has the current thread run ``job`` after its turn; only where it is `free`."""
-        self._job = job
+        Returns:
+            False where it does not: it is in no turn, or has a job already, or the pool says no.
+        """
+        if (
+            self._in_turn == threading.get_ident()
+            and self._ready
+            and self._job is None
+            and pool.admit(self._in_turn)
+        ):
+            self._job = partial(pool.run_as_guest, self._in_turn, job)
+            return True
+        return False
 
     def give_way(self) -> None:
         """The current thread is about to wait in a job: the other one leads from now on."""
@@ -102,6 +126,45 @@ class IoThreads:
             if self._leader == me and self._busy:
                 self._leader, self._busy = 1 - me, False
                 self._wake()
+
+    def rest(self, until: float) -> None:
+        """Has the leader rest after its turn, as long as others sit; called in the turn.
+
+        Args:
+            until: on the clock of ``time.monotonic``.
+        """
+        self._rest_until = until
+
+    @property
+    def resting(self) -> bool:
+        """Whether the leader rests or is in a job just now, so that others may sit."""
+        return not self._receiving
+
+    def sit(self) -> bool:
+        """Takes the seat, where the leader rests or is in a job: the current thread receives.
+
+        For threads that no exception can interrupt until they `leave`.
+        """
+        if not self._seat.acquire(blocking=False):
+            return False
+        if self._stopping:
+            self._seat.release()
+            return False
+        self._sittings += 1
+        return True
+
+    def leave(self) -> None:
+        """Gives back the seat."""
+        self._seat.release()
+
+    def end_rest(self) -> None:
+        """Has the leader receive again: there is something for it."""
+        with self._lock:
+            self._end_rest()
+
+    def _end_rest(self) -> None:
+        if self._rest.locked():
+            self._rest.release()
 
     def _serve(self, me: int) -> None:
         """The life of one thread."""
@@ -113,13 +176,18 @@ class IoThreads:
                 self._follow(me)
 
     def _lead(self, me: int) -> None:
-        self._in_turn = threading.get_ident()
-        try:
-            self._turn()
-        finally:
-            self._in_turn = 0
+        with self._seat:
+            self._in_turn = threading.get_ident()
+            self._receiving = True
+            try:
+                self._turn()
+            finally:
+                self._receiving = False
+                self._in_turn = 0
         job, self._job = self._job, None
         if job is None:
+            if self._rest_until:
+                self._rest_while_others_sit()
             return
         with self._lock:
             self._jobs += 1
@@ -132,6 +200,14 @@ class IoThreads:
             with self._lock:
                 if self._leader == me:
                     self._busy = False
+
+    def _rest_while_others_sit(self) -> None:
+        until, self._rest_until = self._rest_until, 0.0
+        sittings = -1
+        while self._sittings != sittings and time.monotonic() < until and not self._stopping:
+            sittings = self._sittings
+            if self._rest.acquire(timeout=_LOOK_EVERY):
+                return
 
     def _follow(self, me: int) -> None:
         """Watches the leader; returns when this thread is to lead, or to end."""

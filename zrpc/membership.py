@@ -28,6 +28,7 @@ class Membership:
         self.rank = rank
         self._by_name = {info.name: info for info in self.infos}
         self._ranks = {card.identity: card.rank for card in cards}
+        self._same_main = [card.main == cards[rank].main for card in cards]
         self.lost: set[int] = set()
         # Peers that did not live at the last look; gone where the next look says the same, so
         # that what they sent at the very end is read before.
@@ -72,7 +73,7 @@ class Membership:
 
     def same_main(self, rank: int) -> bool:
         """Whether a name in ``__main__`` means the same at this worker and at that one."""
-        return self.cards[rank].main == self.cards[self.rank].main
+        return self._same_main[rank]
 
     def shares_host(self, rank: int) -> bool:
         """Whether this worker can see that one's private directory."""

@@ -104,14 +104,14 @@ class WorkerPool:
         self._backlog: deque[Job] = deque()
         self._threads: set[_PoolThread] = set()
         self._idle: list[_PoolThread] = []  # the last one in is warmest, and the first out
-        self._guests: set[threading.Thread] = set()  # admitted, and in a job
+        self._guests: set[int] = set()  # the idents of those admitted
         self._running = 0  # threads with a job, less those that wait in acquire()
         self._closed = False
         self._numbers = itertools.count()
         # For relieve(), which only the agent's I/O thread calls.
         self._begun = 0
         self._begun_before = -1
-        self._cpu_before: dict[threading.Thread, float | None] = {}
+        self._cpu_before: dict[int, float | None] = {}
         # How long jobs took of late, in seconds; updates may get lost, which does no harm.
         self._usual_time = 0.0
 
@@ -136,8 +136,8 @@ class WorkerPool:
             threads = len(self._threads) + len(self._guests)
             return len(self._backlog) + threads - len(self._idle)
 
-    def admit(self) -> bool:
-        """Takes the current thread as a guest, to call `run_as_guest` next.
+    def admit(self, ident: int) -> bool:
+        """Takes the current thread, of this ident, as a guest, to call `run_as_guest` next.
 
         Returns:
             False where it is not to: enough threads run, or jobs are not quick.
@@ -148,19 +148,18 @@ class WorkerPool:
             if self._closed or self._running >= self._size:
                 return False
             self._running += 1
-            self._guests.add(threading.current_thread())
+            self._guests.add(ident)
             return True
 
-    def run_as_guest(self, job: Job) -> None:
+    def run_as_guest(self, ident: int, job: Job) -> None:
         """Runs ``job`` in the current thread, which was admitted."""
-        thread = threading.current_thread()
         _thread.pool = self
         try:
             self._do(job)
         finally:
             _thread.pool = None
             with self._lock:
-                self._guests.discard(thread)
+                self._guests.discard(ident)
                 self._running -= 1
                 if self._backlog and self._running < self._size and not self._closed:
                     self._running += 1
@@ -175,17 +174,22 @@ class WorkerPool:
         with self._lock:
             stuck = bool(self._backlog) and self._begun == self._begun_before
             self._begun_before = self._begun
-            threads = (self._threads - set(self._idle)) | self._guests if stuck else set()
-        cpu = {thread: _cpu_time(thread) for thread in threads}
+            threads = self._at_work() if stuck else set()
+        cpu = {ident: _cpu_time(ident) for ident in threads}
         waiting = sum(
-            thread in self._cpu_before and self._cpu_before[thread] == used
-            for thread, used in cpu.items()
+            ident in self._cpu_before and self._cpu_before[ident] == used
+            for ident, used in cpu.items()
         )
         self._cpu_before = cpu
         with self._lock:
             for _ in range(min(waiting, len(self._backlog))):
                 self._running += 1
                 self._hand_over(self._backlog.popleft())
+
+    def _at_work(self) -> set[int]:
+        """The idents of the threads that have a job; the lock is held."""
+        own = self._threads.difference(self._idle)
+        return self._guests | {thread.ident for thread in own if thread.ident is not None}
 
     def close(self, timeout: float) -> bool:
         """Ends the threads once their present jobs are done, and drops queued jobs.
@@ -288,16 +292,16 @@ class _PoolThread(ContextThread):
         self.gate.acquire()
 
 
-def _cpu_time(thread: threading.Thread) -> float | None:
+def _cpu_time(ident: int) -> float | None:
     """The processor time that a thread has used, in seconds.
 
     None where the system doesn't tell (then a thread that holds up the queue always counts
     as waiting) or where the thread has ended.
     """
-    if sys.platform != "linux" or thread.ident is None or not thread.is_alive():
+    if sys.platform != "linux" or ident not in sys._current_frames():
         return None
     try:
-        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
     except OSError:
         return None
 

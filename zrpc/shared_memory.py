@@ -75,6 +75,8 @@ class SharedMemoryLayer:
         agent.register(Kind.SEGMENT, self._on_segment)
         agent.register_extension(SHARED, self._borrow)
         agent.carry = self.carry
+        agent.flushers.append(self._flush)
+        agent.tickers.append(self._tick)
         self._all.add(self)
 
     # -- sending -------------------------------------------------------------------------
@@ -175,23 +177,26 @@ class SharedMemoryLayer:
         else:
             raise ProtocolError(f"expected a known word about a segment, found {verb}")
 
-    def flush(self) -> None:
-        """Gives back what is not used any more, and closes what has not been used for long."""
+    def _flush(self) -> None:
+        """Gives back what is not used any more, and tells of what was closed."""
         if self.loans.ended:
             for loan in self.loans.returned():
                 verb = _Verb.KEEP if loan.keep else _Verb.RETURN
                 self._post(loan.owner, _NOTE.pack(verb, loan.number))
-        now = time.monotonic()
-        if now >= self._next_look and len(self.pool):
-            self._next_look = now + 1.0
-            with self._lock:
-                self.pool.shrink(now)
         if self.pool.retired:
             with self._lock:
                 retired, self.pool.retired = self.pool.retired, []
             for segment in retired:
                 for rank in segment.known_to:
                     self._post(rank, _NOTE.pack(_Verb.CLOSED, segment.number))
+
+    def _tick(self) -> None:
+        """Closes what has not been used for long."""
+        now = time.monotonic()
+        if now >= self._next_look and len(self.pool):
+            self._next_look = now + 1.0
+            with self._lock:
+                self.pool.shrink(now)
 
     def lose(self, rank: int) -> None:
         """A peer is gone: what it had is not used again, and its own segments go."""

@@ -370,8 +370,12 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh):
             arrived.set()
 
     agent = mesh.agent(1)
-    agent.openers.insert(0, hold_arrival)
-    agent.openers.append(note_arrival)
+    [(tag, receive)] = agent.openers.items()
+    agent.openers[tag] = lambda decoder: (
+        hold_arrival(decoder),
+        receive(decoder),
+        note_arrival(decoder),
+    )
     take_part = second._take_part
 
     def take_part_later(request):

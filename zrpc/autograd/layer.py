@@ -89,9 +89,9 @@ class AutogradLayer:
         agent.register_extension(GRAPH, self._read_graph)
         agent.register_extension(PASS, lambda _, data: _PASS.unpack(data))
         agent.finishers.append(self._append_send)
-        agent.openers.append(self._append_receive)
-        agent.scopes.append(self._scope)
-        agent.in_graph = self._in_graph
+        agent.openers[GRAPH] = self._append_receive
+        agent.scopes[GRAPH] = self._scope
+        agent.in_context = self._in_context
 
     # -- contexts ------------------------------------------------------------------------
 
@@ -215,9 +215,11 @@ class AutogradLayer:
         finally:
             _context_id.reset(token)
 
-    def _in_graph(self, request: Message | None) -> bool:
-        """Whether tensors of a message stay part of the graph."""
-        return self._context_of(request) is not None and torch.is_grad_enabled()
+    def _in_context(self, request: Message | None) -> bool:
+        """Whether a message that is packed now is within a context."""
+        if request is None:
+            return _context_id.get() is not None
+        return _graph_of(request) is not None
 
     def _context_of(self, request: Message | None) -> int | None:
         """The context of a message that is packed: of the present one, or of its request."""
@@ -484,9 +486,6 @@ class AutogradLayer:
     def quiet(self) -> bool:
         """Passes are requests, which the agent counts itself."""
         return True
-
-    def flush(self) -> None:
-        """There is nothing that finalizers leave to send."""
 
     def close(self) -> None:
         """Drops all contexts, and ends the waits of passes under way."""

@@ -69,6 +69,7 @@ class RRefLayer:
         agent.register(Kind.FETCH, self._on_fetch)
         agent.register(Kind.METHOD, self._on_method)
         agent.register(Kind.REFERENCE, self._on_reference)
+        agent.flushers.append(self._flush)
         agent.register_extension(FORKS, self._receive_forks)
         agent.register_extension(SUBJECT, lambda _, data: _unpack_ids(data))
 
@@ -264,7 +265,7 @@ class RRefLayer:
         with self._lock:
             return self._references.quiet and not self.dropped
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Tells the owners what finalizers have noted."""
         if not self.dropped:
             return
@@ -310,6 +311,9 @@ class RRefLayer:
 
     def _settle_references(self) -> None:
         """Frees what is free, and sends what is to be sent."""
+        references = self._references
+        if not (references.freed or references.outgoing):
+            return  # what another thread adds just now, that thread settles
         with self._lock:
             freed = [self._values.pop(i, None) for i in self._references.freed]
             self._references.freed.clear()

@@ -11,7 +11,7 @@ __all__ = ["Inbox"]
 
 
 class Inbox:
-    """A ROUTER socket that only receives, for one thread: the agent's I/O thread.
+    """A ROUTER socket that only receives, for one thread at a time.
 
     Args:
         context: the agent's.
@@ -24,6 +24,8 @@ class Inbox:
         # A whole mesh may connect at once.
         self._socket.backlog = 4096
         self._timeout_ms = -1
+        # The next message, where it was looked at and not taken.
+        self._parts: list[Any] = []
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
@@ -51,20 +53,33 @@ class Inbox:
             The sender's identity, the first frame and the buffers, or None where the timeout
             passed first.
         """
+        parts = self.peek(timeout)
+        if parts is None:
+            return None
+        identity, first, *buffers = parts
+        parts.clear()
+        return identity, first, buffers
+
+    def peek(self, timeout: float) -> list[Any] | None:
+        """As `receive`, but the message stays, as a list of its parts, until that is cleared."""
+        parts = self._parts
+        if parts:
+            return parts
         timeout_ms = int(timeout * 1000) + 1
         if timeout_ms != self._timeout_ms:
-            self._timeout_ms = self._socket.rcvtimeo = timeout_ms
+            self._timeout_ms = timeout_ms
+            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
         try:
-            identity: bytes = self._socket.recv()
+            identity = self._socket.recv()
         except zmq.Again:
             return None
-        if not self._socket.getsockopt(zmq.RCVMORE):
-            return identity, b"", []
-        first: bytes = self._socket.recv()
-        buffers: list[zmq.Frame] = []
+        # After the identity there is always a frame.
+        first = self._socket.recv()
+        buffers = []
         while self._socket.getsockopt(zmq.RCVMORE):
             buffers.append(self._socket.recv(copy=False))
-        return identity, first, buffers
+        parts += [identity, first, *buffers]
+        return parts
 
     def close(self) -> None:
         """Closes the socket; unread messages are dropped."""

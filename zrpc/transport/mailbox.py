@@ -43,6 +43,9 @@ class Mailbox:
     def send(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
         """Sends one message; never blocks for the peer.
 
+        Not to be interrupted by an exception (Ctrl-C), see `zrpc.interrupts`: half of a message
+        may be sent, or one that is not counted.
+
         Args:
             first: the first frame.
             buffers: the other frames, anything with the buffer interface.
@@ -52,12 +55,11 @@ class Mailbox:
             zmq.ZMQError: the mailbox is closed.
         """
         with self._mutex:
-            if counted:
-                self.sent += 1
             if not buffers:
                 self._socket.send(first)
             else:
                 self._socket.send_multipart([first, *buffers])
+            self.sent += counted
 
     def close(self, linger: float) -> None:
         """Closes the socket; what is queued has ``linger`` seconds to leave."""

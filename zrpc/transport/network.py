@@ -26,7 +26,7 @@ class Network:
         peers: how many workers there are.
         ipc: whether to listen on a Unix socket.
 
-    `send` may be called from any thread, `receive` from one.
+    `send` may be called from any thread, `receive` and `peek` from one at a time.
     """
 
     def __init__(self, identity: bytes, rank: int, peers: int, ipc: bool) -> None:
@@ -42,6 +42,9 @@ class Network:
         self._endpoints: Sequence[str] = ()
         self._closed = False
         self._inbox = Inbox(self._context)
+        # The next message; see there.
+        self.receive = self._inbox.receive
+        self.peek = self._inbox.peek
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
         if supports_ipc():
             self.directory = PrivateDirectory()
@@ -71,10 +74,6 @@ class Network:
     def knows(self, rank: int) -> bool:
         """Whether anything was ever sent to this peer."""
         return rank in self._mailboxes
-
-    def receive(self, timeout: float) -> tuple[bytes, bytes, list[zmq.Frame]] | None:
-        """The next message; see `Inbox.receive`."""
-        return self._inbox.receive(timeout)
 
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""

@@ -69,11 +69,13 @@ class Message:
 
     def first_frame(self) -> bytes:
         """The first of the frames; the buffers are the others."""
-        extensions = b"".join(
-            part
-            for tag, data in self.extensions
-            for part in (_EXTENSION.pack(tag, len(data)), data)
-        )
+        extensions = b""
+        if self.extensions:
+            extensions = b"".join(
+                part
+                for tag, data in self.extensions
+                for part in (_EXTENSION.pack(tag, len(data)), data)
+            )
         header = _HEADER.pack(
             VERSION, self.kind, 0, len(extensions), len(self.table), self.deadline, self.call_id, 0
         )

@@ -14,7 +14,7 @@ import pickle
 import sys
 import threading
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -46,6 +46,9 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
     _dispatch_table[cls] = reducer
 
 
+_NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
+
+
 class _Pickler(pickle.Pickler):
     """The C pickler, with our dispatch table."""
 
@@ -70,6 +73,20 @@ class Encoder:
         in_graph: whether tensors that require grad stay part of a graph on their way.
     """
 
+    __slots__ = (
+        "_finishers",
+        "_plain",
+        "_tensors",
+        "_undo",
+        "agent",
+        "buffers",
+        "destination",
+        "extensions",
+        "in_graph",
+        "request",
+        "same_main",
+    )
+
     def __init__(
         self,
         agent: Any,
@@ -86,12 +103,17 @@ class Encoder:
         self.in_graph = in_graph
         self._finishers = finishers
         self._undo: list[Callable[[], None]] = []
-        self._start()
-
-    def _start(self, plain: bool = True) -> None:
-        self.tensors = TensorWriter(plain)
+        self._plain = True
+        self._tensors: TensorWriter | None = None
         self.extensions: dict[int, bytearray] = {}
         self.buffers: list[Any] = []
+
+    @property
+    def tensors(self) -> TensorWriter:
+        """The tensors of the message so far."""
+        if self._tensors is None:
+            self._tensors = TensorWriter(self._plain)
+        return self._tensors
 
     def extension(self, tag: int) -> bytearray:
         """The bytes that travel under ``tag``, for a layer to add to."""
@@ -119,14 +141,16 @@ class Encoder:
             message.body = self._pickle(obj)
             for finish in self._finishers:
                 finish(self)
-            message.table = self.tensors.table(self.buffers)
+            if self._tensors is not None:
+                message.table = self._tensors.table(self.buffers)
         except BaseException:
             self.abort()
             raise
         finally:
             _thread.encoder = before
         message.buffers = self.buffers
-        message.extensions = [(tag, bytes(data)) for tag, data in self.extensions.items()]
+        if self.extensions:
+            message.extensions = [(tag, bytes(data)) for tag, data in self.extensions.items()]
 
     def _pickle(self, obj: Any) -> bytes:
         try:
@@ -137,8 +161,7 @@ class Encoder:
             raise  # a reducer's own word
         except Exception:  # cloudpickle can do more, and its error says more
             pass
-        self.abort()
-        self._start()
+        self._start_again()
         try:
             return self._dump(_ByValuePickler, obj)
         except RpcError:
@@ -150,17 +173,17 @@ class Encoder:
             ) from error
 
     def _dump(self, pickler: Any, obj: Any) -> bytes:
-        body = self._dump_once(pickler, obj)
-        if self.tensors.overlapping:
-            self.abort()
-            self._start(plain=False)
-            body = self._dump_once(pickler, obj)
-        return body
-
-    def _dump_once(self, pickler: Any, obj: Any) -> bytes:
         file = io.BytesIO()
         pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._keep_inline).dump(obj)
-        return file.getvalue()
+        if self._tensors is None or not self._tensors.overlapping:
+            return file.getvalue()
+        self._plain = False
+        self._start_again()
+        return self._dump(pickler, obj)
+
+    def _start_again(self) -> None:
+        self.abort()
+        self._tensors, self.extensions, self.buffers = None, {}, []
 
     def _keep_inline(self, buffer: pickle.PickleBuffer) -> bool:
         """Tells the pickler whether a buffer (of an array, say) stays in the pickle."""
@@ -177,18 +200,23 @@ class Decoder:
     Args:
         agent: the receiving agent.
         message: the message.
-        openers: called with this decoder when the tensors of the message are made, and before
-            its body is unpickled; they may put others into `tensors`.
+        openers: by the tag of an attachment: called with this decoder when the tensors of a
+            message with one are made, and before its body is unpickled; they may put others
+            into `tensors`.
     """
 
     def __init__(
-        self, agent: Any, message: Message, openers: Sequence[Callable[[Decoder], None]] = ()
+        self,
+        agent: Any,
+        message: Message,
+        openers: Mapping[int, Callable[[Decoder], None]] = _NO_OPENERS,
     ) -> None:
         self.agent = agent
         self.message = message
         self.tensors = read_table(message.table, message.buffers) if message.table else []
-        for opener in openers:
-            opener(self)
+        for tag in message.attachments or ():
+            if tag in openers:
+                openers[tag](self)
 
     def unpack(self) -> Any:
         """The object that the message holds.

@@ -1,0 +1,173 @@
+"""Calls whose thread is interrupted, as by Ctrl-C, at any point."""
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zrpc import RpcTimeoutError, rpc_async, rpc_sync
+from zrpc.api import start_agent
+from zrpc.options import ZmqRpcBackendOptions
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs signals of POSIX"),
+]
+
+
+@pytest.fixture
+def agents():
+    store = dist.HashStore()
+    found = [None, None]
+
+    def start(rank):
+        found[rank] = start_agent(
+            f"worker{rank}",
+            rank=rank,
+            world_size=2,
+            store=store,
+            options=ZmqRpcBackendOptions(rpc_timeout=20),
+        )
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield found
+    for agent in found:
+        agent.close()
+
+
+class Interruption(BaseException):
+    """What the program's own signal handler raises."""
+
+
+def raise_interruption(signum, frame):
+    raise Interruption
+
+
+@pytest.fixture(params=["Ctrl-C", "a handler of the program's own"])
+def interrupted(request):
+    """A function that calls another until a signal interrupts it; returns how often."""
+    own = request.param != "Ctrl-C"
+    number, error = (signal.SIGALRM, Interruption) if own else (signal.SIGINT, KeyboardInterrupt)
+    handler = raise_interruption if own else signal.default_int_handler
+    before = signal.signal(number, handler)
+
+    def call_until_interrupted(call, after):
+        arrived, started, calls = threading.Event(), threading.Semaphore(0), 0
+
+        def send():
+            started.acquire()
+            wait = after
+            while not arrived.wait(wait):
+                os.kill(os.getpid(), number)
+                wait = 1.0  # once more: pyzmq swallows what is raised while it frees a frame
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            started.release()
+            while True:
+                call(calls)
+                calls += 1
+        except error:
+            arrived.set()
+        sender.join()
+        return calls
+
+    yield call_until_interrupted
+    signal.signal(number, before)
+
+
+def sync_call(i):
+    assert rpc_sync("worker1", divmod, args=(i, 7)) == divmod(i, 7)
+
+
+def async_call(i):
+    assert rpc_async("worker1", divmod, args=(i, 7)).wait() == divmod(i, 7)
+
+
+def tensor_call(i):
+    # Too large for the table: a message of several frames.
+    assert rpc_sync("worker1", torch.neg, args=(torch.full((10_000,), i),))[-1] == -i
+
+
+def mixed_call(i):
+    future = rpc_async("worker1", divmod, args=(i, 7))
+    sync_call(i)
+    assert future.wait() == divmod(i, 7)
+
+
+# pyzmq looks after signals also where it frees a frame, and can't raise there.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, mixed_call])
+def test_an_interruption_at_any_point_loses_no_message(agents, interrupted, call):
+    with agents[0].as_current():
+        call(1)
+        done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(60))
+        assert done
+        call(1)  # the next call is as good as the first
+    # A graceful shutdown counts all messages sent and received: none may be missing.
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(agents, interrupted):
+    gate = threading.Event()
+    gates[id(gate)] = gate
+    with agents[0].as_current():
+        for _ in range(20):
+            sync_call(1)
+        future = rpc_async("worker1", wait_for, args=(id(gate),))
+        assert interrupted(lambda _: future.wait(), 0.02) == 0
+        gate.set()
+        assert future.wait() == "done"
+    del gates[id(gate)]
+
+
+gates = {}
+
+
+def wait_for(key):
+    assert gates[key].wait(20)
+    return "done"
+
+
+def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents):
+    """Though that thread receives its answers itself."""
+    end = threading.Event()
+
+    def call_on_and_on():
+        with agents[0].as_current():
+            while not end.is_set():
+                sync_call(1)
+
+    caller = threading.Thread(target=call_on_and_on)
+    caller.start()
+    with agents[1].as_current():
+        for i in range(50):
+            assert rpc_sync("worker0", divmod, args=(i, 7), timeout=10) == divmod(i, 7)
+    end.set()
+    caller.join()
+
+
+def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents):
+    gate = threading.Event()
+    gates[id(gate)] = gate
+    with agents[0].as_current():
+        for _ in range(20):
+            sync_call(1)
+        begin = time.monotonic()
+        with pytest.raises(RpcTimeoutError):
+            rpc_sync("worker1", wait_for, args=(id(gate),), timeout=0.05)
+        assert time.monotonic() - begin >= 0.05
+        gate.set()
+        sync_call(2)
+    del gates[id(gate)]

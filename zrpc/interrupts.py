@@ -1,0 +1,78 @@
+"""Holding back Ctrl-C for a moment.
+
+Python runs signal handlers in the main thread, between any two of its instructions and inside
+of calls of ZeroMQ; what such a handler raises (KeyboardInterrupt) there would lose a message
+that was received and not yet looked at.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+__all__ = ["hold_interrupts", "release_interrupts"]
+
+# Python's own functions without the conversion to enums, which takes ten times as long.
+_set: Any = _signal.signal
+_get: Any = _signal.getsignal
+
+_INTERRUPT = int(signal.SIGINT)
+# Signals for which programs set handlers that raise.
+_OTHERS = tuple(
+    int(getattr(signal, name))
+    for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+# These, and a handler that is not Python's, raise nothing.
+_HARMLESS = (int(signal.SIG_DFL), int(signal.SIG_IGN), None)
+
+# Whether the main thread holds Ctrl-C back, and whether one has come; of that thread only.
+_held = False
+_noted = False
+
+
+def hold_interrupts() -> bool:
+    """Has no signal raise anything in this thread until `release_interrupts`.
+
+    In threads other than the main one no signal does anyhow.
+
+    Returns:
+        False where the program has handlers of its own, which can't be held back.
+    """
+    global _held, _noted
+    if threading.get_ident() != threading.main_thread().ident:
+        return True
+    for number in _OTHERS:
+        if _get(number) not in _HARMLESS:
+            return False
+    handler = _get(_INTERRUPT)
+    if handler is signal.default_int_handler:
+        _noted = False
+        _set(_INTERRUPT, _note)
+        _held = True
+        return True
+    return handler in _HARMLESS
+
+
+def release_interrupts() -> None:
+    """Ends what `hold_interrupts` has begun.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C has come meanwhile.
+    """
+    global _held, _noted
+    if not _held or threading.get_ident() != threading.main_thread().ident:
+        return
+    _held = False
+    _set(_INTERRUPT, signal.default_int_handler)
+    if _noted:  # looked at now that it does not change any more
+        _noted = False
+        raise KeyboardInterrupt
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    global _noted
+    _noted = True
