@@ -377,12 +377,7 @@ again(rpc.ZmqRpcBackendOptions(init_timeout=20))
     )
 
 
-closed_early = pytest.mark.xfail(
-    strict=False, reason="rank 0 may close the store before rank 1 has read why"
-)
-
-
-@pytest.mark.parametrize("init_method", [pytest.param("env://", marks=closed_early), "file"])
+@pytest.mark.parametrize("init_method", ["env://", "file"])
 def test_both_are_told_of_a_duplicate_name(
     succeed: Succeed, tmp_path: Path, init_method: str
 ) -> None:
