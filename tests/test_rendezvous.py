@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import subprocess
-import sys
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +16,9 @@ import pytest
 import torch.distributed as dist
 
 from zrpc.errors import RendezvousError
+from zrpc.launch import Task
 from zrpc.rendezvous import Card, connect_store, exchange, master_host, meet, resolve_rank
+from zrpc.testing.server import warm_server
 
 SOON = 10.0
 _tokens = itertools.count()
@@ -330,15 +331,18 @@ def test_a_url_that_leads_nowhere(environment, url, told):
         connect_store(url, 0, 1, 1.0)
 
 
-def test_a_directory_that_is_missing():
+def test_a_directory_that_is_missing(tmp_path):
     # In a process of its own, which can be killed: torch's FileStore would try for minutes.
-    connect = "connect_store('file:///is/missing/store', 0, 1, 0.5)"
-    code = f"from zrpc.rendezvous import connect_store; {connect}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * SOON
-    )
-    assert "RendezvousError" in done.stderr
-    assert "/is/missing" in done.stderr
+    connect = Task.function("zrpc.rendezvous:connect_store", "file:///is/missing/store", 0, 1, 0.5)
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        pid = warm_server().spawn(connect, stderr=stream.fileno())
+    try:
+        assert warm_server().wait(pid, 2 * SOON) == 1
+    finally:
+        warm_server().send_signal(pid, signal.SIGKILL)
+    assert "RendezvousError" in output.read_text()
+    assert "/is/missing" in output.read_text()
 
 
 def test_the_masters_host(environment):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Programs
+from rpc_programs import Programs
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc
@@ -473,13 +473,21 @@ def interrupted(wait):
         return
     sys.exit(f"{wait} was not interrupted")
 
+def wait_there():
+    assert ready.wait(20)
+
 if rank == 0:
-    interrupted(lambda: rpc.rpc_sync("w1", time.sleep, (2,)))
-    interrupted(rpc.rpc_async("w1", time.sleep, (2,)).wait)
+    interrupted(lambda: rpc.rpc_sync("w1", wait_there))
+    interrupted(rpc.rpc_async("w1", wait_there).wait)
     interrupted(rpc.shutdown)
+    open("interrupted", "w").close()
     rpc.shutdown(graceful=False)
 else:
-    time.sleep(1.5)
+    deadline = time.monotonic() + 20
+    while not os.path.exists("interrupted"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ready.set()
     rpc.shutdown(timeout=20)
 """
     )
