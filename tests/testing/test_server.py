@@ -10,11 +10,11 @@ from zrpc.testing.proc import children, state_of
 from zrpc.testing.server import warm_server
 
 SCRIPT = """
-import sys, threading
+import signal, sys
 from zrpc.testing import local_mesh
 with local_mesh(2, processes=True, timeout=60) as mesh:
     print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._home, flush=True)
-    mesh.run(1, threading.Event().wait)
+    mesh.run(1, signal.pause)
 """
 
 
