@@ -372,6 +372,9 @@ def slow(x):
 
 ready = threading.Event()
 
+def wait_there():
+    assert ready.wait(20)
+
 def begin():
     threading.Timer(0.2, ready.set).start()
 
@@ -473,9 +476,6 @@ def interrupted(wait):
         return
     sys.exit(f"{wait} was not interrupted")
 
-def wait_there():
-    assert ready.wait(20)
-
 if rank == 0:
     interrupted(lambda: rpc.rpc_sync("w1", wait_there))
     interrupted(rpc.rpc_async("w1", wait_there).wait)
@@ -498,8 +498,7 @@ else:
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
     """Neither from the main thread nor from a handler; and its end disturbs nobody."""
     succeed(
-        HEAD
-        + """
+        """
 def fork():
     pid = os.fork()
     if pid == 0:
@@ -513,7 +512,9 @@ def fork():
         finally:
             os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
+"""
+        + HEAD
+        + """
 assert fork() == 7, "from the main thread"
 assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
 
