@@ -17,7 +17,7 @@ from zrpc.launch.task import Task
 from zrpc.testing.leaks import files_in
 from zrpc.testing.processes import warm_server
 
-SCRIPT_DEADLINE = 25.0
+SCRIPT_DEADLINE = 60.0
 
 
 @dataclass

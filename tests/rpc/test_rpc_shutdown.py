@@ -373,7 +373,7 @@ def slow(x):
 ready = threading.Event()
 
 def wait_there():
-    assert ready.wait(20)
+    assert ready.wait(50)
 
 def begin():
     threading.Timer(0.2, ready.set).start()
@@ -427,7 +427,7 @@ def test_after_an_exception_nobody_waits(programs: Programs) -> None:
         HEAD
         + """
 if rank == 1:
-    assert ready.wait(20)
+    assert ready.wait(50)
     raise ValueError("the program's own")
 try:
     rpc.rpc_sync("w1", begin)
@@ -483,7 +483,7 @@ if rank == 0:
     open("interrupted", "w").close()
     rpc.shutdown(graceful=False)
 else:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50
     while not os.path.exists("interrupted"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
