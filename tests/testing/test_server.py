@@ -29,13 +29,15 @@ def test_a_new_server_takes_the_place_of_a_dead_one(make_mesh):
 
 def test_nothing_outlives_a_test_process_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
-        server, home = process.stdout.readline().decode().split()
-        workers = children(int(server))
-        # Their descriptors are readable once they have ended.
-        ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
-        assert len(workers) == 2
-        assert os.path.isdir(home)
-        process.kill()
+        try:
+            server, home = process.stdout.readline().decode().split()
+            workers = children(int(server))
+            # Their descriptors are readable once they have ended.
+            ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
+            assert len(workers) == 2
+            assert os.path.isdir(home)
+        finally:
+            process.kill()  # else the end of this block would wait for it
     poll = select.poll()
     for end in ends:
         poll.register(end, select.POLLIN)
