@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import subprocess
-import sys
+import json
+import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from zrpc.errors import RendezvousError
+from zrpc.launch import Task
 from zrpc.rendezvous import Card, connect_store, exchange, master_host, meet, resolve_rank
+from zrpc.testing.server import warm_server
 
 SOON = 10.0
 _tokens = itertools.count()
@@ -134,6 +138,36 @@ def test_one_name_twice(connect):
     for error in start(connect, [card(0, 2, name="same"), card(1, 2, name="same")])():
         assert isinstance(error, RendezvousError)
         assert "worker name same is not unique: ranks 0 and 1 both have it" in str(error)
+
+
+def start_and_take_part_by_hand(connect):
+    """Starts rank 0, and does what rank 1 of the same name does before it reads the verdict."""
+    cards = [card(0, 2, name="same"), card(1, 2, name="same")]
+    finish = start(connect, cards[:1])
+    store = dist.PrefixStore("zrpc", connect())
+    store.set("card/1", json.dumps(asdict(cards[1])))
+    digest = hashlib.sha256("".join(each.token for each in cards).encode()).hexdigest()[:32]
+    store.set(f"{digest}/1", "1")
+    store.wait([f"{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
+    return finish, lambda: store.set(f"{digest}/1/refused", "1")
+
+
+def test_rank_0_stays_until_the_others_have_read_why(connect):
+    # With it the store might go, and the others would be told of a lost connection.
+    finish, read = start_and_take_part_by_hand(connect)
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(finish)
+        assert not wait([outcome], 0.2).done
+        read()
+        [error] = outcome.result(SOON)
+    assert "worker name same is not unique" in str(error)
+
+
+def test_rank_0_does_not_stay_for_the_dead(connect, monkeypatch):
+    monkeypatch.setattr("zrpc.rendezvous._READ_WITHIN", 0.1)
+    finish, _ = start_and_take_part_by_hand(connect)
+    [error] = finish()
+    assert "worker name same is not unique" in str(error)
 
 
 def test_one_rank_twice():
@@ -297,15 +331,18 @@ def test_a_url_that_leads_nowhere(environment, url, told):
         connect_store(url, 0, 1, 1.0)
 
 
-def test_a_directory_that_is_missing():
+def test_a_directory_that_is_missing(tmp_path):
     # In a process of its own, which can be killed: torch's FileStore would try for minutes.
-    connect = "connect_store('file:///is/missing/store', 0, 1, 0.5)"
-    code = f"from zrpc.rendezvous import connect_store; {connect}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * SOON
-    )
-    assert "RendezvousError" in done.stderr
-    assert "/is/missing" in done.stderr
+    connect = Task.function("zrpc.rendezvous:connect_store", "file:///is/missing/store", 0, 1, 0.5)
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        pid = warm_server().spawn(connect, stderr=stream.fileno())
+    try:
+        assert warm_server().wait(pid, 2 * SOON) == 1
+    finally:
+        warm_server().send_signal(pid, signal.SIGKILL)
+    assert "RendezvousError" in output.read_text()
+    assert "/is/missing" in output.read_text()
 
 
 def test_the_masters_host(environment):

@@ -133,10 +133,11 @@ class Future(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done."""
-        result: Future[S] = Future()
-        # An error refers by its traceback to the frame of `run`, which must not refer to the
-        # future that keeps the error, see _Failure: it is taken out of here when it is used.
-        pending = [result]
+        # An error refers by its traceback to the frame of `run`, and where this future is done
+        # already, by that to ours. None of them may refer to the future that keeps the error,
+        # see _Failure: it is taken out of here when it is used.
+        pending: list[Future[S]] = [Future()]
+        result = pending.copy()
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
@@ -147,7 +148,7 @@ class Future(torch.futures.Future[T]):
                 pending.pop().set_result(value)
 
         self.add_done_callback(run)
-        return result
+        return result.pop()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Calls ``callback(self)`` once this future is done; an error in it is logged."""

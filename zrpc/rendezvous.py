@@ -9,6 +9,7 @@ same one. A card that is replaced meanwhile is read anew.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -32,6 +33,9 @@ _PREFIX = "zrpc"
 # seconds. Its own wait() would be an event to await, but Ctrl-C does not end it, TCPStore logs
 # each time-out of it as a network error, and FileStore's looks once a second.
 _PAUSES = (0.001, 0.05)
+# How long rank 0 stays for the others to read why there is no mesh, in seconds at most: one
+# of them may have died.
+_READ_WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +280,24 @@ class _Meeting:
             digest = _digest(cards)
             self._store.set(f"{digest}/{self._card.rank}", "1")
             if self._confirmed(digest, cards):
-                _check(cards, self._card)
+                try:
+                    _check(cards, self._card)
+                except RendezvousError:
+                    self._await_readers(digest)
+                    raise
                 return cards
+
+    def _await_readers(self, digest: str) -> None:
+        """Tells that this worker knows why there is no mesh; rank 0 waits for all to know.
+
+        It may host the store, and what fails here often ends its program.
+        """
+        keys = [f"{digest}/{rank}/refused" for rank in range(self._card.world_size)]
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
+            self._store.set(keys[self._card.rank], "1")
+            if self._card.rank == 0:
+                self._deadline = min(self._deadline, time.monotonic() + _READ_WITHIN)
+                self._wait_for(keys)
 
     def _read_cards(self) -> list[Card]:
         ranks = range(self._card.world_size)

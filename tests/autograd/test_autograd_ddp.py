@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -47,6 +49,8 @@ class Table(torch.nn.Module):
     def __init__(self, sparse):
         super().__init__()
         self.embedding = table(sparse)
+        # Guards a descent: both trainers ask for theirs at once, and neither may get lost.
+        self.lock = threading.Lock()
 
     def forward(self, rows):
         return self.embedding(rows)
@@ -57,7 +61,7 @@ class Table(torch.nn.Module):
         return found[self.embedding.weight].to_dense()
 
     def descend(self, gradient):
-        with torch.no_grad():
+        with self.lock, torch.no_grad():
             self.embedding.weight -= RATE * gradient
 
 

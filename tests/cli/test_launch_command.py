@@ -93,7 +93,7 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(dedent(script))
     code, out, err = run(
         *("launch", "--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"),
-        *("--log-dir", "logs", "--timeout", "60"),
+        *("--log-dir", "logs", "--timeout", "60", "--start-method", "spawn"),
         *("s.py", "--nprocs", "3", "-m", "--", "--help"),
         cwd=tmp_path,
     )
@@ -105,7 +105,7 @@ def test_options_after_the_script_are_the_scripts(tmp_path: Path) -> None:
 
 def test_module_can_be_launched_and_its_exit_code_is_ours(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:]); sys.exit(9)")
-    code, out, _ = run("launch", "-m", "tool", "-n", "4", cwd=tmp_path)
+    code, out, _ = run("launch", "--start-method", "spawn", "-m", "tool", "-n", "4", cwd=tmp_path)
     assert (code, out) == (9, "[0] ['-n', '4']\n")
 
 

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,37 @@ from pages import ROOT, Block, blocks, pages
 _RUN = [page for page in pages() if any(b.language in ("python", "console") for b in blocks(page))]
 
 
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Path, Future[None]]]:
+    """The runs of all pages that are asked for, two at a time: they mostly import torch."""
+    wanted = [
+        item.callspec.params["page"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.function is test_programs_and_sessions
+    ]
+    threads = ThreadPoolExecutor(2)
+    yield {
+        page: threads.submit(_run_page, page, tmp_path_factory.mktemp("page")) for page in wanted
+    }
+    threads.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("page", _RUN, ids=lambda page: str(page.relative_to(ROOT)))
-def test_programs_and_sessions(page: Path, tmp_path: Path) -> None:
+def test_programs_and_sessions(page: Path, outcomes: dict[Path, Future[None]]) -> None:
+    outcomes[page].result()  # each of its commands has a deadline
+
+
+def _run_page(page: Path, directory: Path) -> None:
     for block in blocks(page):
         where = f"{page.relative_to(ROOT)}:{block.line}"
         if block.file:
-            (tmp_path / block.file).write_text(block.text)
+            (directory / block.file).write_text(block.text)
         elif block.language == "python":
-            _run(where, [sys.executable, "-c", block.text], tmp_path)
+            _run(where, [sys.executable, "-c", block.text], directory)
         elif block.language == "console":
-            _run_session(where, block, tmp_path)
+            _run_session(where, block, directory)
 
 
 def _run_session(where: str, block: Block, directory: Path) -> None:

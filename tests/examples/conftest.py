@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from example_commands import DEADLINE, EXAMPLES, Commands, Outcome, finish
+from example_commands import DEADLINE, EXAMPLES, Commands, Outcome, Scripts, finish
+
+from zrpc.testing.server import warm_server
 
 
 @pytest.fixture
 def commands() -> Iterator[Commands]:
     running = Commands()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    running = Scripts(warm_server(), tmp_path)
     yield running
     running.stop()
 
@@ -35,7 +43,7 @@ def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., 
 
 
 @pytest.fixture
-def run_plainly(commands: Commands) -> Callable[..., list[Outcome]]:
+def run_plainly(scripts: Scripts) -> Callable[..., list[Outcome]]:
     """Runs a script in processes that know each other by variables alone."""
 
     def run(nprocs: int, *script: str | Path, deadline: float = DEADLINE) -> list[Outcome]:
@@ -46,9 +54,21 @@ def run_plainly(commands: Commands) -> Callable[..., list[Outcome]]:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        processes = [commands.start(*script, **variables, RANK=str(rank)) for rank in range(nprocs)]
-        end = time.monotonic() + deadline
-        return [finish(process, end - time.monotonic()) for process in processes]
+        for rank in range(nprocs):
+            scripts.start(*script, **variables, RANK=str(rank))
+        return scripts.finish(deadline)
+
+    return run
+
+
+@pytest.fixture
+def run_first(scripts: Scripts, example: Callable[[str], Path]) -> Callable[[str, int], Outcome]:
+    """Runs an example as the first of so many workers, of which the others don't come."""
+
+    def run(name: str, nprocs: int) -> Outcome:
+        scripts.start(example(name), RANK="0", WORLD_SIZE=str(nprocs))
+        [outcome] = scripts.finish(DEADLINE)
+        return outcome
 
     return run
 

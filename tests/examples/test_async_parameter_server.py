@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from example_commands import Outcome
 
@@ -20,7 +21,9 @@ def test_loss_falls_below_the_target(launch: Callable[..., Outcome]) -> None:
     assert min(map(int, gradients)) > 0
 
 
-def test_says_when_the_target_is_not_reached(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("async_parameter_server", 3, "--max-updates", "100")
+def test_says_when_the_target_is_not_reached(
+    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
+) -> None:
+    outcome = run_plainly(3, example("async_parameter_server"), "--max-updates", "100")[0]
     assert outcome.code == 1, outcome
     assert "Not below 0.003 after 100 updates" in outcome.err

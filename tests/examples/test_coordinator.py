@@ -59,7 +59,7 @@ def test_messages_to_the_coordinator_are_small(
     assert 0 < received[0] < 20_000  # answers, reference counts, and the end
 
 
-def test_needs_five_workers(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("coordinator", 2)
+def test_needs_five_workers(run_first: Callable[[str, int], Outcome]) -> None:
+    outcome = run_first("coordinator", 2)
     assert outcome.code == 2, outcome
     assert "there must be 5 workers, and there are 2" in outcome.err

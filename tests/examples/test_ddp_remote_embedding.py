@@ -35,7 +35,7 @@ def test_runs_under_torchrun(
     check(outcome.out)
 
 
-def test_needs_four_workers(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("ddp_remote_embedding", 2)
+def test_needs_four_workers(run_first: Callable[[str, int], Outcome]) -> None:
+    outcome = run_first("ddp_remote_embedding", 2)
     assert outcome.code == 2, outcome
     assert "there must be 4 workers, and there are 2" in outcome.err

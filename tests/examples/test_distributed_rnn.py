@@ -34,7 +34,7 @@ def test_runs_without_a_launcher(
     assert (parameters.code, parameters.out, parameters.err) == (0, "", "")
 
 
-def test_needs_two_workers(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("distributed_rnn", 3)
+def test_needs_two_workers(run_first: Callable[[str, int], Outcome]) -> None:
+    outcome = run_first("distributed_rnn", 3)
     assert outcome.code == 2, outcome
     assert "there must be 2 workers, and there are 3" in outcome.err

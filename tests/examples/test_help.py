@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from example_commands import EXAMPLES, Commands, finish
+from example_commands import DEADLINE, EXAMPLES, Scripts
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_help(commands: Commands, script: Path) -> None:
-    outcome = finish(commands.start(script, "--help"))
+def test_help(scripts: Scripts, script: Path) -> None:
+    scripts.start(script, "--help")
+    [outcome] = scripts.finish(DEADLINE)
     assert outcome.code == 0, outcome
     assert outcome.out.startswith("usage:")

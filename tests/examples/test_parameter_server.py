@@ -37,7 +37,9 @@ def test_runs_without_a_launcher(
     assert [(each.code, each.err) for each in trainers] == [(0, "")] * 2
 
 
-def test_says_when_nothing_was_learned(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("parameter_server", 2, "--steps", "1")
+def test_says_when_nothing_was_learned(
+    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
+) -> None:
+    outcome = run_plainly(2, example("parameter_server"), "--steps", "1")[0]
     assert outcome.code == 1, outcome
     assert "At least 50% were expected" in outcome.err

@@ -12,7 +12,7 @@ LINE = re.compile(
 
 
 def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("pipeline_parallel", 4, deadline=DEADLINE)
+    outcome = launch("pipeline_parallel", 4, "--steps", "6", deadline=DEADLINE)
     assert outcome.code == 0, outcome
     runs = LINE.findall(outcome.out)
     assert [run[0] for run in runs] == ["1", "2", "4", "8"], outcome
@@ -28,7 +28,7 @@ def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome])
     assert outcome.err == ""
 
 
-def test_needs_four_workers(launch: Callable[..., Outcome]) -> None:
-    outcome = launch("pipeline_parallel", 3)
+def test_needs_four_workers(run_first: Callable[[str, int], Outcome]) -> None:
+    outcome = run_first("pipeline_parallel", 3)
     assert outcome.code == 2, outcome
     assert "there must be 4 workers, and there are 3" in outcome.err

@@ -157,7 +157,8 @@ def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until)
         import signal, subprocess, sys
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         command = [sys.executable, "-c", "input('started\\\\n')"]
-        subprocess.run(command, stdin=subprocess.PIPE, start_new_session=True)
+        # Not run(), which would close the pipe: the process ends when nobody holds it.
+        subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True).wait()
         """,
         "child.py",
     )
@@ -177,11 +178,13 @@ def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until)
         [sys.executable, owner], stdout=subprocess.PIPE, env=marked.env, text=True
     ) as process:
         assert process.stdout is not None
-        directory = process.stdout.readline().strip()
-        assert process.stdout.readline() == "started\n"
-        assert len(marked.pids()) == 4
-        assert os.path.isdir(directory)
-        process.kill()
+        try:
+            directory = process.stdout.readline().strip()
+            assert process.stdout.readline() == "started\n"
+            assert len(marked.pids()) == 4
+            assert os.path.isdir(directory)
+        finally:
+            process.kill()  # else the end of this block would wait for it
     until(lambda: not marked.pids(), "all processes are gone")
     assert not os.path.exists(directory)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import Programs
+from rpc_programs import Programs
 
 import zrpc as rpc
 from zrpc.testing import Mesh

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Programs
+from rpc_programs import Programs
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc
@@ -372,6 +372,9 @@ def slow(x):
 
 ready = threading.Event()
 
+def wait_there():
+    assert ready.wait(50)
+
 def begin():
     threading.Timer(0.2, ready.set).start()
 
@@ -424,7 +427,7 @@ def test_after_an_exception_nobody_waits(programs: Programs) -> None:
         HEAD
         + """
 if rank == 1:
-    assert ready.wait(20)
+    assert ready.wait(50)
     raise ValueError("the program's own")
 try:
     rpc.rpc_sync("w1", begin)
@@ -474,12 +477,17 @@ def interrupted(wait):
     sys.exit(f"{wait} was not interrupted")
 
 if rank == 0:
-    interrupted(lambda: rpc.rpc_sync("w1", time.sleep, (2,)))
-    interrupted(rpc.rpc_async("w1", time.sleep, (2,)).wait)
+    interrupted(lambda: rpc.rpc_sync("w1", wait_there))
+    interrupted(rpc.rpc_async("w1", wait_there).wait)
     interrupted(rpc.shutdown)
+    open("interrupted", "w").close()
     rpc.shutdown(graceful=False)
 else:
-    time.sleep(1.5)
+    deadline = time.monotonic() + 50
+    while not os.path.exists("interrupted"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ready.set()
     rpc.shutdown(timeout=20)
 """
     )
@@ -490,8 +498,7 @@ else:
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
     """Neither from the main thread nor from a handler; and its end disturbs nobody."""
     succeed(
-        HEAD
-        + """
+        """
 def fork():
     pid = os.fork()
     if pid == 0:
@@ -505,7 +512,9 @@ def fork():
         finally:
             os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
+"""
+        + HEAD
+        + """
 assert fork() == 7, "from the main thread"
 assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
 

@@ -104,7 +104,7 @@ def test_many_timeouts_each_at_its_time(shared: Mesh, gate: Gate) -> None:
 
         return callback
 
-    timeouts = [0.9, 0.3, 0.6]
+    timeouts = [0.6, 0.2, 0.4]
     for timeout in timeouts:
         rpc.rpc_async(1, gate.wait_inside, timeout=timeout).add_done_callback(note(timeout))
     for _ in timeouts:
@@ -126,7 +126,7 @@ def test_the_default_is_that_of_the_options(caller: Mesh, gate: Gate, call: Call
 def test_a_timeout_of_the_call_goes_first(
     caller: Mesh, gate: Gate, call: Call, timeout: float
 ) -> None:
-    opener = threading.Timer(0.4, gate.open)  # beyond the default
+    opener = threading.Timer(0.25, gate.open)  # beyond the default
     opener.start()
     assert call(1, gate.wait_inside, ("in time",), timeout=timeout) == "in time"
     opener.join()

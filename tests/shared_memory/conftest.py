@@ -15,12 +15,6 @@ from zrpc.testing import Mesh
 from zrpc.transport.segments import SegmentPool
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _unfrozen() -> Iterator[None]:
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a segment open or mapped; torn down after the mesh."""
@@ -28,7 +22,6 @@ def _nothing_is_left() -> Iterator[None]:
     for name in ("last_value", "last_traceback", "last_exc"):
         setattr(sys, name, None)
     gc.collect()
-    gc.freeze()  # so that collections take little time
     before = (segments_open(), segments_mapped())
     yield
     kept().clear()

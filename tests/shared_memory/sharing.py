@@ -67,9 +67,9 @@ def until(
     next_collection = 0.0
     while not condition():
         now = time.monotonic()
-        if now > next_collection:  # it takes long
+        if now > next_collection:
             gc.collect()
-            next_collection = now + 0.5
+            next_collection = now + 0.05
         if now > deadline:
             raise AssertionError(what() if callable(what) else what or "it has not come true")
         time.sleep(0.005)

@@ -220,7 +220,8 @@ def test_a_hang_that_nothing_interrupts_ends_the_session(pytester):
     )
 
 
-def test_what_is_left_behind_is_an_error(run_tests):
+def test_what_is_left_behind_is_an_error(run_tests, monkeypatch):
+    monkeypatch.setattr("zrpc.testing.leaks._ENDS_WITHIN", 0.1)
     result = run_tests(
         """
 def leave():

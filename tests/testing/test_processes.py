@@ -165,6 +165,22 @@ def test_what_a_worker_leaves_behind(make_mesh):
     assert f"worker1 (pid {mesh.pid(1)}): descriptor" in message
 
 
+@pytest.mark.zrpc(leaks=False)
+def test_what_is_left_behind_is_not_looked_for_in_vain(mesh):
+    """It would be waited for, for two seconds."""
+
+    def refuse():
+        from zrpc.testing.leaks import Resources
+
+        def left_behind(self):
+            raise AssertionError("nobody wants to know")
+
+        Resources.left_behind = left_behind
+
+    mesh.run_all(refuse)
+    mesh.shutdown()
+
+
 def test_a_worker_that_is_stopped_is_named(make_mesh):
     """A process that can't even write its stacks must not hold up the end."""
 

@@ -10,11 +10,11 @@ from zrpc.testing.proc import children, state_of
 from zrpc.testing.server import warm_server
 
 SCRIPT = """
-import sys, threading
+import signal, sys
 from zrpc.testing import local_mesh
 with local_mesh(2, processes=True, timeout=60) as mesh:
     print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._home, flush=True)
-    mesh.run(1, threading.Event().wait)
+    mesh.run(1, signal.pause)
 """
 
 
@@ -29,13 +29,15 @@ def test_a_new_server_takes_the_place_of_a_dead_one(make_mesh):
 
 def test_nothing_outlives_a_test_process_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
-        server, home = process.stdout.readline().decode().split()
-        workers = children(int(server))
-        # Their descriptors are readable once they have ended.
-        ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
-        assert len(workers) == 2
-        assert os.path.isdir(home)
-        process.kill()
+        try:
+            server, home = process.stdout.readline().decode().split()
+            workers = children(int(server))
+            # Their descriptors are readable once they have ended.
+            ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
+            assert len(workers) == 2
+            assert os.path.isdir(home)
+        finally:
+            process.kill()  # else the end of this block would wait for it
     poll = select.poll()
     for end in ends:
         poll.register(end, select.POLLIN)

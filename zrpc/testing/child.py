@@ -4,7 +4,9 @@ The requests, and the replies, one for each, in order:
 
     ("start",)             join the mesh
     ("call", pickled)      pickled is (fn, args, kwargs)
-    ("shutdown", graceful) leave it; the value is a list of what is left behind
+    ("shutdown", graceful, search)
+                           leave it; the value is a list of what is left behind, where that
+                           is to be searched for
     ("exit",)              end the process; no reply
 
     (True, value)
@@ -120,11 +122,11 @@ class _WorkerProcess:
         fn, args, kwargs = pickle.loads(pickled)
         return fn(*args, **kwargs)
 
-    def _shutdown(self, graceful: bool) -> list[str]:
+    def _shutdown(self, graceful: bool, search: bool) -> list[str]:
         from zrpc import api
 
         api.shutdown(graceful=graceful)
-        return self._before.left_behind()
+        return self._before.left_behind() if search else []
 
 
 def _failure(error: BaseException) -> bytes:

@@ -82,16 +82,16 @@ class Resources:
             native_threads=frozenset(native_threads(_NATIVE_THREADS)),
         )
 
-    def left_behind(self, within: float = _ENDS_WITHIN) -> list[str]:
+    def left_behind(self, within: float | None = None) -> list[str]:
         """What there is beyond this, described, a line for each thing.
 
         Args:
-            within: how long to wait for what is ending, in seconds. Where nothing is left,
-                nothing is waited for.
+            within: how long to wait for what is ending, in seconds; default: two. Where
+                nothing is left, nothing is waited for.
 
         What was made inside `lasting` does not count.
         """
-        end = time.monotonic() + within
+        end = time.monotonic() + (_ENDS_WITHIN if within is None else within)
         for thread in self._new_threads():
             thread.join(max(0.0, end - time.monotonic()))
         left = self._differences()

@@ -174,7 +174,7 @@ class ProcessWorker(Worker):
 
     def shutdown(self, graceful: bool) -> Future[list[str]]:
         """Has the worker leave its mesh; its process goes on."""
-        return self._request("shuts down", "shutdown", graceful)
+        return self._request("shuts down", "shutdown", graceful, self._spec.leaks)
 
     def ask_for_stacks(self) -> None:
         """Has the process write its stacks, for `stacks` to read; does not block."""

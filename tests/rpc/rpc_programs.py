@@ -1,0 +1,136 @@
+"""Scripts that are the workers of a mesh."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+from zrpc.launch.task import Task
+from zrpc.testing.leaks import files_in
+from zrpc.testing.processes import warm_server
+
+SCRIPT_DEADLINE = 60.0
+
+
+@dataclass
+class Ended:
+    """A process that has ended: its exit code, and all that it has written."""
+
+    code: int
+    output: str
+
+
+class Programs:
+    """Runs scripts as the workers of a mesh, each in a process of its own.
+
+    They are forked from the warm server, and then run as under ``python script.py``. At the
+    end of the test no socket file of theirs may be left.
+    """
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.directory = directory
+        self.port = port
+        self.runtime = Path(tempfile.mkdtemp(prefix="zrpc-test-"))  # a short path, for sockets
+        self._pids: set[int] = set()
+        self._popened: list[subprocess.Popen[bytes]] = []
+
+    def env(self, rank: int, world_size: int, **more: str) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+        return {
+            **inherited,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+            "ZRPC_RUNTIME_DIR": str(self.runtime),
+            **more,
+        }
+
+    def write(self, source: str, name: str = "script.py") -> Path:
+        path = self.directory / name
+        path.write_text(dedent(source))
+        return path
+
+    def start(self, source: str, rank: int, world_size: int, **env: str) -> int:
+        """Starts one worker; returns its process id."""
+        path = self.write(source, f"script{len(list(self.directory.glob('script*')))}.py")
+        return self.start_script(path, rank, world_size, **env)
+
+    def start_script(self, path: Path, rank: int, world_size: int, **env: str) -> int:
+        output = os.open(self._output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            task = Task.script(str(path)).within(
+                cwd=str(self.directory), env=self.env(rank, world_size, **env), line_buffered=True
+            )
+            pid = warm_server().spawn(task, stdout=output, stderr=output)
+        finally:
+            os.close(output)
+        self._pids.add(pid)
+        return pid
+
+    def wait(self, pid: int, rank: int) -> Ended:
+        code = warm_server().wait(pid, SCRIPT_DEADLINE)
+        self._pids.discard(pid)
+        return Ended(code, self.output(rank))
+
+    def output(self, rank: int) -> str:
+        return self._output(rank).read_text(errors="replace")
+
+    def run(
+        self, source: str, world_size: int = 2, *, stop_others: bool = True, **env: str
+    ) -> list[Ended]:
+        """Runs one script as all workers, and ends the rest where one fails.
+
+        Returns their exit codes and what they have written, by rank.
+        """
+        path = self.write(source)
+        pids = [self.start_script(path, rank, world_size, **env) for rank in range(world_size)]
+        ended = []
+        for rank, pid in enumerate(pids):
+            ended.append(self.wait(pid, rank))
+            if ended[-1].code != 0 and stop_others:  # the others may wait for it
+                for other in self._pids:
+                    warm_server().send_signal(other, signal.SIGTERM)
+        return ended
+
+    def run_cold(self, source: str, world_size: int = 2, **env: str) -> list[Ended]:
+        """The same in fresh interpreters, with all that these do at their end."""
+        path = self.write(source)
+        for rank in range(world_size):
+            with self._output(rank).open("wb") as output:
+                self._popened.append(
+                    subprocess.Popen(
+                        [sys.executable, str(path)],
+                        cwd=self.directory,
+                        env=self.env(rank, world_size, **env),
+                        stdout=output,
+                        stderr=output,
+                    )
+                )
+        deadline = time.monotonic() + SCRIPT_DEADLINE
+        codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in self._popened]
+        return [Ended(code, self.output(rank)) for rank, code in enumerate(codes)]
+
+    def left(self) -> list[str]:
+        return files_in(self.runtime)
+
+    def close(self) -> None:
+        for pid in self._pids:
+            warm_server().send_signal(pid, signal.SIGKILL)
+            warm_server().wait(pid, 5)
+        for process in self._popened:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.runtime, ignore_errors=True)
+
+    def _output(self, rank: int) -> Path:
+        return self.directory / f"output{rank}"
