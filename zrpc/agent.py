@@ -1,10 +1,13 @@
 """One member of a mesh: it sends calls, receives them, and has them run.
 
-Threads. Any thread sends, directly, through the mailbox of the peer. One thread, the I/O
-thread, receives: it reads headers, settles calls, and hands requests to the pool; it never
-unpickles, never runs what a user wrote, and never waits for a peer. Handlers run in the pool.
-A future for which no thread waits is completed by a second pool of one thread, so that user
-code that follows a reply can't hold up the I/O thread.
+Threads. Any thread sends, directly, through the mailbox of the peer. One of the two I/O
+threads receives: it reads headers, settles calls, and hands requests to the pool; meanwhile it
+neither unpickles, nor runs what a user wrote, nor waits for a peer. Handlers run in the pool, or
+where they are quick in the I/O thread between two messages, watched by the other (see
+`zrpc.io_threads`). A future for which no thread waits is completed likewise, by a second pool of
+one thread. A thread that makes one call after the other receives the answers itself.
+
+"The I/O thread" is, here and in the layers, the one that receives, whichever that is.
 
 Upper layers (RRef) plug in from above, as `Layer` objects: they register handlers for
 messages of their own kinds, and are told when a peer is lost and when the agent closes.
@@ -29,17 +32,18 @@ from torch.distributed import Store
 from zrpc.calls import PendingCall, PendingCalls
 from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
-from zrpc.event_loop import EventLoop
+from zrpc.event_loop import EventLoop, in_event_loop
 from zrpc.execution import Execution, Outlet, remaining_time
 from zrpc.futures import Future
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
-from zrpc.pool import WorkerPool, in_pool
+from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.termination import Outgoing, Termination, TerminationMessage
 from zrpc.transport.address import is_alive
 from zrpc.transport.network import Network
+from zrpc.window import Window
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message, parse
 from zrpc.wire.kind import REQUESTS, Kind
@@ -63,6 +67,9 @@ _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
 _LINGER_NOT_GRACEFUL = 0.1
 
+
+# Calls that wait where too much is under way to the callee.
+_METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
 
 # Messages that a shutdown does not count; they are sent with counted=False.
 _UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE))
@@ -130,7 +137,8 @@ class Agent:
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
-        self._calls = PendingCalls(self._receive_answer)
+        self._window = Window(options.max_bytes_in_flight)
+        self._calls = PendingCalls(self._receive_answer, self._window.leave)
         self._received = [0] * len(membership.infos)
         # Requests that are not answered yet. Single operations on a set are atomic.
         self._executing: set[int] = set()
@@ -327,6 +335,11 @@ class Agent:
         return call, message
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
+        # In an event loop's thread no call can wait: it would hold up all coroutines.
+        if message.kind in _METERED and not in_event_loop():
+            caller = threading.get_ident() if in_handler() else None
+            if not self._window.enter(call, caller, message.nbytes):
+                return
         try:
             self._transmit(call.peer, message)
         except zmq.ZMQError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from zrpc.errors import RpcTimeoutError, WorkerDied
@@ -43,6 +43,7 @@ class PendingCall:
         "holds",
         "on_settled",
         "peer",
+        "room",
         "timeout",
         "waited_for",
     )
@@ -62,6 +63,8 @@ class PendingCall:
         self.timeout = timeout
         self.begun = time.monotonic()
         self.deadline = self.begun + timeout if timeout else NEVER
+        # What it takes of a window (see there), and of whose.
+        self.room: tuple[Hashable, int] | None = None
         # Whether a thread waits for the answer.
         self.waited_for = False
         self.holds = holds
@@ -93,12 +96,9 @@ class PendingCall:
     def _wait(self, gate: threading.Lock) -> None:
         if gate.locked():
             self._calls.receive(self)
-        if self.deadline == NEVER:
-            acquire(gate)
-        elif not acquire(gate, max(0.0, self.deadline - time.monotonic())):
-            if self._calls.pop(self.call_id) is self:
-                self.settle(self.timed_out())
-            # Another thread has taken the call from the table, and settles it at once.
+        if not acquire(gate, self.remaining()):
+            self.give_up(self.timed_out())
+            # Where another thread has taken the call from the table, it settles it at once.
             gate.acquire()
         gate.release()
 
@@ -107,8 +107,19 @@ class PendingCall:
         self._outcome = [outcome]
         self.holds = None
         self._gate.release()
+        if self.room is not None:
+            self._calls.on_leave(self)
         if self.on_settled is not None:
             self.on_settled(self)
+
+    def give_up(self, error: Exception) -> None:
+        """Settles the call with an error, where nothing else has done so."""
+        if self._calls.pop(self.call_id) is self:
+            self.settle(error)
+
+    def remaining(self) -> float:
+        """The seconds until its deadline, for `zrpc.pool.acquire`."""
+        return -1 if self.deadline == NEVER else max(0.0, self.deadline - time.monotonic())
 
     def claim(self) -> Any:
         """The outcome for the first that asks for it, None for all others."""
@@ -131,13 +142,19 @@ class PendingCalls:
     Args:
         receive: called by the thread that waits for a call; it may receive the answer itself,
             take the call from the table and settle it.
+        on_leave: called with each call that had room in a window, when it is settled.
 
     Attributes:
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
     """
 
-    def __init__(self, receive: Callable[[PendingCall], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        receive: Callable[[PendingCall], None] = lambda _: None,
+        on_leave: Callable[[PendingCall], None] = lambda _: None,
+    ) -> None:
         self.receive = receive
+        self.on_leave = on_leave
         # Single operations on the dict are atomic; pop decides who settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)

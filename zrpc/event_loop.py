@@ -10,7 +10,12 @@ from typing import Any
 
 from zrpc.context_thread import ContextThread
 
-__all__ = ["EventLoop"]
+__all__ = ["EventLoop", "in_event_loop"]
+
+
+def in_event_loop() -> bool:
+    """Whether the current thread runs an asyncio event loop."""
+    return asyncio._get_running_loop() is not None
 
 
 class EventLoop:

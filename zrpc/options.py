@@ -19,6 +19,7 @@ __all__ = [
 
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 
 # What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
@@ -73,13 +74,16 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         shared_memory: the most bytes of shared memory that this worker uses for large tensors
             on their way to workers of the same host; 0 for none, so that they go through
             sockets. Default: an eighth of the machine's memory.
+        max_bytes_in_flight: how many bytes of calls to one worker may be under way, that is
+            sent and not answered; a call beyond it waits before it is sent, within its
+            timeout. 0: no limit. Calls made in an event loop never wait.
         device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
             sending a tensor that is not on the CPU is an error.
         devices: kept likewise.
 
     Raises:
-        ValueError: a number of threads below 1, a timeout that is negative, or an unknown
-            transport.
+        ValueError: a number of threads below 1, a timeout or a number of bytes that is
+            negative, or an unknown transport.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -99,6 +103,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         init_timeout: float | None = None,
         transport: str = "auto",
         shared_memory: int | None = None,
+        max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -109,6 +114,11 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             raise ValueError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
         if shared_memory is not None and shared_memory < 0:
             raise ValueError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
+        if max_bytes_in_flight < 0:
+            raise ValueError(
+                f"max_bytes_in_flight must be 0 (no limit) or more, but got {max_bytes_in_flight}"
+            )
+        self.max_bytes_in_flight = int(max_bytes_in_flight)
         self.num_worker_threads = num_worker_threads
         self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from zrpc.context_thread import ContextThread
 
-__all__ = ["Host", "WorkerPool", "acquire", "in_pool", "set_host"]
+__all__ = ["Host", "WorkerPool", "acquire", "in_handler", "in_pool", "set_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +304,11 @@ def _cpu_time(ident: int) -> float | None:
         return time.clock_gettime(time.pthread_getcpuclockid(ident))
     except OSError:
         return None
+
+
+def in_handler() -> bool:
+    """Whether the current thread runs a job of a pool."""
+    return getattr(_thread, "pool", None) is not None
 
 
 def in_pool(pool: WorkerPool) -> bool:

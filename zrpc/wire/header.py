@@ -67,6 +67,14 @@ class Message:
     sender: int = -1
     attachments: dict[int, Any] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes travel, all frames together, but for the header."""
+        size = len(self.body) + len(self.table)
+        if self.buffers:
+            size += sum(memoryview(buffer).nbytes for buffer in self.buffers)
+        return size
+
     def first_frame(self) -> bytes:
         """The first of the frames; the buffers are the others."""
         extensions = b""

@@ -1,0 +1,99 @@
+"""Callers that are faster than the worker that they call."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import zrpc as rpc
+
+LIMIT = 1 << 20
+SIZE = LIMIT // 16  # of one argument
+pytestmark = pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": LIMIT})
+
+gate = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def closed_gate():
+    gate.clear()
+    yield
+    gate.set()
+
+
+def slow(tensor):
+    assert gate.wait(30)
+    return tensor.numel()
+
+
+def relay(count):
+    """In a handler: calls back, more than fits into the window."""
+    tensor = torch.zeros(SIZE // 4)
+    return sum(f.wait() for f in [rpc.rpc_async(0, torch.numel, (tensor,)) for _ in range(count)])
+
+
+def flood(count):
+    tensor = torch.zeros(SIZE // 4)
+    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(count)]
+    return sum(future.wait() for future in futures)
+
+
+def test_calls_wait_rather_than_pile_up(mesh):
+    window = mesh.agent(0)._window
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(mesh.run, 0, flood, 40)
+        while not window._waiting:
+            assert not flooding.done()
+            time.sleep(0.001)
+        assert 0 < len(window) <= LIMIT
+        # Calls of other threads wait behind it, not beyond their timeouts.
+        with (
+            mesh.agent(0).as_current(),
+            pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"),
+        ):
+            rpc.rpc_sync(1, abs, (-1,), timeout=0.05)
+        with mesh.agent(0).as_current():
+            assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
+        gate.set()
+        assert flooding.result(30) == 40 * SIZE // 4
+    assert len(window) == 0
+
+
+def fill(to):
+    padding = torch.zeros(SIZE // 4)
+    futures = [rpc.rpc_async(to, call_back, (1 - to, padding)) for _ in range(40)]
+    return sum(future.wait() for future in futures)
+
+
+def test_handlers_are_not_held_up_by_the_calls_that_wait_for_them(mesh):
+    """Both workers fill their windows with calls whose handlers call back."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(mesh.run, rank, fill, 1 - rank) for rank in range(2)]
+        assert [future.result(30) for future in futures] == [40 * SIZE // 4] * 2
+
+
+def call_back(to, padding):
+    return rpc.rpc_sync(to, torch.numel, (padding,))
+
+
+def test_a_handler_may_call_more_than_fits(mesh):
+    assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * SIZE // 4
+
+
+async def flood_from_a_coroutine(count):
+    tensor = torch.zeros(SIZE // 4)
+    futures = [rpc.rpc_async(0, slow, (tensor,)) for _ in range(count)]
+    gate.set()
+    return sum([await future for future in futures])
+
+
+def test_a_coroutine_is_not_held_up(mesh):
+    assert mesh.run(0, rpc.rpc_sync, 1, flood_from_a_coroutine, (40,)) == 40 * SIZE // 4
+
+
+@pytest.mark.parametrize("value", [-1, -(1 << 30)])
+def test_a_negative_limit_is_refused(value):
+    with pytest.raises(ValueError, match="max_bytes_in_flight must be 0"):
+        rpc.ZmqRpcBackendOptions(max_bytes_in_flight=value)

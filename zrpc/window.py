@@ -1,0 +1,142 @@
+"""Flow control: how many bytes of calls may be under way to each peer.
+
+No I/O in here. A call that does not fit waits until answers have made room, so that neither the
+caller's queue nor the callee's grows without end where the callee is slower.
+
+Calls from a handler have a window of their own for as long as they come from the same thread:
+what a handler calls must never wait for the calls that wait for this handler.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Hashable
+
+from zrpc.calls import PendingCall
+from zrpc.errors import RpcTimeoutError
+from zrpc.pool import acquire
+
+__all__ = ["Window"]
+
+# What the parts of a call other than its message occupy, in bytes, here and at the callee.
+_OVERHEAD = 1024
+
+
+class Window:
+    """The bytes under way, by peer and kind of caller. All methods may be called by any thread.
+
+    Args:
+        limit: the most bytes under way to one peer; a single call may be larger. 0: no limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        # Guards what follows, and `room` of the calls.
+        self._lock = threading.Lock()
+        self._used: dict[Hashable, int] = {}
+        self._waiting: dict[Hashable, deque[_Waiter]] = {}
+
+    def enter(self, call: PendingCall, caller: Hashable, size: int) -> bool:
+        """Waits until there is room for a call, at most until its deadline.
+
+        Args:
+            call: the call, not sent yet; it is settled with RpcTimeoutError where there is no
+                room in time.
+            caller: whose window it is.
+            size: of its message, in bytes.
+
+        Returns:
+            False where the call is settled already, and is not to be sent.
+        """
+        if not self._limit:
+            return True
+        key = (call.peer, caller)
+        size += _OVERHEAD
+        with self._lock:
+            used = self._used.get(key, 0)
+            if not used or (used + size <= self._limit and key not in self._waiting):
+                taken = self._let_in(call, key, size)
+                if taken:
+                    self._used[key] = used + taken
+                return bool(taken)
+            waiter = _Waiter(call, size)
+            self._waiting.setdefault(key, deque()).append(waiter)
+        try:
+            if not acquire(waiter.gate, call.remaining()):
+                call.give_up(no_room(call, self._limit))
+        except BaseException:
+            call.give_up(no_room(call, self._limit))  # Ctrl-C: the call is never sent
+            raise
+        finally:
+            self._forget(key, waiter)
+        return not call.settled
+
+    def leave(self, call: PendingCall) -> None:
+        """A call is settled: there is room for others."""
+        with self._lock:
+            if call.room is None:
+                return
+            key, size = call.room
+            call.room = None
+            self._free(key, size)
+
+    def __len__(self) -> int:
+        """How many bytes are under way."""
+        with self._lock:
+            return sum(self._used.values())
+
+    def _free(self, key: Hashable, size: int) -> None:
+        """Takes bytes out, and lets in those that fit now; the lock is held."""
+        used = self._used[key] - size
+        waiting = self._waiting.get(key, ())
+        while waiting and (not used or used + waiting[0].size <= self._limit):
+            waiter = waiting.popleft()
+            used += self._let_in(waiter.call, key, waiter.size)
+            waiter.gate.release()
+        if not waiting:
+            self._waiting.pop(key, None)
+        if used:
+            self._used[key] = used
+        else:
+            self._used.pop(key, None)
+
+    @staticmethod
+    def _let_in(call: PendingCall, key: Hashable, size: int) -> int:
+        """Gives room to a call; returns how much, none where it is settled. Under the lock."""
+        # First the room, then the look: whoever settles it does this the other way round.
+        call.room = (key, size)
+        if call.settled:
+            call.room = None
+            return 0
+        return size
+
+    def _forget(self, key: Hashable, waiter: _Waiter) -> None:
+        """A call waits no more, whatever the reason."""
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is not None and waiter in waiting:
+                waiting.remove(waiter)
+                if not waiting:
+                    del self._waiting[key]
+
+
+class _Waiter:
+    """A call that waits for room, at a gate that opens when there is."""
+
+    __slots__ = ("call", "gate", "size")
+
+    def __init__(self, call: PendingCall, size: int) -> None:
+        self.call = call
+        self.size = size
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+
+def no_room(call: PendingCall, limit: int) -> RpcTimeoutError:
+    """The error of a call that was not sent in time."""
+    return RpcTimeoutError(
+        f"the call was not sent within its timeout ({call.timeout * 1000:.0f} ms): calls of "
+        f"{limit} bytes (max_bytes_in_flight) are under way to that worker, which is slower "
+        "than its callers"
+    )
