@@ -330,11 +330,19 @@ class Agent:
         if remaining is not None:
             timeout = min(timeout or remaining, remaining)
         message.deadline = timeout
-        call = self._calls.add(to.id, timeout, holds, died)
+        call = self._calls.new(to.id, timeout, holds, died)
         message.call_id = call.call_id
         return call, message
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
+        try:
+            self._calls.enter(call)
+            self._send_entered(call, message)
+        except BaseException as error:  # Ctrl-C: nobody will ask for the outcome
+            call.give_up(RpcError(f"the call was interrupted: {error!r}"))
+            raise
+
+    def _send_entered(self, call: PendingCall, message: Message) -> None:
         # In an event loop's thread no call can wait: it would hold up all coroutines.
         if message.kind in _METERED and not in_event_loop():
             caller = threading.get_ident() if in_handler() else None
@@ -348,46 +356,25 @@ class Agent:
             self._calls.fail(self._died, call.peer)
 
     def _receive_answer(self, call: PendingCall) -> None:
-        """Receives the answer to a call in the thread that waits for it, where that can be.
+        """Receives until a call is settled, in the thread that waits for it, where that can be.
 
-        So no other thread need wake. All but a plain answer to this very call is left to the
-        I/O thread.
+        So no other thread need wake. Not for long: then the I/O thread goes on.
         """
         if call.peer == self.worker_info.id or not self._io.resting or not hold_interrupts():
             return
         try:
-            if self._io.sit():
-                try:
-                    self._receive_answer_seated(call)
-                finally:
-                    self._io.leave()
+            if not self._io.sit():
+                return
+            end = min(time.monotonic() + LONGEST_SITTING, call.deadline)
+            try:
+                while not call.settled and time.monotonic() < end:
+                    self._turn(end)
+            finally:
+                self._io.leave()
+            if len(self._calls):  # this one, or those of others
+                self._io.end_rest()
         finally:
             release_interrupts()
-
-    def _receive_answer_seated(self, call: PendingCall) -> None:
-        timeout = min(LONGEST_SITTING, call.deadline - time.monotonic())
-        if call.settled or timeout <= 0:
-            return
-        parts = self._network.peek(timeout)
-        message = None if parts is None else self._answer_in(parts, call)
-        if parts is None or message is None:
-            self._io.end_rest()
-            return
-        parts.clear()
-        self._received[call.peer] += 1
-        if self._calls.pop(call.call_id) is call:
-            call.settle(message)
-
-    def _answer_in(self, parts: list[Any], call: PendingCall) -> Message | None:
-        """The answer to a call, where that is all that is in the parts."""
-        if len(parts) != 2 or self.membership.rank_of(parts[0]) != call.peer:
-            return None
-        try:
-            message = parse(parts[1], (), call.peer)
-        except ProtocolError:
-            return None
-        plain = message.kind in (Kind.RESULT, Kind.ERROR) and not message.extensions
-        return message if plain and message.call_id == call.call_id else None
 
     def _transmit(self, rank: int, message: Message, counted: bool = True) -> None:
         carry = self.carry
@@ -400,8 +387,9 @@ class Agent:
             finally:
                 release_interrupts()
         else:
-            # A signal handler of the program's own may raise in the midst of it.
-            buffers = message.buffers
+            # A signal handler of the program's own may raise in the midst of it. Copied, since
+            # the caller may change its tensors as soon as the call is sent.
+            buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
             self.in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
 
     def _died(self, call: PendingCall) -> WorkerDied:
@@ -481,7 +469,6 @@ class Agent:
         # The next answer may be received where it is waited for, see _receive_answer.
         if (
             call.waited_for
-            and not message.extensions
             and not len(self._calls)
             and call.peer != self.worker_info.id
             and time.monotonic() - call.begun < LONGEST_SITTING
@@ -490,9 +477,12 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
-    def _turn(self) -> None:
-        """One turn of the I/O threads: waits for a message, and does what is due."""
-        wait = min(self._next_tick, self._calls.earliest) - time.monotonic()
+    def _turn(self, until: float = float("inf")) -> None:
+        """Waits for a message, at most ``until`` then, and does what is due.
+
+        In one thread at a time: the leading I/O thread, or one that sits for it.
+        """
+        wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
         received = self._network.receive(max(0.0, wait))
         try:
             if received is not None:

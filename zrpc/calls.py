@@ -172,13 +172,23 @@ class PendingCalls:
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
     ) -> PendingCall:
-        """Enters a new call; see `PendingCall` for the arguments."""
-        call = PendingCall(self, next(self._ids), peer, timeout, holds, died)
+        """Makes a call and enters it; see `PendingCall` for the arguments."""
+        call = self.new(peer, timeout, holds, died)
+        self.enter(call)
+        return call
+
+    def new(
+        self, peer: int, timeout: float, holds: Any = None, died: type[WorkerDied] = WorkerDied
+    ) -> PendingCall:
+        """Makes a call that is still to be entered."""
+        return PendingCall(self, next(self._ids), peer, timeout, holds, died)
+
+    def enter(self, call: PendingCall) -> None:
+        """Puts a call into the table."""
         self._calls[call.call_id] = call
         if call.deadline < self.earliest:
             with self._lock:
                 self.earliest = min(self.earliest, call.deadline)
-        return call
 
     def pop(self, call_id: int) -> PendingCall | None:
         """Takes a call out; None where it is not there (any more)."""

@@ -128,12 +128,13 @@ class IoThreads:
                 self._wake()
 
     def rest(self, until: float) -> None:
-        """Has the leader rest after its turn, as long as others sit; called in the turn.
+        """Has the leader rest after its turn, as long as others sit; of use in its turn only.
 
         Args:
             until: on the clock of ``time.monotonic``.
         """
-        self._rest_until = until
+        if self._in_turn == threading.get_ident():
+            self._rest_until = until
 
     @property
     def resting(self) -> bool:

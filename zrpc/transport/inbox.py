@@ -24,8 +24,6 @@ class Inbox:
         # A whole mesh may connect at once.
         self._socket.backlog = 4096
         self._timeout_ms = -1
-        # The next message, where it was looked at and not taken.
-        self._parts: list[Any] = []
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
@@ -44,7 +42,7 @@ class Inbox:
         return f"tcp://{address}:{port}"
 
     def receive(self, timeout: float) -> tuple[bytes, bytes, list[zmq.Frame]] | None:
-        """Waits for a message.
+        """Waits for a message. Not to be interrupted by an exception, see `zrpc.interrupts`.
 
         Args:
             timeout: seconds, rounded up to milliseconds.
@@ -53,33 +51,19 @@ class Inbox:
             The sender's identity, the first frame and the buffers, or None where the timeout
             passed first.
         """
-        parts = self.peek(timeout)
-        if parts is None:
-            return None
-        identity, first, *buffers = parts
-        parts.clear()
-        return identity, first, buffers
-
-    def peek(self, timeout: float) -> list[Any] | None:
-        """As `receive`, but the message stays, as a list of its parts, until that is cleared."""
-        parts = self._parts
-        if parts:
-            return parts
         timeout_ms = int(timeout * 1000) + 1
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
         try:
-            identity = self._socket.recv()
+            identity: bytes = self._socket.recv()
         except zmq.Again:
             return None
-        # After the identity there is always a frame.
-        first = self._socket.recv()
-        buffers = []
+        first: bytes = self._socket.recv()  # after the identity there is always a frame
+        buffers: list[zmq.Frame] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             buffers.append(self._socket.recv(copy=False))
-        parts += [identity, first, *buffers]
-        return parts
+        return identity, first, buffers
 
     def close(self) -> None:
         """Closes the socket; unread messages are dropped."""

@@ -7,7 +7,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = ["Descriptor", "Loan", "Loans"]
 
@@ -51,7 +51,7 @@ class Loan:
         number: int,
         memory: SegmentMap,
         places: list[tuple[int, int]],
-        ended: deque[Loan],
+        ended: deque[weakref.ref[Any]],
     ) -> None:
         self.owner = owner
         self.number = number
@@ -62,8 +62,9 @@ class Loan:
         # Arrays of ctypes and not memoryviews: whatever is made of an array's buffer refers to
         # the array, while of a memoryview it may refer to what lies below.
         views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
-        # A view ends in any thread, at any moment: its end is only noted.
-        self._watched = [weakref.ref(view, lambda _: ended.append(self)) for view in views]
+        # A view ends in any thread, at any moment: its end is only noted, by a function of C,
+        # which no signal handler interrupts (what that raised would be lost).
+        self.watched = [weakref.ref(view, ended.append) for view in views]
         self.views: list[ctypes.Array[ctypes.c_char]] | None = views
 
 
@@ -71,15 +72,14 @@ class Loans:
     """All that is lent to one worker. For one thread at a time, but for `ended`.
 
     Attributes:
-        ended: loans of which one more view has gone.
+        ended: the weak references to views that have gone.
     """
 
     def __init__(self) -> None:
-        self.ended: deque[Loan] = deque()
+        self.ended: deque[weakref.ref[Any]] = deque()
         self._mapped: dict[tuple[int, int], SegmentMap] = {}
-        # The only references to loans that have not ended: each refers to itself, by its
-        # weak references' callbacks, and would be collected with them.
-        self._open: set[Loan] = set()
+        # Loans that have not ended, by the identity of the weak references to their views.
+        self._open: dict[int, Loan] = {}
 
     def probe(self, descriptor: Descriptor) -> bool:
         """Whether this process can open a segment of a peer."""
@@ -105,17 +105,16 @@ class Loans:
         if memory is None:
             memory = self._mapped[key] = self._map(descriptor)
         loan = Loan(owner, descriptor.number, memory, places, self.ended)
-        self._open.add(loan)
+        self._open.update((id(watched), loan) for watched in loan.watched)
         return loan
 
     def returned(self) -> list[Loan]:
         """Takes the loans that have come to their end."""
         loans = []
         while self.ended:
-            loan = self.ended.popleft()
+            loan = self._open.pop(id(self.ended.popleft()))
             loan.left -= 1
             if loan.left == 0:
-                self._open.discard(loan)
                 loans.append(loan)
         return loans
 
@@ -130,7 +129,7 @@ class Loans:
         The owner must not use it again, and neither of the two may see what the other writes:
         from now on both have the memory copied where they write to it.
         """
-        for loan in list(self._open):
+        for loan in list(self._open.values()):
             if not loan.keep:
                 loan.keep = True
                 memory = loan.memory()

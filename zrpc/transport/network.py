@@ -26,7 +26,7 @@ class Network:
         peers: how many workers there are.
         ipc: whether to listen on a Unix socket.
 
-    `send` may be called from any thread, `receive` and `peek` from one at a time.
+    `send` may be called from any thread, `receive` from one at a time.
     """
 
     def __init__(self, identity: bytes, rank: int, peers: int, ipc: bool) -> None:
@@ -44,7 +44,6 @@ class Network:
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
-        self.peek = self._inbox.peek
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
         if supports_ipc():
             self.directory = PrivateDirectory()
