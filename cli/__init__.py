@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = ("bench", "launch")
+_COMMANDS = ("bench", "launch", "secret")
 
 
 class _LazyGroup(click.Group):

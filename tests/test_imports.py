@@ -48,7 +48,8 @@ LAYERS: list[list[str]] = [
         "zrpc.options",
         "zrpc.rendezvous",
     ],
-    ["zrpc.pool", "zrpc.worker_info"],
+    ["zrpc.card", "zrpc.entries"],
+    ["zrpc.pool", "zrpc.secret", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
     ["zrpc.context_thread", "zrpc.errors"],
 ]
@@ -211,6 +212,7 @@ def in_package(package: str) -> list[str]:
         ("zrpc.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.wire.header", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
         ("zrpc.errors", {"zmq", "torch"}),
+        ("zrpc.secret", {"zmq", "torch"}),
     ],
 )
 def test_what_a_room_must_not_import(package, forbidden):

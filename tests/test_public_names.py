@@ -35,6 +35,7 @@ TORCH_NAMES = {
 }
 TORCH_PRIVATE_NAMES = {"_is_current_rpc_agent_set", "_set_rpc_timeout", "_wait_all"}
 OWN_NAMES = {
+    "AuthenticationError",
     "BackwardError",
     "NotInitializedError",
     "OwnerDied",

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zrpc.api import rpc_sync as rpc_sync
     from zrpc.api import shutdown as shutdown
     from zrpc.backend_registry import BackendType as BackendType
+    from zrpc.errors import AuthenticationError as AuthenticationError
     from zrpc.errors import BackwardError as BackwardError
     from zrpc.errors import NotInitializedError as NotInitializedError
     from zrpc.errors import OwnerDied as OwnerDied
@@ -64,6 +65,7 @@ _NAMES = {
     ),
     "zrpc.backend_registry": ("BackendType",),
     "zrpc.errors": (
+        "AuthenticationError",
         "BackwardError",
         "NotInitializedError",
         "OwnerDied",

@@ -33,6 +33,7 @@ from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeou
 from zrpc.rendezvous import connect_store, resolve_rank
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
+from zrpc.secret import ClusterSecret, find_secret
 from zrpc.shared_memory import plug_in as plug_in_shared_memory
 from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
@@ -72,6 +73,7 @@ def start_agent(
     store: Store,
     options: ZmqRpcBackendOptions | None = None,
     init_method: str = "",
+    secret: ClusterSecret | None = None,
 ) -> Agent:
     """Starts an agent with all that zrpc has, without making it the process's default.
 
@@ -86,6 +88,7 @@ def start_agent(
         options=options,
         layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd],
         init_method=init_method,
+        secret=secret,
     )
 
 
@@ -111,6 +114,8 @@ def init_rpc(
         RendezvousError: the master can't be reached, ranks are missing, a name or a rank is
             there twice, or the workers disagree about the world's size, each within
             ``init_timeout`` seconds. It can be tried again.
+        AuthenticationError: the workers have different cluster secrets, or none where they need
+            one; see ``ZRPC_SECRET_FILE``.
         RuntimeError: RPC is already initialized, or the name has a form that isn't allowed.
         ValueError: the rank does not fit the world size.
         TypeError: ``backend`` or the options are of another type.
@@ -148,6 +153,7 @@ def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) 
 
     The store of a mesh that just shut down may still answer while its host closes it.
     """
+    secret = find_secret()  # an error in there should not have to wait for the others
     deadline = time.monotonic() + options.init_timeout
     while True:
         left = deadline - time.monotonic()
@@ -161,6 +167,7 @@ def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) 
                 store=store,
                 options=options,
                 init_method=options.init_method,
+                secret=secret,
             )
         except RendezvousError as error:
             connection_lost = isinstance(error.__cause__, DistNetworkError)

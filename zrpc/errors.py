@@ -5,6 +5,7 @@
     RuntimeError
     └── RpcError                      anything that zrpc raises for itself
         ├── NotInitializedError       a call before init_rpc, or after shutdown
+        ├── AuthenticationError       a peer can't prove that it belongs to the mesh
         ├── RendezvousError           the workers did not find each other
         ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
         ├── SerializationError        a value can't travel, or can't be rebuilt
@@ -23,6 +24,7 @@ that holds the remote traceback as its ``__cause__``.
 from __future__ import annotations
 
 __all__ = [
+    "AuthenticationError",
     "BackwardError",
     "NotInitializedError",
     "OwnerDied",
@@ -47,6 +49,14 @@ class NotInitializedError(RpcError):
 class RendezvousError(RpcError):
     """The workers did not find each other: a master that can't be reached, missing ranks,
     two workers of one name, or worlds of different size.
+    """
+
+
+class AuthenticationError(RpcError):
+    """A peer, or what claims to be from one, can't prove that it belongs to the mesh.
+
+    Or this worker can't: the workers have different cluster secrets, or none where they need
+    one; a file with the secret can be read by others; an entry of the store is forged.
     """
 
 

@@ -16,6 +16,7 @@ from zrpc.errors import RpcError
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.rendezvous import Card, exchange, master_host, meet
+from zrpc.secret import ClusterSecret, find_secret
 from zrpc.transport.address import host_key, interface_towards, supports_ipc
 from zrpc.transport.network import Network
 from zrpc.worker_info import WorkerInfo
@@ -34,6 +35,7 @@ def join_mesh(
     options: ZmqRpcBackendOptions | None = None,
     layers: Sequence[Callable[[Agent], Layer]] = (),
     init_method: str = "",
+    secret: ClusterSecret | None = None,
 ) -> Agent:
     """Meets the other workers and starts an agent that serves them.
 
@@ -45,13 +47,16 @@ def join_mesh(
         options: default: those of `ZmqRpcBackendOptions`.
         layers: what to plug in before the first message is read.
         init_method: where the store is, for the choice of a network interface.
+        secret: signs what is written to the store. Default: that of the environment.
 
     Raises:
+        AuthenticationError: the secrets of the workers differ, or can't be used.
         RendezvousError: the others did not come within ``options.init_timeout`` seconds, or
             don't fit together.
         RuntimeError: the name has a form that is not allowed.
     """
     options = options or ZmqRpcBackendOptions()
+    secret = secret or find_secret()
     info = WorkerInfo(name, rank)
     ipc = supports_ipc() and options.transport != "tcp"
     token = secrets.token_hex(16)
@@ -67,8 +72,8 @@ def join_mesh(
             ipc=ipc,
             main=_main_key(),
         )
-        membership = Membership(meet(store, card, options.init_timeout), rank)
-        network.connect(_endpoints(network, membership, store, options, init_method))
+        membership = Membership(meet(store, card, options.init_timeout, secret), rank)
+        network.connect(_endpoints(network, membership, store, options, init_method, secret))
         agent = Agent(network, membership, options, store)
     except BaseException:
         network.close(linger=0, lost=())
@@ -96,6 +101,7 @@ def _endpoints(
     store: Store,
     options: ZmqRpcBackendOptions,
     init_method: str,
+    secret: ClusterSecret | None,
 ) -> list[str]:
     """Where each worker can be reached; listens on tcp where any pair of workers needs that."""
     cards = membership.cards
@@ -110,7 +116,7 @@ def _endpoints(
         )
     host = master_host(init_method) if init_method else "127.0.0.1"
     mine = network.listen_tcp(interface_towards(host))
-    tcp = exchange(store, list(cards), membership.rank, mine, options.init_timeout)
+    tcp = exchange(store, list(cards), membership.rank, mine, options.init_timeout, secret)
     if not all("://127." in endpoint or "://[::1]" in endpoint for endpoint in tcp):
         logger.warning(
             "%s talks to other hosts over tcp without encryption: whoever can read or write "

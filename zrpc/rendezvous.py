@@ -5,30 +5,38 @@ outlive a mesh (torchrun's does, a file may), and any worker may try again after
 card can be stale. So the workers then confirm that they have seen the same cards: each writes
 a key that is named by all the cards' tokens, and a mesh stands once every rank has written the
 same one. A card that is replaced meanwhile is read anew.
+
+All that they write is signed with the cluster's secret (`zrpc.entries`). A signature says who
+wrote a card but not when, so anybody who can write to the store can put an old one there. It is
+treated as a stale one: its token is not of this run, so nobody confirms it, as a confirmation is
+signed together with all tokens. A card that is signed otherwise is no card; a worker that meets
+one leaves a *protest* for its author, who reads it where it is there to read: then both know.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 
-from torch.distributed import PrefixStore, Store, TCPStore, rendezvous
+from torch.distributed import Store, TCPStore, rendezvous
 
-from zrpc.errors import RendezvousError
-from zrpc.worker_info import WorkerInfo
+from zrpc.card import Card, claimed_token
+from zrpc.entries import Entries
+from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.secret import ClusterSecret
 
 __all__ = ["Card", "connect_store", "meet", "resolve_rank"]
 
-_PREFIX = "zrpc"
+logger = logging.getLogger(__name__)
+
 # The store is asked again after a pause that grows from the first to the second number, in
 # seconds. Its own wait() would be an event to await, but Ctrl-C does not end it, TCPStore logs
 # each time-out of it as a network error, and FileStore's looks once a second.
@@ -36,47 +44,8 @@ _PAUSES = (0.001, 0.05)
 # How long rank 0 stays for the others to read why there is no mesh, in seconds at most: one
 # of them may have died.
 _READ_WITHIN = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What a worker tells all others about itself.
-
-    Attributes:
-        name: the worker's name.
-        rank: its rank.
-        world_size: how many workers it expects.
-        token: 32 hexadecimal digits, drawn anew for each start: names this very member.
-        host_key: equal for workers that can use each other's Unix sockets.
-        directory: with the lock that says it lives, and its Unix socket; empty where the
-            system has no such things.
-        main: what its ``__main__`` is; equal where names in there mean the same.
-        ipc: whether it listens on that socket.
-    """
-
-    name: str
-    rank: int
-    world_size: int
-    token: str
-    host_key: str
-    directory: str
-    main: str
-    ipc: bool = True
-
-    @property
-    def info(self) -> WorkerInfo:
-        """The worker's name and rank."""
-        return WorkerInfo(self.name, self.rank)
-
-    @property
-    def identity(self) -> bytes:
-        """The token as ZeroMQ's routing id, which must not begin with a zero byte."""
-        return self.identity_of(self.token)
-
-    @staticmethod
-    def identity_of(token: str) -> bytes:
-        """A token as ZeroMQ's routing id."""
-        return b"z" + bytes.fromhex(token)
+# How often a worker looks at the cards that are there while others are missing, in seconds.
+_LOOK = 0.5
 
 
 def resolve_rank(init_method: str, rank: int, world_size: int | None) -> tuple[int, int]:
@@ -237,13 +206,16 @@ def _master(init_method: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def meet(store: Store, card: Card, timeout: float) -> list[Card]:
+def meet(
+    store: Store, card: Card, timeout: float, secret: ClusterSecret | None = None
+) -> list[Card]:
     """Exchanges cards with all other ranks.
 
     Args:
         store: shared by all.
         card: this worker's.
         timeout: seconds.
+        secret: signs the cards.
 
     Returns:
         The cards of all workers, by rank.
@@ -251,12 +223,14 @@ def meet(store: Store, card: Card, timeout: float) -> list[Card]:
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
             or one rank; the world sizes differ; the store fails.
+        AuthenticationError: a worker has another secret, or one has none; what is in the store
+            is not from one of them.
     """
-    meeting = _Meeting(store, card, time.monotonic() + timeout, timeout)
+    meeting = _Meeting(Entries(store, secret), card, time.monotonic() + timeout, timeout)
     try:
         return meeting.run()
     except (RuntimeError, OSError) as error:
-        if isinstance(error, RendezvousError):
+        if isinstance(error, (RendezvousError, AuthenticationError)):
             raise
         raise RendezvousError(f"the store failed during the rendezvous: {error}") from error
 
@@ -264,21 +238,22 @@ def meet(store: Store, card: Card, timeout: float) -> list[Card]:
 class _Meeting:
     """One call of `meet`."""
 
-    def __init__(self, store: Store, card: Card, deadline: float, timeout: float) -> None:
-        self._store = PrefixStore(_PREFIX, store)
+    def __init__(self, entries: Entries, card: Card, deadline: float, timeout: float) -> None:
+        self._entries = entries
         self._card = card
         self._deadline = deadline
         self._timeout = timeout
+        self._keys = [_card_key(rank) for rank in range(card.world_size)]
+        # What stands in place of a card, by rank: the entry, and what is wrong with it.
+        self._refused: dict[int, tuple[bytes, Exception]] = {}
+        self._next_look = 0.0
 
     def run(self) -> list[Card]:
-        self._store.set(_card_key(self._card.rank), json.dumps(asdict(self._card)))
-        keys = [_card_key(rank) for rank in range(self._card.world_size)]
+        self._entries.set(_card_key(self._card.rank), self._card.dump())
         while True:
-            if not self._wait_for(keys):
-                raise self._incomplete(keys)
-            cards = self._read_cards()
+            cards = self._gather()
             digest = _digest(cards)
-            self._store.set(f"{digest}/{self._card.rank}", "1")
+            self._entries.set(f"{digest}/{self._card.rank}", "met")
             if self._confirmed(digest, cards):
                 try:
                     _check(cards, self._card)
@@ -294,57 +269,138 @@ class _Meeting:
         """
         keys = [f"{digest}/{rank}/refused" for rank in range(self._card.world_size)]
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
-            self._store.set(keys[self._card.rank], "1")
+            self._entries.set(keys[self._card.rank], "1")
             if self._card.rank == 0:
                 self._deadline = min(self._deadline, time.monotonic() + _READ_WITHIN)
-                self._wait_for(keys)
+                self._wait_for(lambda: self._entries.check(keys))
+
+    def _gather(self) -> list[Card]:
+        """Waits until there is a card of each rank."""
+        cards: list[Card] = []
+
+        def complete() -> bool:
+            if self._entries.check(self._keys):
+                cards[:] = self._read_cards()
+            elif time.monotonic() > self._next_look:
+                self._next_look = time.monotonic() + _LOOK
+                self._read_present()
+            return len(cards) == len(self._keys)
+
+        if not self._wait_for(complete):
+            raise self._incomplete()
+        return cards
 
     def _read_cards(self) -> list[Card]:
-        ranks = range(self._card.world_size)
-        cards = [Card(**json.loads(self._store.get(_card_key(rank)))) for rank in ranks]
-        mine = cards[self._card.rank]
+        """The cards of all ranks, without those that are refused."""
+        entries = self._entries.all_raw(self._keys)
+        found = [self._read(rank, entry) for rank, entry in enumerate(entries)]
+        mine = found[self._card.rank]
+        if mine is None:
+            raise AuthenticationError(
+                f"the card of worker {self._card.name} (rank {self._card.rank}) was replaced: "
+                f"{self._refused[self._card.rank][1]}"
+            )
         if mine != self._card:
             raise RendezvousError(
                 f"rank {mine.rank} is not unique: workers {self._card.name} and {mine.name} "
                 "both have it"
             )
-        return cards
+        return [card for card in found if card is not None]
+
+    def _read_present(self) -> list[Card]:
+        present = [rank for rank, key in enumerate(self._keys) if self._entries.check([key])]
+        entries = self._entries.all_raw([self._keys[rank] for rank in present])
+        found = [self._read(*pair) for pair in zip(present, entries, strict=True)]
+        return [card for card in found if card is not None]
+
+    def _read(self, rank: int, entry: bytes) -> Card | None:
+        """The card in an entry; None, and a protest, where it is no member's."""
+        try:
+            card = Card.parse(self._entries.opened(self._keys[rank], entry))
+            if card.rank != rank:
+                raise ValueError(f"expected the card of rank {rank}, found that of {card.rank}")
+        except (AuthenticationError, ValueError) as error:
+            self._refuse(rank, entry, error)
+            return None
+        self._refused.pop(rank, None)
+        return card
+
+    def _refuse(self, rank: int, entry: bytes, error: Exception) -> None:
+        token = claimed_token(entry)
+        if rank not in self._refused or self._refused[rank][0] != entry:
+            self._refused[rank] = entry, error
+            logger.warning(
+                "%s refuses what claims to be worker %d: %s", self._card.info, rank, error
+            )
+            if token:
+                self._entries.set(_protest_key(token, self._card.token), "refused")
+        if token and self._entries.check([_protest_key(self._card.token, token)]):
+            self._leave_together(token)
+            raise AuthenticationError(
+                f"worker {self._card.name} (rank {self._card.rank}) and the worker of rank {rank} "
+                f"refuse each other: {error}"
+            )
+
+    def _leave_together(self, token: str) -> None:
+        """Waits a moment for the other to have read the protest too: this one may be the host."""
+        self._entries.set(f"heard/{self._card.token}/{token}", "heard")
+        self._deadline = min(self._deadline, time.monotonic() + _LOOK)
+        self._wait_for(lambda: self._entries.check([f"heard/{token}/{self._card.token}"]))
 
     def _confirmed(self, digest: str, cards: list[Card]) -> bool:
         """Waits until all ranks have seen these cards; False where one was replaced."""
         keys = {f"{digest}/{card.rank}": card for card in cards}
-        if self._wait_for(list(keys), lambda: self._read_cards() != cards):
-            return True
-        if time.monotonic() <= self._deadline:
-            return False
+        replaced = False
+
+        def seen_by_all() -> bool:
+            nonlocal replaced
+            if self._entries.check(list(keys)):
+                return True
+            replaced = self._read_cards() != cards
+            return replaced
+
+        if self._wait_for(seen_by_all):
+            if not replaced:
+                for key in keys:  # a confirmation that was not written by its rank is none
+                    self._entries.get(key)
+            return not replaced
         _check(cards, self._card)
-        late = [card.info for key, card in keys.items() if not self._store.check([key])]
+        late = [card.info for key, card in keys.items() if not self._entries.check([key])]
         raise RendezvousError(
             f"expected {len(cards)} workers within {self._timeout:g} s, but {late} left again, "
             "or are from an earlier run: start them again"
         )
 
-    def _incomplete(self, keys: list[str]) -> RendezvousError:
-        present = [key for key in keys if self._store.check([key])]
-        cards = [Card(**json.loads(self._store.get(key))) for key in present]
+    def _incomplete(self) -> RendezvousError | AuthenticationError:
+        cards = self._read_present()
         with_other_size = [card for card in cards if card.world_size != self._card.world_size]
         if with_other_size:
             return _other_size(with_other_size[0], self._card)
-        missing = sorted(set(range(len(keys))) - {card.rank for card in cards})
+        if self._refused:
+            rank, (_, error) = next(iter(self._refused.items()))
+            return AuthenticationError(
+                f"expected {len(self._keys)} workers within {self._timeout:g} s, but what claims "
+                f"to be ranks {sorted(self._refused)} was refused. Rank {rank}: {error}"
+            )
+        missing = sorted(set(range(len(self._keys))) - {card.rank for card in cards})
         return RendezvousError(
-            f"expected {len(keys)} workers within {self._timeout:g} s, but ranks {missing} are "
-            "missing: start them, or check RANK and WORLD_SIZE"
+            f"expected {len(self._keys)} workers within {self._timeout:g} s, but ranks {missing} "
+            "are missing: start them, or check RANK and WORLD_SIZE"
         )
 
-    def _wait_for(self, keys: list[str], stop: Callable[[], bool] = lambda: False) -> bool:
-        """Waits for all keys; False at the deadline, or where ``stop()`` says so."""
+    def _wait_for(self, done: Callable[[], bool]) -> bool:
+        """Waits until ``done()``; False at the deadline."""
         pause, longest = _PAUSES
-        while not self._store.check(keys):
-            if stop() or time.monotonic() > self._deadline:
+        while not done():
+            if time.monotonic() > self._deadline:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return True
+
+
+def _protest_key(against: str, by: str) -> str:
+    return f"protest/{against}/{by}"
 
 
 def _card_key(rank: int) -> str:
@@ -352,7 +408,7 @@ def _card_key(rank: int) -> str:
 
 
 def _digest(cards: Iterable[Card]) -> str:
-    return hashlib.sha256("".join(card.token for card in cards).encode()).hexdigest()[:32]
+    return hashlib.sha256("".join(card.dump() for card in cards).encode()).hexdigest()
 
 
 def _check(cards: list[Card], mine: Card) -> None:
@@ -375,9 +431,21 @@ def _other_size(card: Card, mine: Card) -> RendezvousError:
     )
 
 
-def exchange(store: Store, cards: list[Card], rank: int, value: str, timeout: float) -> list[str]:
-    """A second round among workers that have met: each gives a value, all get all of them."""
-    mesh = PrefixStore(f"{_PREFIX}/{_digest(cards)}", store)
-    mesh.set(f"value/{rank}", value)
-    mesh.wait([f"value/{card.rank}" for card in cards], timedelta(seconds=timeout))
-    return [mesh.get(f"value/{card.rank}").decode() for card in cards]
+def exchange(
+    store: Store,
+    cards: list[Card],
+    rank: int,
+    value: str,
+    timeout: float,
+    secret: ClusterSecret | None = None,
+) -> list[str]:
+    """A second round among workers that have met: each gives a value, all get all of them.
+
+    Raises:
+        AuthenticationError: a value is not of the worker that it claims to be of.
+    """
+    entries = Entries(store, secret)
+    keys = [f"{_digest(cards)}/value/{card.rank}" for card in cards]
+    entries.set(keys[rank], value)
+    entries.wait(keys, timeout)
+    return [entries.get(key) for key in keys]

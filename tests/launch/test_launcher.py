@@ -79,6 +79,51 @@ def test_each_worker_is_told_its_place(start: Start, write: Write, method: str) 
     assert not os.path.exists(directory)
 
 
+# On no command line of any process; the launcher's and the fork server's are among them.
+SECRET = """
+    import contextlib, os, pathlib
+    secret, shown = os.environ.get("ZRPC_SECRET", ""), False
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # of a process that has ended
+            shown |= bool(secret) and secret.encode() in path.read_bytes()
+    print(secret, os.environ.get("ZRPC_SECRET_FILE", ""), shown, sep=",")
+    """
+
+
+def secrets_told(out: str) -> list[list[str]]:
+    return [line.partition(" ")[2].split(",") for line in out.splitlines()]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_run_have_a_secret_that_nobody_is_shown(
+    start: Start, write: Write, method: str
+) -> None:
+    script = write(SECRET)
+    runs = [start(script, nprocs=2, start_method=method) for _ in range(2)]
+    told = [secrets_told(run.finish()[1]) for run in runs]
+    for (secret, file, shown), other in told:
+        assert len(secret) == 64
+        assert (file, shown) == ("", "False")
+        assert other == [secret, file, shown]
+    assert told[0][0][0] != told[1][0][0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "env", "told"),
+    [
+        ({"ZRPC_SECRET": "given" * 9}, {}, ["given" * 9, ""]),
+        ({"ZRPC_SECRET_FILE": "/a/file"}, {}, ["", "/a/file"]),
+        ({}, {"ZRPC_SECRET_FILE": "/a/file"}, ["", "/a/file"]),
+    ],
+)
+def test_a_secret_that_is_there_is_kept(
+    start: Start, write: Write, environ: dict[str, str], env: dict[str, str], told: list[str]
+) -> None:
+    out = start(write(SECRET), environ=environ, env=env).finish()[1]
+    assert secrets_told(out)[0][:2] == told
+
+
 @pytest.mark.parametrize(
     ("nprocs", "environ", "expected"), [(1, {}, None), (2, {"OMP_NUM_THREADS": "3"}, "3")]
 )
@@ -409,6 +454,7 @@ def test_terminal_gets_colours_and_one_interrupt(
         ({"timeout": 0}, "ValueError: expected a timeout above 0"),
         ({"name_prefix": "a b"}, "ValueError: a worker's name takes letters"),
         ({"env": {"RANK": "1"}}, "ValueError: RANK can't be set"),
+        ({"env": {"ZRPC_SECRET": "x"}}, "ValueError: ZRPC_SECRET can't be set here: all users"),
         ({"target": "no.py"}, "FileNotFoundError: there is no script 'no.py' in /"),
         ({"log_dir": "/dev/null/logs"}, "NotADirectoryError"),
         ({"start_method": "thread"}, "ValueError: expected one of"),

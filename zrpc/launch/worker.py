@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ RESERVED = (
     "ZRPC_WORKER_NAME",
     "ZRPC_RUNTIME_DIR",
 )
+# Where the workers' common secret stands, or the file with it; see zrpc.secret.
+SECRET = "ZRPC_SECRET"
+SECRET_FILE = "ZRPC_SECRET_FILE"
 _NAME_PREFIX = re.compile(r"[A-Za-z0-9_:-]{0,120}")
 
 
@@ -63,15 +67,32 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
         extra: Variables to add to those of this process.
 
     Raises:
-        ValueError: `extra` sets a variable that differs between workers or belongs to a run.
+        ValueError: `extra` sets a variable that differs between workers or belongs to a run, or
+            one that should not be written on a command line.
     """
+    if SECRET in extra:
+        raise ValueError(
+            f"{SECRET} can't be set here: all users of this machine can read command lines. Set "
+            f"it in the environment, or name a file by {SECRET_FILE}"
+        )
     if taken := sorted(set(extra).intersection(RESERVED)):
         raise ValueError(f"{', '.join(taken)} can't be set: each worker is told its own value")
     # An outer torchrun's variables would have workers look for a store that isn't theirs.
     base = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
     if nprocs > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers with all cores each crawl
-    return {**base, **extra}
+    env = {**base, **extra}
+    return {**env, **run_secret(env)}
+
+
+def run_secret(env: Mapping[str, str]) -> dict[str, str]:
+    """The variable with a new secret for the workers of one run; nothing where `env` has one.
+
+    Only this user can read the environment of a process; its command line all can.
+    """
+    if env.get(SECRET) or env.get(SECRET_FILE):
+        return {}
+    return {SECRET: secrets.token_hex(32)}
 
 
 def worker_environment(

@@ -24,6 +24,7 @@ import cloudpickle
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.task import Task
+from zrpc.launch.worker import run_secret
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
@@ -71,8 +72,9 @@ def process_workers(
     home = Path(server.make_directory())
     (home / "run").mkdir()
     modules = tuple(by_value)
+    secret = run_secret(os.environ)
     workers = [
-        ProcessWorker(name, rank, spec, server, home, modules, capture)
+        ProcessWorker(name, rank, spec, server, home, modules, capture, secret)
         for rank, name in enumerate(spec.names)
     ]
 
@@ -101,8 +103,10 @@ class ProcessWorker(Worker):
         home: Path,
         by_value: Sequence[str],
         capture: bool,
+        secret: Mapping[str, str],
     ) -> None:
         super().__init__(name, rank)
+        self._secret = secret
         self._spec = spec
         self._server = server
         self._home = home
@@ -260,7 +264,7 @@ class ProcessWorker(Worker):
         )
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
-            env={**os.environ, "ZRPC_RUNTIME_DIR": str(self._home / "run")},
+            env={**os.environ, **self._secret, "ZRPC_RUNTIME_DIR": str(self._home / "run")},
             sys_path=[os.path.abspath(entry) for entry in sys.path],
             line_buffered=True,
         )

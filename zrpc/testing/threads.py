@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from zrpc.agent import Agent
+    from zrpc.secret import ClusterSecret
 
 __all__ = ["ThreadWorker", "import_core", "thread_workers"]
 
@@ -30,8 +31,10 @@ def thread_workers(spec: MeshSpec) -> list[Worker]:
     import_core()
     import torch.distributed as dist
 
-    store = dist.HashStore()
-    return [ThreadWorker(name, rank, spec, store) for rank, name in enumerate(spec.names)]
+    from zrpc.secret import ClusterSecret, new_secret
+
+    store, secret = dist.HashStore(), ClusterSecret(new_secret())
+    return [ThreadWorker(name, rank, spec, store, secret) for rank, name in enumerate(spec.names)]
 
 
 def import_core() -> None:
@@ -44,8 +47,11 @@ def import_core() -> None:
 class ThreadWorker(Worker):
     """A worker that is a thread of this process; see `Worker`."""
 
-    def __init__(self, name: str, rank: int, spec: MeshSpec, store: dist.Store) -> None:
+    def __init__(
+        self, name: str, rank: int, spec: MeshSpec, store: dist.Store, secret: ClusterSecret
+    ) -> None:
         super().__init__(name, rank)
+        self._secret = secret
         self._spec = spec
         self._store = store
         # Set and cleared by the worker's thread.
@@ -149,6 +155,7 @@ class ThreadWorker(Worker):
             world_size=self._spec.workers,
             store=self._store,
             options=ZmqRpcBackendOptions(**self._spec.options),
+            secret=self._secret,
         )
         with self._lock:
             self._agent = agent

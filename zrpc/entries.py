@@ -1,0 +1,100 @@
+"""What workers tell each other through a store, signed with the cluster secret.
+
+The store itself asks nobody who they are. So each entry carries a signature over its key and
+its value, and what is not signed as it must be is not read. An entry of an earlier run is signed
+just as well: `zrpc.rendezvous` sees to it that it is not taken for one of this run.
+
+An entry is ``signature SPACE value``; without a secret the signature is ``-``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from zrpc.errors import AuthenticationError
+from zrpc.secret import ClusterSecret
+
+__all__ = ["Entries"]
+
+_PREFIX = "zrpc"
+_UNSIGNED = b"-"
+_SIGNATURE = re.compile(rb"-|[0-9a-f]{64}")
+# A card has some hundred bytes; what is longer is not read.
+_LONGEST = 64 * 1024
+
+
+class Entries:
+    """The entries of zrpc in a store.
+
+    Args:
+        store: any.
+        secret: signs them; without one, only entries without a signature are read.
+    """
+
+    def __init__(self, store: Store, secret: ClusterSecret | None) -> None:
+        self._store = PrefixStore(_PREFIX, store)
+        self._secret = secret
+
+    def set(self, key: str, value: str) -> None:
+        """Writes an entry."""
+        signature = _UNSIGNED
+        if self._secret is not None:
+            signature = self._secret.signature(key, value.encode())
+        self._store.set(key, f"{signature.decode()} {value}")
+
+    def get(self, key: str) -> str:
+        """Reads an entry that is there.
+
+        Raises:
+            AuthenticationError: it is not signed as it must be.
+        """
+        return self.opened(key, self.raw(key))
+
+    def raw(self, key: str) -> bytes:
+        """An entry that is there, unread."""
+        return bytes(self._store.get(key))
+
+    def opened(self, key: str, entry: bytes) -> str:
+        """The value of an entry that was found under a key; see `get`."""
+        signature, _, value = entry[:_LONGEST].partition(b" ")
+        if not _SIGNATURE.fullmatch(signature) or len(entry) > _LONGEST:
+            raise AuthenticationError(
+                f"expected a signature and a value under {key}, found neither: all workers must "
+                "run the same version of zrpc, and nobody else may write to their store"
+            )
+        if self._secret is None:
+            if signature != _UNSIGNED:
+                raise AuthenticationError(
+                    f"the entry {key} is signed with a cluster secret, but this worker has none: "
+                    "give it the same ZRPC_SECRET or ZRPC_SECRET_FILE"
+                )
+        elif signature == _UNSIGNED:
+            raise AuthenticationError(
+                f"the entry {key} is not signed: give the worker that wrote it the same "
+                "ZRPC_SECRET or ZRPC_SECRET_FILE as this one"
+            )
+        elif not self._secret.signed(key, value, signature):
+            raise AuthenticationError(
+                f"the entry {key} is signed with another cluster secret, or forged: give all "
+                "workers the same ZRPC_SECRET or ZRPC_SECRET_FILE"
+            )
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise AuthenticationError(f"the entry {key} is damaged: {error}") from error
+
+    def all_raw(self, keys: Sequence[str]) -> list[bytes]:
+        """Entries that are there, unread: with one request, where the store can do that."""
+        return [bytes(entry) for entry in self._store.multi_get(list(keys))]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there are entries under all these keys, signed or not."""
+        return bool(self._store.check(list(keys)))
+
+    def wait(self, keys: Sequence[str], timeout: float) -> None:
+        """Waits until there are; raises the store's own error after ``timeout`` seconds."""
+        self._store.wait(list(keys), timedelta(seconds=timeout))
