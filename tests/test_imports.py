@@ -30,7 +30,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.api"],
     ["zrpc.autograd"],
     ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
-    ["zrpc.agent"],
+    ["zrpc.agent", "zrpc.endpoints"],
     [
         "zrpc.current",
         "zrpc.execution",

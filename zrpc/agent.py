@@ -504,7 +504,7 @@ class Agent:
         except Exception:
             logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
 
-    def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[zmq.Frame]) -> None:
+    def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
         sender = self.membership.rank_of(identity)
         if sender is None:
             return  # the waker, or a stranger: nothing of it is read

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch.distributed import Store
 
 from zrpc.agent import Agent, Layer
-from zrpc.errors import RpcError
+from zrpc.endpoints import Meeting, find_endpoints, make_keys
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.rendezvous import Card, exchange, master_host, meet
+from zrpc.rendezvous import Card, meet
 from zrpc.secret import ClusterSecret, find_secret
-from zrpc.transport.address import host_key, interface_towards, supports_ipc
+from zrpc.transport.address import host_key, supports_ipc
 from zrpc.transport.network import Network
 from zrpc.worker_info import WorkerInfo
 
 __all__ = ["join_mesh"]
-
-logger = logging.getLogger(__name__)
 
 
 def join_mesh(
@@ -56,7 +52,8 @@ def join_mesh(
         RuntimeError: the name has a form that is not allowed.
     """
     options = options or ZmqRpcBackendOptions()
-    secret = secret or find_secret()
+    meeting = Meeting(store, init_method, secret or find_secret(), options)
+    keys = make_keys(meeting)
     info = WorkerInfo(name, rank)
     ipc = supports_ipc() and options.transport != "tcp"
     token = secrets.token_hex(16)
@@ -71,9 +68,11 @@ def join_mesh(
             directory=str(network.directory.path) if network.directory else "",
             ipc=ipc,
             main=_main_key(),
+            public_key="" if keys is None else keys.public,
         )
-        membership = Membership(meet(store, card, options.init_timeout, secret), rank)
-        network.connect(_endpoints(network, membership, store, options, init_method, secret))
+        cards = meet(store, card, options.init_timeout, meeting.secret)
+        membership = Membership(cards, rank)
+        network.connect(find_endpoints(network, membership, meeting, keys))
         agent = Agent(network, membership, options, store)
     except BaseException:
         network.close(linger=0, lost=())
@@ -93,37 +92,3 @@ def _main_key() -> str:
 
 
 _PROCESS_TOKEN = secrets.token_hex(8)
-
-
-def _endpoints(
-    network: Network,
-    membership: Membership,
-    store: Store,
-    options: ZmqRpcBackendOptions,
-    init_method: str,
-    secret: ClusterSecret | None,
-) -> list[str]:
-    """Where each worker can be reached; listens on tcp where any pair of workers needs that."""
-    cards = membership.cards
-    endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
-    if all(card.ipc for card in cards) and len({card.host_key for card in cards}) == 1:
-        return endpoints
-    if options.transport == "ipc":
-        hosts = sorted({card.host_key.split("/")[0] for card in cards})
-        raise RpcError(
-            f"transport='ipc' needs all workers on one host with one directory for sockets, "
-            f"but they are on {len(hosts)} hosts, or see different ones"
-        )
-    host = master_host(init_method) if init_method else "127.0.0.1"
-    mine = network.listen_tcp(interface_towards(host))
-    tcp = exchange(store, list(cards), membership.rank, mine, options.init_timeout, secret)
-    if not all("://127." in endpoint or "://[::1]" in endpoint for endpoint in tcp):
-        logger.warning(
-            "%s talks to other hosts over tcp without encryption: whoever can read or write "
-            "that network can run code here; use it in networks that you trust",
-            membership.info,
-        )
-    return [
-        endpoints[card.rank] if membership.reaches_by_ipc(card.rank) else tcp[card.rank]
-        for card in cards
-    ]

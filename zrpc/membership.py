@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from zrpc.card import Card
 from zrpc.errors import RpcError
-from zrpc.rendezvous import Card
 from zrpc.worker_info import WorkerInfo
 
 __all__ = ["Membership"]

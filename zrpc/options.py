@@ -71,6 +71,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             Default: ``rpc_timeout``, or 300 where that is 0.
         transport: ``"auto"`` (a Unix socket between workers that share a host, tcp between
             hosts), ``"ipc"`` or ``"tcp"`` to have only that.
+        security: ``"auto"``: Unix sockets in private directories on one host; over tcp, CURVE
+            between members that share a cluster secret, and nothing else. ``"required"``: a
+            secret also where all workers share a host. ``"none"``: tcp without encryption, open to
+            whoever can reach it. All workers of a mesh must agree about ``"none"``.
         shared_memory: the most bytes of shared memory that this worker uses for large tensors
             on their way to workers of the same host; 0 for none, so that they go through
             sockets. Default: an eighth of the machine's memory.
@@ -83,7 +87,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     Raises:
         ValueError: a number of threads below 1, a timeout or a number of bytes that is
-            negative, or an unknown transport.
+            negative, or an unknown transport or security.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -102,6 +106,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         init_timeout: float | None = None,
         transport: str = "auto",
+        security: str = "auto",
         shared_memory: int | None = None,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
@@ -112,6 +117,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         super().__init__(rpc_timeout, init_method)
         if transport not in ("auto", "ipc", "tcp"):
             raise ValueError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
+        if security not in ("auto", "required", "none"):
+            raise ValueError(f"security must be 'auto', 'required' or 'none', but got {security!r}")
         if shared_memory is not None and shared_memory < 0:
             raise ValueError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
         if max_bytes_in_flight < 0:
@@ -122,6 +129,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport
+        self.security = security
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
         )

@@ -22,7 +22,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -433,7 +433,7 @@ def _other_size(card: Card, mine: Card) -> RendezvousError:
 
 def exchange(
     store: Store,
-    cards: list[Card],
+    cards: Sequence[Card],
     rank: int,
     value: str,
     timeout: float,

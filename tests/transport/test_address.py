@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from zrpc.errors import AuthenticationError
 from zrpc.transport import address
 from zrpc.transport.address import (
     PrivateDirectory,
@@ -276,3 +277,44 @@ def test_the_interface_towards_this_host_is_loopback():
 
 def test_the_interface_towards_nowhere_is_loopback():
     assert interface_towards("host.that.is.invalid") == "127.0.0.1"
+
+
+# -- directories of peers ------------------------------------------------------------------
+
+
+def test_a_private_directory_of_ours_is_accepted(directory):
+    address.check_private(directory.path)
+
+
+def test_one_that_has_gone_is_left_to_others(tmp_path):
+    address.check_private(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o777])
+def test_a_directory_that_is_open_to_others_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(AuthenticationError, match=f"with mode {mode:04o}: start all workers as"):
+        address.check_private(tmp_path)
+
+
+def test_a_link_to_a_private_directory_is_refused(tmp_path, directory):
+    link = tmp_path / "link"
+    link.symlink_to(directory.path)
+    with pytest.raises(AuthenticationError):
+        address.check_private(link)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user")
+def test_a_directory_of_another_user_is_refused(directory):
+    os.chown(directory.path, 12345, 12345)
+    with pytest.raises(AuthenticationError, match="found one of user 12345"):
+        address.check_private(directory.path)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o772])
+def test_no_socket_is_put_where_others_can_replace_it(parent, mode):
+    parent.chmod(mode)
+    with pytest.raises(AuthenticationError, match=f"chmod go-w {parent}"):
+        PrivateDirectory()
+    parent.chmod(mode | stat.S_ISVTX)  # as /tmp is
+    PrivateDirectory().remove()

@@ -39,7 +39,7 @@ def pair(request, no_leaks):
     if request.param == "ipc":
         pair.connect([f"ipc://{n.directory.socket_path}" for n in pair.networks])
     else:
-        pair.connect([network.listen_tcp("127.0.0.1") for network in pair.networks])
+        pair.connect([network.listen_tcp("127.0.0.1", None) for network in pair.networks])
     yield pair
     pair.close()
 
@@ -64,7 +64,7 @@ def test_messages_arrive_by_ipv6():
     pair = Pair(ipc=False)
     try:
         try:
-            pair.connect([network.listen_tcp("::1") for network in pair.networks])
+            pair.connect([network.listen_tcp("::1", None) for network in pair.networks])
         except zmq.ZMQError:
             pytest.skip("this machine has no IPv6")
         pair.networks[0].send(1, b"message")

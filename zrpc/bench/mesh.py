@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from zrpc.bench.effort import Effort, Sample
 from zrpc.bench.member import MemberSettings
 from zrpc.launch import LaunchError, Starter, Task
-from zrpc.launch.worker import run_secret
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -83,7 +82,6 @@ class Mesh:
         self._patience = patience
         self._processes: list[_Process] = []
         self._home = Path()
-        self._secret = run_secret(os.environ)
         self.joined_in = 0.0
         self.complaints: list[str] = []
 
@@ -215,7 +213,6 @@ class Mesh:
             env={
                 "OMP_NUM_THREADS": "1",  # as launchers set it
                 **os.environ,
-                **self._secret,
                 "ZRPC_RUNTIME_DIR": str(self._home),
                 **({"TP_SOCKET_IFNAME": "lo"} if self._tcp else {}),
             }

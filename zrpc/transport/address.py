@@ -12,18 +12,28 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import weakref
 from pathlib import Path
 from typing import ClassVar
 
+from zrpc.errors import AuthenticationError
+
 try:
     import fcntl
 except ImportError:  # Windows: no ipc transport there, see supports_ipc
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PrivateDirectory", "host_key", "interface_towards", "is_alive", "supports_ipc"]
+__all__ = [
+    "PrivateDirectory",
+    "check_private",
+    "host_key",
+    "interface_towards",
+    "is_alive",
+    "supports_ipc",
+]
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"
@@ -69,6 +79,7 @@ class PrivateDirectory:
     _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
     def __init__(self) -> None:
+        _check_parent(_parent())
         _remove_left_behind(_parent())
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
         # The file gets its name when it is locked already, or a peer could take it for the
@@ -120,6 +131,38 @@ def is_alive(directory: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def check_private(path: Path) -> None:
+    """Refuses a peer's directory that others than this user could have put there.
+
+    One that isn't there any more is the business of those who look after the peer's life.
+
+    Raises:
+        AuthenticationError: it is another user's, or open to others, or no directory.
+    """
+    try:
+        status = path.lstat()
+    except OSError:
+        return
+    private = stat.S_ISDIR(status.st_mode) and not stat.S_IMODE(status.st_mode) & 0o077
+    if status.st_uid != os.geteuid() or not private:
+        raise AuthenticationError(
+            f"expected a private directory of this user ({os.geteuid()}) at {path}, found one of "
+            f"user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}: start all "
+            "workers as one user, or with transport='tcp' and a cluster secret"
+        )
+
+
+def _check_parent(parent: Path) -> None:
+    """Refuses a directory in which others could put theirs in the place of ours."""
+    mode = parent.stat().st_mode
+    if mode & 0o022 and not mode & stat.S_ISVTX:
+        raise AuthenticationError(
+            f"expected a directory for sockets in which others can't replace anything, found "
+            f"{parent} with mode {stat.S_IMODE(mode):04o}: `chmod go-w {parent}`, or name another "
+            "one in ZRPC_RUNTIME_DIR"
+        )
 
 
 def _remove_left_behind(parent: Path) -> None:

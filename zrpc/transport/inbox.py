@@ -7,6 +7,9 @@ from typing import Any
 
 import zmq
 
+from zrpc.transport.curve import Curve
+from zrpc.transport.pieces import LARGEST_FRAME, PIECE, joined
+
 __all__ = ["Inbox"]
 
 
@@ -33,15 +36,22 @@ class Inbox:
         self._socket.bind(endpoint)
         return endpoint
 
-    def bind_tcp(self, address: str) -> str:
-        """Listens on a free port of one interface; returns the endpoint."""
+    def bind_tcp(self, address: str, curve: Curve | None) -> str:
+        """Listens on a free port of one interface; returns the endpoint.
+
+        What is set here holds for what is bound from now on, not for the Unix socket.
+        """
+        self._socket.maxmsgsize = LARGEST_FRAME
+        if curve is not None:
+            curve.guard_inbox(self._socket)
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
-        port = self._socket.bind_to_random_port(f"tcp://{address}")
-        return f"tcp://{address}:{port}"
+        self._socket.bind(f"tcp://{address}:*")
+        endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
+        return endpoint
 
-    def receive(self, timeout: float) -> tuple[bytes, bytes, list[zmq.Frame]] | None:
+    def receive(self, timeout: float) -> tuple[bytes, bytes, list[Any]] | None:
         """Waits for a message. Not to be interrupted by an exception, see `zrpc.interrupts`.
 
         Args:
@@ -60,10 +70,22 @@ class Inbox:
         except zmq.Again:
             return None
         first: bytes = self._socket.recv()  # after the identity there is always a frame
-        buffers: list[zmq.Frame] = []
+        if len(first) == PIECE:
+            first = joined(first, self._more, self._socket.recv)
+        buffers: list[Any] = []
         while self._socket.getsockopt(zmq.RCVMORE):
-            buffers.append(self._socket.recv(copy=False))
+            frame = self._socket.recv(copy=False)
+            if len(frame) == PIECE:
+                frame = joined(frame, self._more, self._receive_frame)
+            buffers.append(frame)
         return identity, first, buffers
+
+    def _more(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.RCVMORE))
+
+    def _receive_frame(self) -> zmq.Frame:
+        frame: zmq.Frame = self._socket.recv(copy=False)
+        return frame
 
     def close(self) -> None:
         """Closes the socket; unread messages are dropped."""

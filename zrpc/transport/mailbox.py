@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+
+from zrpc.transport.pieces import PIECE, cut, marked
 
 __all__ = ["Mailbox"]
 
@@ -24,10 +26,18 @@ class Mailbox:
         context: the agent's.
         identity: the sender's token, by which the peer's inbox knows whose message it is.
         endpoint: the peer's inbox.
+        guard: makes the socket connect to that peer and to nobody else, see `Curve`.
     """
 
-    def __init__(self, context: zmq.Context[Any], identity: bytes, endpoint: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        identity: bytes,
+        endpoint: str,
+        guard: Callable[[zmq.Socket[Any]], None] | None = None,
+    ) -> None:
         self.endpoint = endpoint
+        self._pieces = cut if endpoint.startswith("tcp://") else marked
         # Held for one send at a time; guards the socket and `sent`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
@@ -37,6 +47,8 @@ class Mailbox:
         self._socket.sndhwm = 0
         self._socket.linger = 0
         self._socket.ipv6 = "[" in endpoint
+        if guard is not None:
+            guard(self._socket)
         self._socket.connect(endpoint)
         self.sent = 0
 
@@ -55,10 +67,10 @@ class Mailbox:
             zmq.ZMQError: the mailbox is closed.
         """
         with self._mutex:
-            if not buffers:
+            if not buffers and len(first) < PIECE:
                 self._socket.send(first)
             else:
-                self._socket.send_multipart([first, *buffers])
+                self._socket.send_multipart(self._pieces([first, *buffers]))
             self.sent += counted
 
     def close(self, linger: float) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import zmq
 
 from zrpc.transport.address import PrivateDirectory, supports_ipc
+from zrpc.transport.curve import Curve, Gatekeeper
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
 
@@ -32,8 +34,9 @@ class Network:
     def __init__(self, identity: bytes, rank: int, peers: int, ipc: bool) -> None:
         self._identity = identity
         self._rank = rank
+        # First, since this may be refused, and there is nothing to close then.
+        self.directory = PrivateDirectory() if supports_ipc() else None
         self._context: zmq.Context[Any] = zmq.Context()
-        self.directory: PrivateDirectory | None = None
         # A mailbox a peer, the inbox, and the one that wakes this worker's own I/O thread.
         self._context.set(zmq.MAX_SOCKETS, 2 * peers + 16)
         # Guards the opening of mailboxes.
@@ -41,18 +44,26 @@ class Network:
         self._mailboxes: dict[int, Mailbox] = {}
         self._endpoints: Sequence[str] = ()
         self._closed = False
+        self._curve: Curve | None = None
+        self._gatekeeper: Gatekeeper | None = None
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
-        if supports_ipc():
-            self.directory = PrivateDirectory()
-            if ipc:
-                self._inbox.bind_ipc(self.directory.socket_path)
+        if ipc and self.directory is not None:
+            self._inbox.bind_ipc(self.directory.socket_path)
 
-    def listen_tcp(self, address: str) -> str:
-        """Listens on one interface as well; returns the endpoint."""
-        return self._inbox.bind_tcp(address)
+    def listen_tcp(self, address: str, curve: Curve | None) -> str:
+        """Listens on one interface as well; returns the endpoint.
+
+        Args:
+            address: the interface's, or its name.
+            curve: for whom, and with which keys to connect to others by tcp; None for anybody.
+        """
+        self._curve = curve
+        if curve is not None:
+            self._gatekeeper = Gatekeeper(self._context, curve.members)
+        return self._inbox.bind_tcp(address, curve)
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Tells where the peers can be reached, by rank."""
@@ -96,6 +107,8 @@ class Network:
                 mailbox.close(0 if rank in lost else linger)
         self._waker.close(0)
         self._inbox.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._context.term()
         # Only now, when the last message has left: a peer takes a worker without its
         # directory for gone.
@@ -108,6 +121,9 @@ class Network:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = self._mailboxes.get(rank)
             if mailbox is None:
-                mailbox = Mailbox(self._context, self._identity, self._endpoints[rank])
+                endpoint, guard = self._endpoints[rank], None
+                if self._curve is not None and endpoint.startswith("tcp://"):
+                    guard = partial(self._curve.guard_mailbox, rank=rank)
+                mailbox = Mailbox(self._context, self._identity, endpoint, guard)
                 self._mailboxes[rank] = mailbox
             return mailbox

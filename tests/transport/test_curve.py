@@ -1,0 +1,282 @@
+"""CURVE between members: who gets in, who does not, and what a listener on the way reads."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import struct
+import threading
+import time
+
+import pytest
+import zmq
+
+from zrpc.transport import curve as curve_module
+from zrpc.transport.curve import Curve, Gatekeeper, KeyPair
+from zrpc.transport.network import Network
+from zrpc.transport.pieces import LARGEST_FRAME
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+SOON = 5.0
+# How long nothing must arrive from one who is not to get in; a member takes some milliseconds.
+QUIET = 0.2
+
+
+class Guarded:
+    """Two networks that know each other's keys; `others` knows what strangers can know."""
+
+    def __init__(self):
+        self.keys = [KeyPair.new() for _ in range(2)]
+        self.curves = [Curve(keys, [k.public for k in self.keys]) for keys in self.keys]
+        self.networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
+        self.endpoints = [
+            network.listen_tcp("127.0.0.1", curve)
+            for network, curve in zip(self.networks, self.curves, strict=True)
+        ]
+        for network in self.networks:
+            network.connect(self.endpoints)
+
+    def close(self):
+        for network in self.networks:
+            network.close(0, ())
+
+
+@pytest.fixture
+def guarded(no_leaks):
+    made = Guarded()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def context(no_leaks):
+    with zmq.Context() as made:
+        yield made
+
+
+def received(network, timeout=SOON):
+    message = network.receive(timeout)
+    if message is None:
+        return None
+    identity, first, buffers = message
+    return identity, bytes(first), [bytes(buffer) for buffer in buffers]
+
+
+def test_members_talk(guarded):
+    first, second = guarded.networks
+    first.send(1, b"first", [b"x" * 100_000])
+    assert received(second) == (b"z0", b"first", [b"x" * 100_000])
+    second.send(0, b"second")
+    assert received(first) == (b"z1", b"second", [])
+    first.send(0, b"to myself")
+    assert received(first) == (b"z0", b"to myself", [])
+
+
+def stranger(context, endpoint, keys=None, server=None):
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    made.routing_id = b"z0"  # as a member that has not connected yet
+    if keys is not None:
+        made.curve_publickey = keys.public.encode()
+        made.curve_secretkey = keys.secret
+        made.curve_serverkey = server.encode()
+    made.connect(endpoint)
+    return made
+
+
+@pytest.mark.parametrize("kind", ["plain", "other key", "other server", "forged key"])
+def test_strangers_are_not_heard(guarded, context, kind, caplog):
+    first, second = guarded.networks
+    mine = KeyPair.new()
+    keys, server = {
+        "plain": (None, None),
+        "other key": (mine, guarded.keys[1].public),
+        "other server": (guarded.keys[0], mine.public),
+        # A member's public key, which all may know, without the secret one.
+        "forged key": (KeyPair(guarded.keys[0].public, mine.secret), guarded.keys[1].public),
+    }[kind]
+    with stranger(context, guarded.endpoints[1], keys, server) as intruder:
+        intruder.send(b"let me in")
+        assert received(second, QUIET) is None
+        first.send(1, b"member")
+        assert received(second) == (b"z0", b"member", [])
+        assert received(second, QUIET) is None
+    if kind == "other key":
+        assert "refused 1 connection(s) with a key that is no member's" in caplog.text
+        assert "from 127.0.0.1" in caplog.text
+
+
+def test_a_flood_of_strangers_is_told_once(guarded, context, caplog):
+    caplog.set_level(logging.WARNING)
+    intruders = [
+        stranger(context, guarded.endpoints[1], KeyPair.new(), guarded.keys[1].public)
+        for _ in range(20)
+    ]
+    for intruder in intruders:
+        intruder.send(b"let me in")
+    guarded.networks[0].send(1, b"member")
+    assert received(guarded.networks[1]) == (b"z0", b"member", [])
+    assert received(guarded.networks[1], QUIET) is None
+    for intruder in intruders:
+        intruder.close()
+    assert sum("refused" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_an_inbox_that_poses_as_a_peer_is_told_nothing(guarded, context):
+    # Its endpoint has got where worker 1's should be, but its key can't.
+    posing = context.socket(zmq.ROUTER)
+    with posing:
+        posing.linger = 0
+        keys = KeyPair.new()
+        posing.curve_server, posing.curve_secretkey = True, keys.secret
+        port = posing.bind_to_random_port("tcp://127.0.0.1")
+        guarded.networks[0].connect([guarded.endpoints[0], f"tcp://127.0.0.1:{port}"])
+        guarded.networks[0].send(1, b"for worker 1 only")
+        assert not posing.poll(int(QUIET * 1000))
+
+
+def test_nobody_is_admitted_where_no_authenticator_answers(context):
+    keys = [KeyPair.new() for _ in range(2)]
+    curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
+    with context.socket(zmq.ROUTER) as inbox, context.socket(zmq.DEALER) as mailbox:
+        inbox.linger = mailbox.linger = 0
+        curves[0].guard_inbox(inbox)
+        port = inbox.bind_to_random_port("tcp://127.0.0.1")
+        curves[1].guard_mailbox(mailbox, 0)
+        mailbox.connect(f"tcp://127.0.0.1:{port}")
+        mailbox.send(b"a member's message")
+        assert not inbox.poll(int(QUIET * 1000))
+        gatekeeper = Gatekeeper(context, [pair.public for pair in keys])
+        assert inbox.poll(int(SOON * 1000))  # it tries again, and gets in
+        gatekeeper.close()
+
+
+def test_the_gatekeeper_ends_with_its_thread(context):
+    before = threading.active_count()
+    gatekeeper = Gatekeeper(context, [])
+    assert threading.active_count() == before + 1
+    gatekeeper.close()
+    assert threading.active_count() == before
+    gatekeeper.close()
+
+
+def test_the_gatekeeper_ends_where_its_thread_has_died(context):
+    gatekeeper = Gatekeeper(context, [])
+    authenticator = gatekeeper._authenticator
+    authenticator.pipe.send(b"TERMINATE")
+    authenticator.thread.join(SOON)
+    assert not authenticator.is_alive()
+    gatekeeper.close()
+
+
+def test_the_secret_key_is_not_shown():
+    keys = KeyPair.new()
+    assert keys.secret.decode() not in repr(keys)
+    assert len(keys.public) == 40
+
+
+# -- before a connection has said who it is ------------------------------------------------
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+
+def connection(endpoint):
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    made = socket.create_connection((host, int(port)), SOON)
+    made.settimeout(SOON)
+    return made
+
+
+def closed_after(made):
+    """Seconds until the other side closes the connection."""
+    begun = time.monotonic()
+    with contextlib.suppress(ConnectionError):
+        while made.recv(4096):
+            pass
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("first", [b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)])
+def test_a_connection_that_says_nothing_is_closed(monkeypatch, first):
+    monkeypatch.setattr(curve_module, "_HANDSHAKE_MS", 300)
+    guarded = Guarded()
+    try:
+        with connection(guarded.endpoints[0]) as silent:
+            silent.sendall(first)
+            assert 0.1 < closed_after(silent) < SOON
+    finally:
+        guarded.close()
+
+
+@pytest.mark.parametrize("size", [LARGEST_FRAME + 1, 2**40, 2**63 - 1, 2**64 - 1])
+def test_a_frame_above_the_limit_is_not_waited_for(guarded, size):
+    with connection(guarded.endpoints[0]) as greedy:
+        greedy.sendall(GREETING + b"\x06" + struct.pack(">Q", size))
+        assert closed_after(greedy) < 2  # at once, and not when the handshake is overdue
+    guarded.networks[1].send(0, b"still there")
+    assert received(guarded.networks[0]) == (b"z1", b"still there", [])
+
+
+# -- on the way ----------------------------------------------------------------------------
+
+
+class Tap:
+    """Passes a connection on, and keeps what goes through."""
+
+    def __init__(self, endpoint):
+        self.heard = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._target = endpoint
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self):
+        try:
+            near = self._listener.accept()[0]
+        except OSError:
+            return
+        far = connection(self._target)
+        far.settimeout(None)
+        self._sockets += [near, far]
+        for ends in ((near, far), (far, near)):
+            self._threads.append(threading.Thread(target=self._pass_on, args=ends))
+            self._threads[-1].start()
+
+    def _pass_on(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.heard += data
+                sink.sendall(data)
+
+    def close(self):
+        for each in self._sockets:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join(SOON)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("in_the_clear", [True, False])
+def test_who_listens_on_the_way_reads_nothing(in_the_clear):
+    keys = [KeyPair.new() for _ in range(2)]
+    curves = [None if in_the_clear else Curve(k, [p.public for p in keys]) for k in keys]
+    networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
+    endpoints = [n.listen_tcp("127.0.0.1", c) for n, c in zip(networks, curves, strict=True)]
+    tap = Tap(endpoints[1])
+    try:
+        networks[0].connect([endpoints[0], tap.endpoint])
+        networks[1].connect(endpoints)
+        networks[0].send(1, b"a word to hide", [b"and another" * 1000])
+        assert received(networks[1])[1] == b"a word to hide"
+        assert (b"a word to hide" in tap.heard) is in_the_clear
+        assert (b"and another" in tap.heard) is in_the_clear
+    finally:
+        tap.close()
+        for network in networks:
+            network.close(0, ())

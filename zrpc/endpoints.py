@@ -1,0 +1,180 @@
+"""Where each worker of a mesh can be reached, and who may connect there.
+
+Workers of one host use Unix sockets. Where any two can't, all listen on one network interface as
+well, and tell each other where.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from torch.distributed import Store
+
+from zrpc.card import Card
+from zrpc.errors import AuthenticationError, RpcError
+from zrpc.membership import Membership
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.rendezvous import exchange, master_host
+from zrpc.secret import ClusterSecret
+from zrpc.transport.address import check_private, interface_towards
+from zrpc.transport.curve import Curve, KeyPair
+from zrpc.transport.network import Network
+
+__all__ = ["Meeting", "find_endpoints", "make_keys"]
+
+logger = logging.getLogger(__name__)
+
+_IFACE = "ZRPC_IFACE"
+_ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where workers meet, and how.
+
+    Attributes:
+        store: shared by all.
+        init_method: where that is; empty where it was passed in.
+        secret: the cluster's.
+        options: this worker's.
+    """
+
+    store: Store
+    init_method: str
+    secret: ClusterSecret | None
+    options: ZmqRpcBackendOptions
+
+
+def make_keys(meeting: Meeting) -> KeyPair | None:
+    """This worker's keys; None where it is to talk in the clear, which is told aloud.
+
+    Raises:
+        AuthenticationError: there is no secret, though the options require one.
+    """
+    security = meeting.options.security
+    if security == "none":
+        logger.warning(
+            "security='none': what goes between hosts is neither encrypted nor authenticated. "
+            "Whoever can reach a worker's port can run any code there"
+        )
+        return None
+    if security == "required" and meeting.secret is None:
+        raise AuthenticationError(f"security='required' needs a cluster secret: {_WHAT_TO_DO}")
+    return KeyPair.new()
+
+
+_WHAT_TO_DO = (
+    "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "
+    "path for every worker"
+)
+
+
+def find_endpoints(
+    network: Network, membership: Membership, meeting: Meeting, keys: KeyPair | None
+) -> list[str]:
+    """Where each worker can be reached; listens on tcp where any pair of workers needs that.
+
+    Raises:
+        AuthenticationError: a worker's directory or key is not what it must be, or there is no
+            secret where there must be one.
+        RpcError: a worker can't be reached.
+    """
+    cards = membership.cards
+    for card in cards:
+        if membership.reaches_by_ipc(card.rank):
+            check_private(Path(card.directory))
+    endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
+    if len(cards) == 1 or _all_by_ipc(cards):
+        return endpoints  # a worker reaches itself anyhow
+    if meeting.options.transport == "ipc":
+        raise RpcError(
+            "transport='ipc' needs all workers on one host with one directory for sockets, "
+            f"but they are on {_hosts(cards)} hosts, or see different ones"
+        )
+    _check_security(membership, meeting, keys)
+    curve = None if keys is None else Curve(keys, [card.public_key for card in cards])
+    tcp = _exchange_tcp(network, membership, meeting, curve)
+    return [
+        endpoints[card.rank] if membership.reaches_by_ipc(card.rank) else tcp[card.rank]
+        for card in cards
+    ]
+
+
+def _all_by_ipc(cards: Sequence[Card]) -> bool:
+    return all(card.ipc for card in cards) and len({card.host_key for card in cards}) == 1
+
+
+def _hosts(cards: Sequence[Card]) -> int:
+    return len({_system(card) for card in cards})
+
+
+def _system(card: Card) -> str:
+    return card.host_key.partition("/")[0]
+
+
+def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | None) -> None:
+    """Refuses tcp that is not secured alike, or whose keys nobody vouches for."""
+    for card in membership.cards:
+        if bool(card.public_key) != (keys is not None):
+            clear, other = (membership.info, card.info)[:: 1 if keys is None else -1]
+            raise AuthenticationError(
+                f"{clear} talks in the clear (security='none'), but {other} does not: give all "
+                "workers the same security"
+            )
+    if keys is not None and meeting.secret is None:
+        # On one host too: other users of it can reach the store, and pose as a worker there.
+        raise AuthenticationError(
+            f"expected a cluster secret, found none. The workers use tcp (they are on "
+            f"{_hosts(membership.cards)} host(s)), and without it can't tell a member from a "
+            f"stranger: {_WHAT_TO_DO}. `zrpc launch` makes one for its own workers"
+        )
+
+
+def _exchange_tcp(
+    network: Network, membership: Membership, meeting: Meeting, curve: Curve | None
+) -> list[str]:
+    """Listens on tcp; returns the endpoints of all."""
+    cards, interface = membership.cards, _interface(meeting.init_method)
+    try:
+        mine = network.listen_tcp(interface, curve)
+    except zmq.ZMQError as error:
+        raise RpcError(
+            f"{membership.info} can't listen on {interface} ({error}): set {_IFACE} to the name "
+            "or the address of a network interface of this host"
+        ) from error
+    timeout = meeting.options.init_timeout
+    found = exchange(meeting.store, cards, membership.rank, mine, timeout, meeting.secret)
+    for card, endpoint in zip(cards, found, strict=True):
+        if _is_loopback(endpoint) and _hosts(cards) > 1:
+            raise RpcError(
+                f"{card.info} listens on {endpoint}, which other hosts can't reach: set {_IFACE} "
+                "there to the name or the address of the network interface that leads to them"
+            )
+    text = f"{membership.info} listens on {mine} ({'CURVE' if curve else 'in the clear'})"
+    logger.info(text)
+    if not all(map(_is_loopback, found)) and not logger.isEnabledFor(logging.INFO):
+        print(f"zrpc: {text}", file=sys.stderr)
+    return found
+
+
+def _interface(init_method: str) -> str:
+    """The interface to listen on: the one that is named, or that leads to the master."""
+    named = os.environ.get(_IFACE, "").strip()
+    if named in _ALL_INTERFACES:
+        raise RpcError(
+            f"expected the name or the address of one network interface in {_IFACE}, found "
+            f"{named!r}: a worker never listens on all of them"
+        )
+    if named:
+        return named
+    return interface_towards(master_host(init_method) if init_method else "127.0.0.1")
+
+
+def _is_loopback(endpoint: str) -> bool:
+    return endpoint.startswith(("tcp://127.", "tcp://[::1]"))
