@@ -39,6 +39,12 @@ def _variables(
     help="A variable for the workers' environment. Can be repeated.",
 )
 @click.option(
+    "--iface",
+    metavar="NAME|ADDRESS",
+    help="The network interface on which workers listen, where they do: ZRPC_IFACE. "
+    "[default: the one that leads to where they meet]",
+)
+@click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep each worker's output here too, in rank0.out and rank0.err.",
@@ -62,6 +68,7 @@ def command(
     nprocs: int,
     name_prefix: str,
     env: dict[str, str],
+    iface: str | None,
     log_dir: Path | None,
     timeout: float | None,
     start_method: str | None,
@@ -73,8 +80,9 @@ def command(
 
     What follows SCRIPT are its own arguments. Each worker finds its rank and how to reach the
     others in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
-    under torchrun. OMP_NUM_THREADS is 1, unless it is set or there is one worker. Worker 0 has
-    the launcher's standard input, the others have none.
+    under torchrun, and a secret of this run in ZRPC_SECRET, unless there is one already.
+    OMP_NUM_THREADS is 1, unless it is set or there is one worker. Worker 0 has the launcher's
+    standard input, the others have none.
 
     Output is shown with the worker's rank. When a worker fails, the others are stopped, its
     traceback is shown last, and its exit code is the launcher's. Ctrl-C stops all workers,
@@ -86,7 +94,7 @@ def command(
         nprocs=nprocs,
         module=module,
         name_prefix=name_prefix,
-        env=env,
+        env=env if iface is None else {**env, "ZRPC_IFACE": iface},
         log_dir=log_dir,
         timeout=timeout,
         start_method=start_method,

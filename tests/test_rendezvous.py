@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -352,3 +356,57 @@ def test_the_masters_host(environment):
     environment("MASTER_PORT", "1")
     assert master_host("env://") == "master"
     assert master_host("file:///x")
+
+
+# -- where the store listens ---------------------------------------------------------------
+
+
+def listens_at(port):
+    """The local addresses, in the kernel's notation, at which anybody listens on a port."""
+    found = []
+    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(name) as file:
+            rows = [line.split() for line in file][1:]
+        local = [row[1].split(":") for row in rows if row[3] == "0A"]
+        found += [address for address, number in local if int(number, 16) == port]
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs /proc")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_store_listens_at_its_address_only(host):
+    port = free_port()
+    store = connect_store(f"tcp://{host}:{port}", 0, 2, SOON)
+    assert listens_at(port) == ["0100007F"]
+    other = connect_store(f"tcp://{host}:{port}", 1, 2, SOON)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_second_store_of_one_process_is_the_first(caplog):
+    port = free_port()
+    stores = [connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON) for _ in range(2)]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_the_port_is_free_again_after_the_store():
+    port = free_port()
+    connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON)
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON)
+        assert listens_at(port) == []
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("found", [["192.0.2.1"], ["127.0.1.1"], ["127.0.0.1", "127.0.0.2"]])
+def test_where_the_address_says_nothing_the_store_is_left_to_torch(monkeypatch, found):
+    import zrpc.rendezvous
+
+    def resolve(host, port, **_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(zrpc.rendezvous.socket, "getaddrinfo", resolve)
+    assert zrpc.rendezvous._listen("master", free_port()) is None

@@ -2,7 +2,7 @@
 
 The store itself asks nobody who they are. So each entry carries a signature over its key and
 its value, and what is not signed as it must be is not read. An entry of an earlier run is signed
-just as well: `zrpc.rendezvous` sees to it that it is not taken for one of this run.
+just as well: ``zrpc.rendezvous`` sees to it that it is not taken for one of this run.
 
 An entry is ``signature SPACE value``; without a secret the signature is ``-``.
 """

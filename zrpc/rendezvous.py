@@ -6,7 +6,7 @@ card can be stale. So the workers then confirm that they have seen the same card
 a key that is named by all the cards' tokens, and a mesh stands once every rank has written the
 same one. A card that is replaced meanwhile is read anew.
 
-All that they write is signed with the cluster's secret (`zrpc.entries`). A signature says who
+All that they write is signed with the cluster's secret (``zrpc.entries``). A signature says who
 wrote a card but not when, so anybody who can write to the store can put an old one there. It is
 treated as a stale one: its token is not of this run, so nobody confirms it, as a confirmation is
 signed together with all tokens. A card that is signed otherwise is no card; a worker that meets
@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
 from torch.distributed import Store, TCPStore, rendezvous
@@ -46,6 +47,7 @@ _PAUSES = (0.001, 0.05)
 _READ_WITHIN = 5.0
 # How often a worker looks at the cards that are there while others are missing, in seconds.
 _LOOK = 0.5
+_BACKLOG = 4096  # a whole mesh may connect at once
 
 
 def resolve_rank(init_method: str, rank: int, world_size: int | None) -> tuple[int, int]:
@@ -133,7 +135,14 @@ def _tcp_store(host: str, port: int, rank: int, deadline: float, timeout: float)
     def connect() -> None:
         try:
             store = TCPStore(
-                host, port, None, hosts, left, wait_for_workers=False, multi_tenant=not by_torchrun
+                host,
+                port,
+                None,
+                hosts,
+                left,
+                wait_for_workers=False,
+                multi_tenant=not by_torchrun,
+                master_listen_fd=_listen(host, port) if hosts else None,
             )
         except BaseException as error:
             made.append(error)
@@ -153,6 +162,32 @@ def _tcp_store(host: str, port: int, rank: int, deadline: float, timeout: float)
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Listens for the store at the master's address; returns the descriptor.
+
+    None where that address is not this host's own, as behind a translating router, or something
+    listens there: then TCPStore listens on all interfaces, or says what is wrong.
+    """
+    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=SOCK_STREAM)}
+    loopback = [address for address in found if str(address).startswith(("127.", "::1"))]
+    if host == "localhost" and "127.0.0.1" in found:
+        address = "127.0.0.1"
+    elif len(found) == 1 and (host in found or not loopback):
+        [address] = map(str, found)
+    else:  # which of them do the others use? A name of this host may mean loopback only here
+        return None
+    listener = socket.socket(found[address], SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        logger.info("the store does not listen on %s:%d alone: %s", address, port, error)
+        return None
+    return listener.detach()
 
 
 def _await_listener(master: tuple[str, int], deadline: float, timeout: float) -> None:

@@ -62,6 +62,7 @@ assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
         (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
         (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
         (["--env", "RANK=1", "s.py"], "RANK can't be set"),
+        (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
         (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
         (["--name-prefix", "a b", "s.py"], "a worker's name takes letters"),
         (["--no-such-option", "s.py"], "No such option"),
@@ -141,3 +142,8 @@ def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path:
     assert {int(row[0][1:-1]) for row in rows} == set(range(16))
     assert {row[2] for row in rows} == {"True"}
     assert len({row[1] for row in rows}) == 1
+
+
+def test_the_interface_is_handed_on(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import os; print(os.environ.get('ZRPC_IFACE'))")
+    assert run("launch", "--iface", "eth7", "s.py", cwd=tmp_path)[:2] == (0, "[0] eth7\n")

@@ -1,10 +1,10 @@
 """Large frames in pieces, so that a small limit on frames limits no message.
 
-An inbox that listens on tcp accepts no frame above `LARGEST_FRAME` (ZMQ_MAXMSGSIZE): ZeroMQ holds
+An inbox that listens on tcp accepts no frame above ``LARGEST_FRAME`` (ZMQ_MAXMSGSIZE): ZeroMQ holds
 a frame in memory until all of it is there, and does so also before it knows whose it is. So a
 stranger's connection holds a megabyte at most. A larger frame travels as several:
 
-- a frame of exactly `PIECE` bytes goes on with the next frame;
+- a frame of exactly ``PIECE`` bytes goes on with the next frame;
 - any other is the last of its pieces, or a whole one.
 
 So what happens to be as long as a piece is followed by an empty one. Where there is no limit (a
