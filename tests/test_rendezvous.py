@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from zrpc.entries import Entries
 from zrpc.errors import RendezvousError
 from zrpc.launch import Task
-from zrpc.rendezvous import Card, connect_store, exchange, master_host, meet, resolve_rank
+from zrpc.rendezvous import (
+    Card,
+    _digest,
+    connect_store,
+    exchange,
+    master_host,
+    meet,
+    resolve_rank,
+)
 from zrpc.testing.server import warm_server
 
 SOON = 10.0
@@ -148,12 +152,12 @@ def start_and_take_part_by_hand(connect):
     """Starts rank 0, and does what rank 1 of the same name does before it reads the verdict."""
     cards = [card(0, 2, name="same"), card(1, 2, name="same")]
     finish = start(connect, cards[:1])
-    store = dist.PrefixStore("zrpc", connect())
-    store.set("card/1", json.dumps(asdict(cards[1])))
-    digest = hashlib.sha256("".join(each.token for each in cards).encode()).hexdigest()[:32]
-    store.set(f"{digest}/1", "1")
-    store.wait([f"{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
-    return finish, lambda: store.set(f"{digest}/1/refused", "1")
+    store = connect()
+    entries, digest = Entries(store, None), _digest(cards)
+    entries.set("card/1", cards[1].dump())
+    entries.set(f"{digest}/1", "met")
+    store.wait([f"zrpc/{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
+    return finish, lambda: entries.set(f"{digest}/1/refused", "1")
 
 
 def test_rank_0_stays_until_the_others_have_read_why(connect):

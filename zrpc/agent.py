@@ -16,6 +16,7 @@ messages of their own kinds, and are told when a peer is lost and when the agent
 from __future__ import annotations
 
 import logging
+import struct
 import threading
 import time
 import traceback
@@ -520,11 +521,7 @@ class Agent:
             self._received[sender] += 1
         try:
             if message.extensions:
-                message.attachments = {
-                    tag: self._extension_handlers[tag](message, data)
-                    for tag, data in message.extensions
-                    if tag in self._extension_handlers
-                }
+                message.attachments = self._read_extensions(message)
             handler(message)
         except Exception as error:
             # Whatever it is, the caller must not wait for it until its deadline.
@@ -538,6 +535,17 @@ class Agent:
                 if gone:
                     return
             raise
+
+    def _read_extensions(self, message: Message) -> dict[int, Any]:
+        handlers = self._extension_handlers
+        try:
+            return {
+                tag: handlers[tag](message, data)
+                for tag, data in message.extensions
+                if tag in handlers
+            }
+        except struct.error as error:
+            raise ProtocolError(f"an extension can't be read: {error}") from error
 
     def _tick(self) -> None:
         for rank in self.membership.newly_lost(is_alive):

@@ -227,6 +227,7 @@ class Tap:
 
     def __init__(self, endpoint):
         self.heard = bytearray()
+        self.said = bytearray()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = endpoint
@@ -250,7 +251,17 @@ class Tap:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 self.heard += data
+                self.said += data if sink is self._sockets[2] else b""
                 sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def replay(self):
+        """Says once more, on another connection, what the one who has left has said."""
+        for thread in self._threads:
+            thread.join(SOON)
+        again = connection(self._target)
+        again.sendall(self.said)
+        return again
 
     def close(self):
         for each in self._sockets:
@@ -276,7 +287,12 @@ def test_who_listens_on_the_way_reads_nothing(in_the_clear):
         assert received(networks[1])[1] == b"a word to hide"
         assert (b"a word to hide" in tap.heard) is in_the_clear
         assert (b"and another" in tap.heard) is in_the_clear
+        # What was heard can't be said again, but where nothing was encrypted.
+        networks[0].close(0, ())
+        assert received(networks[1], QUIET) is None  # it sees that z0 has left
+        with tap.replay():
+            message = received(networks[1], SOON if in_the_clear else QUIET)
+        assert (message is not None) is in_the_clear
     finally:
         tap.close()
-        for network in networks:
-            network.close(0, ())
+        networks[1].close(0, ())

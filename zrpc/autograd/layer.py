@@ -499,7 +499,7 @@ class AutogradLayer:
 
     @staticmethod
     def _pass_fields(message: Message) -> tuple[int, int, int, int]:
-        fields: tuple[int, int, int, int] = (message.attachments or {})[PASS]
+        fields: tuple[int, int, int, int] = message.attachment(PASS)
         return fields
 
 

@@ -306,7 +306,7 @@ class RRefLayer:
         return value
 
     def _ids(self, message: Message) -> list[GloballyUniqueId]:
-        ids: list[GloballyUniqueId] = (message.attachments or {})[SUBJECT]
+        ids: list[GloballyUniqueId] = message.attachment(SUBJECT)
         return ids
 
     def _settle_references(self) -> None:

@@ -75,6 +75,18 @@ class Message:
             size += sum(memoryview(buffer).nbytes for buffer in self.buffers)
         return size
 
+    def attachment(self, tag: int) -> Any:
+        """What this worker's layers made of the extension with this tag.
+
+        Raises:
+            ProtocolError: the sender should have added one, and has not.
+        """
+        if self.attachments is None or tag not in self.attachments:
+            raise ProtocolError(
+                f"expected extension {tag} in a message of kind {self.kind}, found none"
+            )
+        return self.attachments[tag]
+
     def first_frame(self) -> bytes:
         """The first of the frames; the buffers are the others."""
         extensions = b""

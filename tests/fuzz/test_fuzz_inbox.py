@@ -1,0 +1,204 @@
+"""A live worker, in a process of its own, goes on serving whatever it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from mutation import INPUTS, corpus, inputs, mutated
+
+import zrpc
+from zrpc.testing import Mesh
+from zrpc.transport.pieces import LARGEST_FRAME
+from zrpc.wire.kind import Kind
+
+SEEDS = corpus()
+BATCH = 500
+# What a member may say only once, and then has left, or has begun to.
+LAST_WORDS = (Kind.LEAVE, Kind.TERMINATION)
+# Numbers of calls that no test makes.
+NOBODYS = 2**40
+# All that is sent here is to be refused at some point; that is a line of log each time.
+PROCESSES = {"workers": 2, "processes": True, "timeout": max(60, INPUTS // 100), "leaks": False}
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
+HELLO = b"\x05HELLO\x01\x00" + bytes(192)
+
+
+def _silence() -> None:
+    import logging
+
+    logging.disable(logging.CRITICAL)
+
+
+def _endpoint() -> str:
+    from zrpc.current import current_agent
+
+    endpoint: str = current_agent()._network._inbox._socket.last_endpoint.decode().rstrip("\0")
+    return endpoint
+
+
+def _resident() -> int:
+    """The memory of this process, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def serves(mesh: Mesh) -> None:
+    """Calls between the two workers are answered, in both directions."""
+    assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
+    assert mesh.run(1, zrpc.rpc_sync, 0, max, args=(1, 2)) == 2
+
+
+@pytest.fixture
+def attacked(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh; after the test it must serve as before."""
+    mesh.run_all(_silence)
+    serves(mesh)
+    yield mesh
+    serves(mesh)
+    # The counts of messages don't fit any more, on which a graceful end relies.
+    mesh.shutdown(graceful=False)
+
+
+def batches() -> Iterator[int]:
+    """A seed for each batch."""
+    source = random.Random(7)
+    for _ in range(max(1, INPUTS // BATCH)):
+        yield source.getrandbits(64)
+
+
+# -- from a member -------------------------------------------------------------------------
+
+
+def harmless(data: bytes) -> bytes:
+    """The message without what a member has the right to do with effect.
+
+    A pickle of a member's is run: that is no matter for this test. A zero byte begins none.
+    """
+    head = bytearray(data)
+    if len(head) > 1 and head[1] in LAST_WORDS:
+        head[1] = 250
+    if len(head) >= 24:
+        head[16:24] = (int.from_bytes(head[16:24], "little") | NOBODYS).to_bytes(8, "little")
+    if len(head) >= 32:
+        extensions, table = struct.unpack_from("<II", head, 4)
+        for start in (32 + extensions, 32 + extensions + table):
+            if start < len(head):
+                head[start] = 0
+    return bytes(head)
+
+
+def _send(seed: int, count: int, seeds: list[bytes]) -> None:
+    from zrpc.current import current_agent
+
+    network, source = current_agent()._network, random.Random(seed)
+    for data in inputs(seed, count, seeds):
+        buffers = [source.randbytes(source.randint(0, 64)) for _ in range(source.randint(0, 3))]
+        network.send(1, harmless(data), buffers if source.random() < 0.3 else (), counted=False)
+
+
+@pytest.mark.zrpc(**PROCESSES)
+def test_messages_of_a_member(attacked: Mesh) -> None:
+    for seed in batches():
+        attacked.run(0, _send, seed, BATCH, SEEDS)
+        serves(attacked)
+
+
+# -- from strangers ------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(**PROCESSES)
+def test_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> None:
+    # Of the same user: nobody else gets at the socket.
+    endpoint, source = attacked.run(1, _endpoint), random.Random(1)
+    for seed in batches():
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 2000
+            stranger.routing_id = b"z" + source.randbytes(source.randint(1, 20))
+            stranger.connect(endpoint)
+            for data in inputs(seed, BATCH, SEEDS):
+                stranger.send_multipart([data] * source.randint(1, 3))
+        serves(attacked)
+
+
+def connect(endpoint: str) -> socket.socket:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    made = socket.create_connection((host, int(port)), 10)
+    made.settimeout(0.001)
+    return made
+
+
+def say(endpoint: str, data: bytes) -> None:
+    """Says something on a connection of its own, and listens for a millisecond at most."""
+    with contextlib.suppress(OSError), connect(endpoint) as stranger:
+        stranger.sendall(data)
+        stranger.recv(4096)
+
+
+@pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
+def test_bytes_of_strangers_on_tcp(attacked: Mesh) -> None:
+    endpoint, source = attacked.run(1, _endpoint), random.Random(2)
+    command = b"\x06" + struct.pack(">Q", len(HELLO)) + HELLO
+    seeds = [
+        GREETING,
+        GREETING + command,
+        GREETING + b"\x04\xc8" + HELLO,
+        b"GET / HTTP/1.1\r\n\r\n",
+    ]
+    for number in range(INPUTS // 10):
+        say(endpoint, mutated(source, seeds))
+        if number % 100 == 99:
+            serves(attacked)
+
+
+@pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
+def test_many_connections_that_say_nothing(attacked: Mesh) -> None:
+    endpoint = attacked.run(1, _endpoint)
+    # Each also promises as much as it may: what is promised costs nothing until it is there.
+    promise = GREETING + b"\x06" + struct.pack(">Q", LARGEST_FRAME) + b"x"
+    before = attacked.run(1, _resident)
+    with contextlib.ExitStack() as stack:
+        for number in range(min(10_000, _room_for_connections(), max(500, INPUTS // 10))):
+            stranger = stack.enter_context(connect(endpoint))
+            if number % 2:
+                stranger.sendall(promise)
+        serves(attacked)
+        grown = attacked.run(1, _resident) - before
+        assert grown < 64 * 2**20 + 20_000 * number, f"{grown} bytes for {number} connections"
+
+
+def _room_for_connections() -> int:
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500
+
+
+@pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
+def test_descriptors_that_run_out(attacked: Mesh) -> None:
+    endpoint = attacked.run(1, _endpoint)
+    limit = attacked.run(1, _allow_descriptors, 30)
+    with contextlib.ExitStack() as stack:
+        for _ in range(limit):
+            stack.enter_context(connect(endpoint))
+        deadline = time.monotonic() + 10
+        while len(os.listdir(f"/proc/{attacked.pid(1)}/fd")) < limit:
+            assert time.monotonic() < deadline, "the connections are not accepted"
+            time.sleep(0.01)
+        serves(attacked)
+    attacked.run(1, _allow_descriptors, 1000)
+
+
+def _allow_descriptors(more: int) -> int:
+    """Lets this process have descriptors up to so much above its highest; returns the limit."""
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + more
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    return limit
