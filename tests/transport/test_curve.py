@@ -227,7 +227,7 @@ class Tap:
 
     def __init__(self, endpoint):
         self.heard = bytearray()
-        self.said = bytearray()
+        self.said = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self._target = endpoint
@@ -251,7 +251,8 @@ class Tap:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 self.heard += data
-                self.said += data if sink is self._sockets[2] else b""
+                if sink is self._sockets[2]:
+                    self.said.append(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
@@ -260,7 +261,11 @@ class Tap:
         for thread in self._threads:
             thread.join(SOON)
         again = connection(self._target)
-        again.sendall(self.said)
+        again.settimeout(QUIET)
+        for data in self.said:
+            with contextlib.suppress(OSError):  # it may be closed, or have no answer
+                again.recv(4096)
+                again.sendall(data)
         return again
 
     def close(self):
