@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zrpc
+import zrpc.endpoints
 import zrpc.joining
 from zrpc.api import start_agent
 from zrpc.errors import AuthenticationError, RpcError
@@ -169,6 +170,16 @@ def test_an_unknown_security():
 def test_a_mesh_of_the_test_fixture_has_a_secret():
     with local_mesh(2, options={"transport": "tcp"}) as mesh:
         assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
+
+
+@pytest.mark.parametrize("security", ["auto", "required", "none"])
+def test_a_libzmq_that_can_not_encrypt(monkeypatch, security):
+    monkeypatch.setattr(zrpc.endpoints, "supports_curve", lambda: False)
+    with Started({"security": security}, {"security": security}) as outcomes:
+        if security == "none":
+            talk(outcomes)
+        else:
+            assert all("install pyzmq from its wheels" in str(error) for error in outcomes)
 
 
 # -- several hosts -------------------------------------------------------------------------

@@ -231,6 +231,12 @@ def test_exchange(connect):
     assert list(found.values()) == [["value 0", "value 1", "value 2"]] * 3
 
 
+def test_who_gives_nothing_is_named(connect):
+    cards = [card(rank, 3) for rank in range(3)]
+    with pytest.raises(RendezvousError, match=r"within 0.1 s .*\[WorkerInfo\(id=1.*id=2"):
+        exchange(connect(), cards, 0, "value", 0.1)
+
+
 def test_exchanges_of_two_meshes_do_not_meet(connect):
     store = connect()
     for value in ("first", "second"):

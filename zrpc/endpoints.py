@@ -23,7 +23,7 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.rendezvous import exchange, master_host
 from zrpc.secret import ClusterSecret
 from zrpc.transport.address import check_private, interface_towards
-from zrpc.transport.curve import Curve, KeyPair
+from zrpc.transport.curve import Curve, KeyPair, supports_curve
 from zrpc.transport.network import Network
 
 __all__ = ["Meeting", "find_endpoints", "make_keys"]
@@ -55,7 +55,8 @@ def make_keys(meeting: Meeting) -> KeyPair | None:
     """This worker's keys; None where it is to talk in the clear, which is told aloud.
 
     Raises:
-        AuthenticationError: there is no secret, though the options require one.
+        AuthenticationError: there is no secret, though the options require one; libzmq can't
+            encrypt.
     """
     security = meeting.options.security
     if security == "none":
@@ -66,6 +67,11 @@ def make_keys(meeting: Meeting) -> KeyPair | None:
         return None
     if security == "required" and meeting.secret is None:
         raise AuthenticationError(f"security='required' needs a cluster secret: {_WHAT_TO_DO}")
+    if not supports_curve():
+        raise AuthenticationError(
+            "expected a libzmq with CURVE, found one without: install pyzmq from its wheels, or "
+            "use security='none' on one host, or in a network that you trust"
+        )
     return KeyPair.new()
 
 

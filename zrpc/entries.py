@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
@@ -94,7 +93,3 @@ class Entries:
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there are entries under all these keys, signed or not."""
         return bool(self._store.check(list(keys)))
-
-    def wait(self, keys: Sequence[str], timeout: float) -> None:
-        """Waits until there are; raises the store's own error after ``timeout`` seconds."""
-        self._store.wait(list(keys), timedelta(seconds=timeout))

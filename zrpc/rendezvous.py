@@ -424,14 +424,18 @@ class _Meeting:
         )
 
     def _wait_for(self, done: Callable[[], bool]) -> bool:
-        """Waits until ``done()``; False at the deadline."""
-        pause, longest = _PAUSES
-        while not done():
-            if time.monotonic() > self._deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return True
+        return _wait_for(done, self._deadline)
+
+
+def _wait_for(done: Callable[[], bool], deadline: float) -> bool:
+    """Waits until ``done()``; False at the deadline."""
+    pause, longest = _PAUSES
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 def _protest_key(against: str, by: str) -> str:
@@ -478,9 +482,17 @@ def exchange(
 
     Raises:
         AuthenticationError: a value is not of the worker that it claims to be of.
+        RendezvousError: some gave none within ``timeout`` seconds.
     """
     entries = Entries(store, secret)
     keys = [f"{_digest(cards)}/value/{card.rank}" for card in cards]
     entries.set(keys[rank], value)
-    entries.wait(keys, timeout)
+    if not _wait_for(lambda: entries.check(keys), time.monotonic() + timeout):
+        missing = [
+            card.info for key, card in zip(keys, cards, strict=True) if not entries.check([key])
+        ]
+        raise RendezvousError(
+            f"expected all workers to say within {timeout:g} s where they listen, but {missing} "
+            "did not: see what became of them"
+        )
     return [entries.get(key) for key in keys]

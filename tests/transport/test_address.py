@@ -311,10 +311,32 @@ def test_a_directory_of_another_user_is_refused(directory):
         address.check_private(directory.path)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o772])
+@pytest.mark.parametrize("mode", [0o777, 0o702])
 def test_no_socket_is_put_where_others_can_replace_it(parent, mode):
     parent.chmod(mode)
-    with pytest.raises(AuthenticationError, match=f"chmod go-w {parent}"):
+    with pytest.raises(AuthenticationError, match=f"chmod o-w {parent}"):
         PrivateDirectory()
     parent.chmod(mode | stat.S_ISVTX)  # as /tmp is
     PrivateDirectory().remove()
+
+
+def test_a_temporary_directory_that_is_open_to_all_is_passed_over(monkeypatch, tmp_path):
+    volume, other = tmp_path / "volume", tmp_path / "other"
+    volume.mkdir()
+    other.mkdir()
+    monkeypatch.delenv("ZRPC_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(address.tempfile, "gettempdir", lambda: str(volume))
+    monkeypatch.setattr(address, "_SECOND_CHOICE", other)
+    monkeypatch.setattr(address, "_LONGEST_PATH", len(os.fsencode(tmp_path)) + 100)
+    key = host_key()
+    made = PrivateDirectory()
+    assert made.path.parent == volume
+    made.remove()
+    volume.chmod(0o777)  # as an emptyDir of Kubernetes
+    made = PrivateDirectory()
+    assert made.path.parent == other
+    assert host_key() != key
+    made.remove()
+    other.chmod(0o777)
+    with pytest.raises(AuthenticationError, match=f"found {volume} with mode 0777"):
+        PrivateDirectory()

@@ -41,6 +41,8 @@ _LOCK = "alive"
 _START_SECONDS = 60
 # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _LONGEST_PATH = 100
+# Where sockets go if the temporary directory is open to all.
+_SECOND_CHOICE = Path("/dev/shm")
 
 
 def supports_ipc() -> bool:
@@ -49,10 +51,15 @@ def supports_ipc() -> bool:
 
 
 def _parent() -> Path:
-    """The directory that the private ones are made in: ``ZRPC_RUNTIME_DIR`` or the temporary
-    directory, unless that makes a socket's path too long.
+    """The directory that the private ones are made in.
+
+    That is ``ZRPC_RUNTIME_DIR`` or the temporary directory, unless that makes a socket's path too
+    long. A temporary directory in which others could replace what is ours, as a volume of
+    Kubernetes mounted there, is passed over.
     """
-    parent = Path(os.environ.get("ZRPC_RUNTIME_DIR") or tempfile.gettempdir())
+    named = os.environ.get("ZRPC_RUNTIME_DIR")
+    places = [Path(named)] if named else [Path(tempfile.gettempdir()), _SECOND_CHOICE]
+    parent = next(filter(_is_safe, places), places[0])
     return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 32 else Path("/tmp")
 
 
@@ -154,14 +161,22 @@ def check_private(path: Path) -> None:
         )
 
 
+def _is_safe(parent: Path) -> bool:
+    """Whether others can't put a directory of theirs in the place of ours there."""
+    try:
+        mode = parent.stat().st_mode
+    except OSError:
+        return False
+    return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
+
+
 def _check_parent(parent: Path) -> None:
-    """Refuses a directory in which others could put theirs in the place of ours."""
-    mode = parent.stat().st_mode
-    if mode & 0o022 and not mode & stat.S_ISVTX:
+    """Refuses a directory that is not safe; that it isn't there shows when it is used."""
+    if parent.exists() and not _is_safe(parent):
         raise AuthenticationError(
-            f"expected a directory for sockets in which others can't replace anything, found "
-            f"{parent} with mode {stat.S_IMODE(mode):04o}: `chmod go-w {parent}`, or name another "
-            "one in ZRPC_RUNTIME_DIR"
+            "expected a directory for sockets in which others can't replace anything, found "
+            f"{parent} with mode {stat.S_IMODE(parent.stat().st_mode):04o}: `chmod o-w {parent}`, "
+            "or name another one in ZRPC_RUNTIME_DIR"
         )
 
 

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 # With a domain of its own and ZAP_ENFORCE_DOMAIN, libzmq admits nobody while no authenticator
 # answers; without, it would then admit everybody.
 _DOMAIN = "zrpc"
-_ZAP_ENFORCE_DOMAIN = 93
 # How long a connection may take to say who it is, in milliseconds; then it is closed.
 _HANDSHAKE_MS = 10_000
 # Connections that are refused are told this often at most, in seconds.
@@ -64,7 +63,7 @@ class Curve:
         inbox.curve_server = True
         inbox.curve_secretkey = self._keys.secret
         inbox.zap_domain = _DOMAIN.encode()
-        inbox.set(_ZAP_ENFORCE_DOMAIN, 1)
+        inbox.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         inbox.handshake_ivl = _HANDSHAKE_MS
 
     def guard_mailbox(self, mailbox: zmq.Socket[Any], rank: int) -> None:
