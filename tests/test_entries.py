@@ -8,10 +8,11 @@ import time
 
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rendezvous import card
 
+import zrpc.rendezvous
 from zrpc.entries import Entries
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.rendezvous import Card, exchange, meet
@@ -54,6 +55,7 @@ def test_an_entry_serves_under_no_other_key():
         entries.opened("card/1", raw)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 @example(b"", True)
 @example(b" ", True)
@@ -68,6 +70,7 @@ def test_other_bytes_are_refused(data, signed):
         entries.opened("key", data)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_byte_is_noticed(at, change):
     entries = Entries(dist.HashStore(), GOOD)
@@ -87,6 +90,7 @@ values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(values | st.dictionaries(st.sampled_from(list(Card.__slots__)), values))
 def test_what_is_no_card(value):
     with pytest.raises(ValueError, match="card"):
@@ -164,7 +168,8 @@ def test_two_secrets_are_told_at_both_ends_and_soon(other, caplog):
         assert sum(told in record.getMessage() for record in caplog.records) == 1
 
 
-def test_two_secrets_are_told_while_a_third_worker_is_missing():
+def test_two_secrets_are_told_while_a_third_worker_is_missing(monkeypatch):
+    monkeypatch.setattr(zrpc.rendezvous, "_LOOK", 0.1)
     begun = time.monotonic()
     errors = start(dist.HashStore(), (card(0, 3), GOOD), (card(1, 3), BAD))()
     assert time.monotonic() - begun < SOON / 2
@@ -289,7 +294,7 @@ def test_a_card_that_was_replaced_by_a_stranger_is_noticed():
     entries = Entries(store, BAD)
     until(lambda: entries.check(["card/0"]))
     entries.set("card/0", card(0, 2).dump())
-    second = start(store, (card(1, 2), GOOD), timeout=1)
+    second = start(store, (card(1, 2), GOOD), timeout=0.3)
     [error] = first()
     assert isinstance(error, AuthenticationError)
     assert "the card of worker worker0 (rank 0) was replaced" in str(error)

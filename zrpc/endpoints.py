@@ -93,7 +93,7 @@ def find_endpoints(
     """
     cards = membership.cards
     for card in cards:
-        if membership.reaches_by_ipc(card.rank):
+        if card.rank != membership.rank and membership.reaches_by_ipc(card.rank):
             check_private(Path(card.directory))
     endpoints = [f"ipc://{Path(card.directory) / 'inbox'}" for card in cards]
     if len(cards) == 1 or _all_by_ipc(cards):

@@ -58,7 +58,7 @@ def test_any_bytes(data: bytes) -> None:
     read(data)
 
 
-@pytest.mark.parametrize("data", SEEDS)
+@pytest.mark.parametrize("data", SEEDS, ids=range(len(SEEDS)))
 def test_lengths_that_lie_allocate_nothing(data: bytes) -> None:
     logging.disable()
     tracemalloc.start()

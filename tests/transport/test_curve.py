@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 SOON = 5.0
 # How long nothing must arrive from one who is not to get in; a member takes some milliseconds.
-QUIET = 0.2
+QUIET = 0.1
 
 
 class Guarded:
@@ -198,7 +198,11 @@ def closed_after(made):
     return time.monotonic() - begun
 
 
-@pytest.mark.parametrize("first", [b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)])
+@pytest.mark.parametrize(
+    "first",
+    [b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)],
+    ids=["nothing", "greeting", "half a command"],
+)
 def test_a_connection_that_says_nothing_is_closed(monkeypatch, first):
     monkeypatch.setattr(curve_module, "_HANDSHAKE_MS", 300)
     guarded = Guarded()

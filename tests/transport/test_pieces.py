@@ -7,7 +7,7 @@ import os
 
 import pytest
 import zmq
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zrpc.transport import pieces
@@ -40,17 +40,20 @@ def put_together(frames):
     return whole
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=5 * SMALL), max_size=5))
 def test_what_is_cut_is_put_together(frames):
     assert put_together(bytes(piece) for piece in cut(frames)) == frames
     assert all(len(piece) <= SMALL for piece in cut(frames))
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=5 * SMALL), max_size=5))
 def test_what_is_marked_is_put_together(frames):
     assert put_together(marked(frames)) == frames
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=2 * SMALL), max_size=6))
 def test_any_frames_make_some_message(frames):
     assert b"".join(put_together(frames)) == b"".join(frames)
