@@ -282,6 +282,15 @@ class Tap:
             assert not thread.is_alive()
 
 
+def replayed(tap, network, attempts):
+    """Whether what was heard is taken for a message; as soon as ZeroMQ has let go of the old."""
+    for _ in range(attempts):
+        with tap.replay():
+            if received(network, QUIET) is not None:
+                return True
+    return False
+
+
 @pytest.mark.parametrize("in_the_clear", [True, False])
 def test_who_listens_on_the_way_reads_nothing(in_the_clear):
     keys = [KeyPair.new() for _ in range(2)]
@@ -298,10 +307,7 @@ def test_who_listens_on_the_way_reads_nothing(in_the_clear):
         assert (b"and another" in tap.heard) is in_the_clear
         # What was heard can't be said again, but where nothing was encrypted.
         networks[0].close(0, ())
-        assert received(networks[1], QUIET) is None  # it sees that z0 has left
-        with tap.replay():
-            message = received(networks[1], SOON if in_the_clear else QUIET)
-        assert (message is not None) is in_the_clear
+        assert replayed(tap, networks[1], attempts=20 if in_the_clear else 2) is in_the_clear
     finally:
         tap.close()
         networks[1].close(0, ())
