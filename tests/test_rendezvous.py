@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import signal
@@ -404,11 +405,12 @@ def test_a_second_store_of_one_process_is_the_first(caplog):
 def test_the_port_is_free_again_after_the_store():
     port = free_port()
     connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON)
-    before = sorted(os.listdir("/proc/self/fd"))
+    gc.collect()  # stores of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON)
         assert listens_at(port) == []
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("found", [["192.0.2.1"], ["127.0.1.1"], ["127.0.0.1", "127.0.0.2"]])

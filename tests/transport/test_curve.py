@@ -226,6 +226,15 @@ def test_a_frame_above_the_limit_is_not_waited_for(guarded, size):
 # -- on the way ----------------------------------------------------------------------------
 
 
+def commands(data):
+    """The commands and messages in what goes through a connection after the greeting."""
+    while data:
+        long = data[0] & 2
+        size = 9 + struct.unpack_from(">Q", data, 1)[0] if long else 2 + data[1]
+        yield data[:size]
+        data = data[size:]
+
+
 class Tap:
     """Passes a connection on, and keeps what goes through."""
 
@@ -265,11 +274,16 @@ class Tap:
         for thread in self._threads:
             thread.join(SOON)
         again = connection(self._target)
+        rest = b"".join(self.said)[64:]
+        again.sendall(b"".join(self.said)[:64])
+        heard = b""
+        while len(heard) < 64:  # libzmq wants its greeting to be waited for
+            heard += again.recv(64 - len(heard))
         again.settimeout(QUIET)
-        for data in self.said:
-            with contextlib.suppress(OSError):  # it may be closed, or have no answer
+        for command in commands(rest):
+            with contextlib.suppress(OSError):  # it is closed, or nothing is said to that
+                again.sendall(command)
                 again.recv(4096)
-                again.sendall(data)
         return again
 
     def close(self):
@@ -307,7 +321,7 @@ def test_who_listens_on_the_way_reads_nothing(in_the_clear):
         assert (b"and another" in tap.heard) is in_the_clear
         # What was heard can't be said again, but where nothing was encrypted.
         networks[0].close(0, ())
-        assert replayed(tap, networks[1], attempts=20 if in_the_clear else 2) is in_the_clear
+        assert replayed(tap, networks[1], attempts=10 if in_the_clear else 2) is in_the_clear
     finally:
         tap.close()
         networks[1].close(0, ())
