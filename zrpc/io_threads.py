@@ -3,7 +3,7 @@
 One *leads*: it receives, and where jobs are quick it runs them itself, which saves waking
 another thread for each. The other *follows*: where the leader does not come back from a job, it
 takes the lead, and the job goes on in what is then a thread like any other of the pool's.
-A thread that makes one call after the other may receive the answers itself, see `sit`: then the
+A thread that makes one call after the other may receive the answers itself, see ``sit``: then the
 leader *rests*, and looks now and then whether that goes on.
 (After D. C. Schmidt et al., "Leader/Followers", in Pattern Languages of Program Design 4, 2000;
 there the next leader is woken before each job, here only where the job turns out to be long.)
