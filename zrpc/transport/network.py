@@ -11,6 +11,7 @@ import zmq
 
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
+from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
 
@@ -28,6 +29,10 @@ class Network:
         peers: how many workers there are.
         ipc: whether to listen on a Unix socket.
 
+    Attributes:
+        directory: this worker's private one; None where the system has no Unix sockets.
+        heartbeats: tell which peers live; for the thread that receives.
+
     `send` may be called from any thread, `receive` from one at a time.
     """
 
@@ -37,7 +42,8 @@ class Network:
         # First, since this may be refused, and there is nothing to close then.
         self.directory = PrivateDirectory() if supports_ipc() else None
         self._context: zmq.Context[Any] = zmq.Context()
-        # A mailbox a peer, the inbox, and the one that wakes this worker's own I/O thread.
+        # A mailbox a peer, the inbox, the one that wakes this worker's own I/O thread, and those
+        # of the heartbeats.
         self._context.set(zmq.MAX_SOCKETS, 2 * peers + 16)
         # Guards the opening of mailboxes.
         self._lock = threading.Lock()
@@ -49,6 +55,7 @@ class Network:
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
+        self.heartbeats = Heartbeats(self._context)
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
@@ -85,6 +92,17 @@ class Network:
         """Whether anything was ever sent to this peer."""
         return rank in self._mailboxes
 
+    def endpoint(self, rank: int) -> str:
+        """Where a peer can be reached."""
+        return self._endpoints[rank]
+
+    def drop(self, rank: int) -> None:
+        """Drops what is queued for a peer that is gone."""
+        with self._lock:
+            mailbox = self._mailboxes.pop(rank, None)
+        if mailbox is not None:
+            mailbox.close(0)
+
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""
         self._waker.send(b"")
@@ -105,6 +123,7 @@ class Network:
             self._closed = True
             for rank, mailbox in self._mailboxes.items():
                 mailbox.close(0 if rank in lost else linger)
+        self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
         if self._gatekeeper is not None:
