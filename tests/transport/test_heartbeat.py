@@ -23,7 +23,7 @@ def context(no_leaks):
 
 @pytest.fixture
 def heartbeats(context):
-    heartbeats = Heartbeats(context)
+    heartbeats = Heartbeats(context, b"z" + bytes(16))
     heartbeats.set_pace(0.05, 0.1)
     yield heartbeats
     heartbeats.close()

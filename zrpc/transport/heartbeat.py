@@ -27,13 +27,16 @@ class Heartbeats:
 
     Args:
         context: the agent's.
+        identity: the worker's token, after a letter of the mailboxes'; here it follows another, so
+            that a peer's inbox can tell the two apart.
 
     For one thread: the agent's I/O thread. Only `close` may be called by another, once that
     one has ended.
     """
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: zmq.Context[Any], identity: bytes) -> None:
         self._context = context
+        self._identity = b"h" + identity[1:]
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._endpoints: dict[int, str] = {}
@@ -94,6 +97,7 @@ class Heartbeats:
             return self._socket
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.linger = 0
+        socket.routing_id = self._identity
         socket.heartbeat_ivl = self._interval
         socket.heartbeat_timeout = self._timeout
         socket.reconnect_ivl = _RECONNECT_MS

@@ -55,7 +55,7 @@ class Network:
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
-        self.heartbeats = Heartbeats(self._context)
+        self.heartbeats = Heartbeats(self._context, identity)
         self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
