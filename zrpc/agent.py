@@ -65,6 +65,8 @@ _TICK = 0.1
 _TICK_AT_SHUTDOWN = 0.005
 # How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
 _JOIN_TIMEOUT = 5.0
+# How long a second shutdown waits for the first one to end.
+_END_TIMEOUT = 10.0
 # How long one that isn't graceful waits for handlers that still run.
 _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
@@ -178,9 +180,13 @@ class Agent:
         self._termination: Termination | None = None
         # Set once the whole mesh has nothing left to do.
         self._terminated = threading.Event()
+        # Set then, or when this worker leaves all the same: ends the wait of a shutdown.
+        self._may_leave = threading.Event()
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
         self.closed = False
+        self._closer = 0  # the ident of the thread that closes
+        self._ended = threading.Event()  # and has
 
     def serve(self, layers: Sequence[Callable[[Agent], Layer]]) -> None:
         """Begins to read messages, with these layers plugged in. To be called once.
@@ -648,10 +654,13 @@ class Agent:
             RpcTimeoutError: the others did not come in time; this agent is closed all the same.
             RpcError: called from a handler with ``graceful``, which would wait for itself.
         """
+        own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
         if self.closed:
+            # Another thread may still be at it, and wait for this one where it is one of ours.
+            if not own and self._closer != threading.get_ident():
+                self._ended.wait(_END_TIMEOUT)
             return
         timeout = checked_timeout("timeout", timeout)
-        own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
         if graceful and own:
             raise RpcError(
                 "a graceful shutdown waits for all handlers and callbacks, and can't be called "
@@ -665,9 +674,11 @@ class Agent:
 
     def _terminate(self, timeout: float) -> None:
         self.in_io_thread(self._begin_termination)
-        if not self._terminated.wait(timeout or None):
+        if not self._may_leave.wait(timeout or None):
             missing = self._termination.missing if self._termination is not None else []
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
+            if self._executing:
+                who += f"; calls of others are still running here: {len(self._executing)}"
             raise RpcTimeoutError(
                 f"a graceful shutdown of {self.worker_info} took longer than {timeout:g} s{who}"
             )
@@ -697,6 +708,7 @@ class Agent:
             self.post(rank, Message(Kind.TERMINATION, body=content.pack()), counted=False)
         if self._termination is not None and self._termination.done:
             self._terminated.set()
+            self._may_leave.set()
 
     def close(self) -> None:
         """Leaves at once: as `shutdown` with ``graceful=False``."""
@@ -704,6 +716,14 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+            self._closer = threading.get_ident()
+        try:
+            self._close()
+        finally:
+            self._ended.set()
+
+    def _close(self) -> None:
+        self._may_leave.set()
         if not self._terminated.is_set():
             for rank in self.membership.living:
                 known = self._network.knows(rank) or self._received[rank]
