@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from conftest import Programs
+from rpc_programs import Programs
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc

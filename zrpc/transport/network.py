@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -56,7 +57,9 @@ class Network:
         # The next message; see there.
         self.receive = self._inbox.receive
         self.heartbeats = Heartbeats(self._context, identity)
-        self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
+        # Under a name that nobody can guess: whoever connects with it would take its place.
+        waker = b"w" + secrets.token_bytes(16)
+        self._waker = Mailbox(self._context, waker, self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
 
