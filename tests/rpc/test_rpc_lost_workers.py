@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rpc_programs import Programs
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc
@@ -137,6 +139,43 @@ def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> 
         assert re.search(r"last heard at \d\d:\d\d:\d\d, \d\.\d s before", text)
         assert when - killed < 1.0
     mesh.kill(1)
+
+
+TWO_HOSTS = """
+import os, time
+import zrpc as rpc
+from zrpc.current import current_agent
+
+rank = int(os.environ["RANK"])
+options = rpc.ZmqRpcBackendOptions(heartbeat_timeout=50, rpc_timeout=50)
+rpc.init_rpc(f"w{rank}", rpc_backend_options=options)
+if rank == 0:
+    assert not current_agent().membership.shares_host(1)
+    assert rpc.rpc_sync("w1", max, (1, 2)) == 2
+    began = time.monotonic()
+    try:
+        rpc.rpc_sync("w1", os._exit, (0,))
+    except rpc.WorkerDied as error:
+        print(error)
+    assert time.monotonic() - began < 10
+    rpc.shutdown()
+else:
+    time.sleep(50)
+"""
+
+
+def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
+    """Its host refuses connections at once: no time-out has to pass."""
+    # Not below tmp_path, which is too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-") as other:
+        pids = [
+            programs.start(TWO_HOSTS, 0, 2),
+            programs.start(TWO_HOSTS, 1, 2, ZRPC_RUNTIME_DIR=other),
+        ]
+        ended = programs.wait(pids[0], 0)
+        assert ended.code == 0, ended
+        assert "worker w1 (rank 1) is gone: its process has ended" in ended.output
+        assert programs.wait(pids[1], 1).code == 0
 
 
 def test_a_worker_that_leaves(mesh: Mesh) -> None:
