@@ -16,7 +16,7 @@ from rpc_programs import Programs
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 
 MakeMesh = Callable[..., Mesh]
 
@@ -216,6 +216,23 @@ def test_a_large_message_is_no_silence(mesh: Mesh) -> None:
 
     assert mesh.run(0, both_ways) == 40_000_000
     assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
+
+
+@pytest.mark.zrpc(workers=3, processes=True, options=SHORT)
+def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
+    """As by Ctrl-Z and fg: nobody was silent longer than anybody else."""
+
+    def call_all() -> list[int]:
+        return [rpc.rpc_sync(to, max, (1, 2)) for to in range(3)]
+
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
+    stopped = [faults.pause(mesh, rank) for rank in range(3)]
+    time.sleep(1.5 * LIMIT)
+    for fault in stopped:
+        fault.end()
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
+    time.sleep(LIMIT)  # what was noticed late would be believed by now
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
 
 
 @pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0})

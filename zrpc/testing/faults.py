@@ -158,7 +158,11 @@ def drop(mesh: Mesh, sender: str | int, receiver: str | int, count: int | None =
 
 
 def duplicate(mesh: Mesh, sender: str | int, receiver: str | int, count: int | None = 1) -> Fault:
-    """Delivers the next messages from one worker to another twice; see `drop`."""
+    """Delivers the next messages from one worker to another twice; see `drop`.
+
+    ZeroMQ never does that itself, and zrpc doesn't make up for it: a function that is called by
+    such a message runs twice.
+    """
     return _mischief(mesh, sender, receiver, Mischief(2, count))
 
 
