@@ -19,14 +19,12 @@ Succeed = Callable[..., list[str]]
 # -- with peers that are gone, or answer no more ------------------------------------------------
 
 
-@pytest.mark.parametrize("stopped", [0, 2], ids=["the leader", "another"])
-@pytest.mark.zrpc(workers=3, processes=True, timeout=40, options={"heartbeat_timeout": 1.5})
-def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh, stopped: int) -> None:
-    with faults.pause(mesh, stopped):
-        survivors = [rank for rank in range(3) if rank != stopped]
-        for future in [mesh.submit(rank, rpc.shutdown) for rank in survivors]:
+@pytest.mark.zrpc(workers=3, processes=True, timeout=40, options={"heartbeat_timeout": 1.0})
+def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
+    with faults.pause(mesh, 2):
+        for future in [mesh.submit(rank, rpc.shutdown) for rank in (0, 1)]:
             future.result(PATIENCE)
-    mesh.kill(stopped)
+    mesh.kill(2)
 
 
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
@@ -191,7 +189,7 @@ def test_shutdown_while_another_thread_joins(programs: Programs) -> None:
     source = (
         HEAD
         + """
-options = rpc.ZmqRpcBackendOptions(init_timeout=1)
+options = rpc.ZmqRpcBackendOptions(init_timeout=0.6)
 failed = []
 
 def join():
@@ -202,7 +200,7 @@ def join():
 
 thread = threading.Thread(target=join)
 thread.start()
-time.sleep(0.3)
+time.sleep(0.2)
 try:
     rpc.shutdown()
 except rpc.NotInitializedError:

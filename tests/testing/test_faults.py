@@ -50,12 +50,10 @@ def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh, processes):
 
 
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": LIMIT})
-@pytest.mark.parametrize("talked", [True, False])
-def test_a_cut_that_lasts_parts_two_workers(mesh, talked):
+def test_a_cut_that_lasts_parts_two_workers(mesh):
     """Neither process has ended, and no connection was closed: only the heartbeats tell."""
-    if talked:
-        mesh.run(0, call, 1)
-        mesh.run(1, call, 0)
+    mesh.run(0, call, 1)
+    mesh.run(1, call, 0)
     with faults.cut(mesh, 0, 1):
         began = time.monotonic()
         assert mesh.run(0, error_of, 1) == "WorkerDied"
@@ -68,9 +66,7 @@ def test_a_cut_that_lasts_parts_two_workers(mesh, talked):
 
 
 @pytest.mark.zrpc(faults=True)
-@kinds
-def test_a_delay(make_mesh, processes):
-    mesh = make_mesh(processes=processes)
+def test_a_delay(mesh):
     assert mesh.run(0, call, 1) == 2
     for delays in ([0.1], [0.1, 0.15]):
         active = [faults.delay(mesh, 0, 1, seconds) for seconds in delays]
