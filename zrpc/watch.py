@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import zmq
 
 from zrpc.failure_detector import FailureDetector, Loss, Reason
 from zrpc.membership import Membership
@@ -14,8 +18,11 @@ from zrpc.transport.probe import ListenerProbe
 
 __all__ = ["Watch"]
 
-# How often to look, in seconds.
+logger = logging.getLogger(__name__)
+
+# How often to look, in seconds; and when to try again what the system did not allow.
 _EVERY = 0.1
+_RETRY_AFTER = 1.0
 # After this time, in seconds, the leader of a shutdown watches those that it hears nothing of.
 _LEADER_WATCHES_AFTER = 1.0
 
@@ -41,6 +48,7 @@ class Watch:
         self._counted = list(received)
         self._detector = FailureDetector(limit)
         self._next = 0.0
+        self._retry_at = 0.0
         self._leading_since: float | None = None
         self._neighbours = [info.id for info in membership.infos if self._is_neighbour(info.id)]
         self._probes: dict[int, ListenerProbe] = {}
@@ -107,7 +115,7 @@ class Watch:
 
     def _watch_new_ones(self, now: float, everyone: bool) -> None:
         """Watches who was ever sent to, and who has sent anything."""
-        if not self._detector.limit:
+        if not self._detector.limit or now < self._retry_at:
             return
         for rank, count in enumerate(self._received):
             if (
@@ -115,8 +123,14 @@ class Watch:
                 and rank != self._membership.rank
                 and not self._detector.watches(rank)
             ):
+                try:
+                    self._network.heartbeats.watch(rank, self._network.endpoint(rank))
+                except zmq.ZMQError as error:
+                    # Out of descriptors, say: its silence would be no sign. Once more, later.
+                    logger.warning("No heartbeats of rank %d can be had: %s", rank, error)
+                    self._retry_at = now + _RETRY_AFTER
+                    return
                 self._detector.watch(rank, now)
-                self._network.heartbeats.watch(rank, self._network.endpoint(rank))
 
     def _look(self, now: float) -> None:
         for rank in self._detector.to_look_at(self._neighbours):
@@ -132,7 +146,8 @@ class Watch:
             return
         probe = self._probes.get(rank)
         if probe is None:
-            self._probes[rank] = ListenerProbe(self._network.endpoint(rank))
+            with contextlib.suppress(OSError):  # out of descriptors
+                self._probes[rank] = ListenerProbe(self._network.endpoint(rank))
             return
         listening = probe.listening()
         if listening is not None:

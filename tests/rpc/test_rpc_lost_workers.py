@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import zmq
 from rpc_programs import Programs
 from rpc_targets import PATIENCE, echo
 
@@ -237,6 +239,25 @@ def test_without_a_limit_a_stopped_worker_is_waited_for(mesh: Mesh) -> None:
     finally:
         os.kill(mesh.pid(1), signal.SIGCONT)
     assert future.result(PATIENCE) == 2
+
+
+@pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
+def test_heartbeats_that_cant_be_had_are_no_silence(
+    mesh: Mesh, monkeypatch: Any, caplog: Any
+) -> None:
+    agent = mesh.agent(0)
+    tried = threading.Semaphore(0)
+
+    def fail(rank: int, endpoint: str) -> None:
+        tried.release()
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(agent._network.heartbeats, "watch", fail)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+    for _ in range(2):  # the second time a second later, which is longer than the limit
+        assert tried.acquire(timeout=PATIENCE)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+    assert "No heartbeats of rank 1 can be had" in caplog.text
 
 
 # -- what a flood of calls to the dead leaves behind ------------------------------------------

@@ -54,14 +54,18 @@ class Heartbeats:
         self._timeout = max(1, int(timeout * 1000))
 
     def watch(self, rank: int, endpoint: str) -> None:
-        """Begins to ask a peer."""
-        self._endpoints[rank] = endpoint
-        self._ranks[endpoint] = rank
+        """Begins to ask a peer.
+
+        Raises:
+            zmq.ZMQError: there are no descriptors left.
+        """
         socket = self._opened()
         # Each connection has the options of the moment it is made at. With IPv6, ZeroMQ would call
         # an IPv4 address by another name when it connects anew.
         socket.ipv6 = "[" in endpoint
         socket.connect(endpoint)
+        self._endpoints[rank] = endpoint
+        self._ranks[endpoint] = rank
 
     def forget(self, rank: int) -> None:
         """Asks a peer no more; nothing happens where it isn't watched."""
@@ -95,7 +99,12 @@ class Heartbeats:
     def _opened(self) -> zmq.Socket[bytes]:
         if self._socket is not None:
             return self._socket
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        monitor = self._context.socket(zmq.PAIR)
+        try:
+            socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError:
+            monitor.close()
+            raise
         socket.linger = 0
         socket.routing_id = self._identity
         socket.heartbeat_ivl = self._interval
@@ -106,9 +115,8 @@ class Heartbeats:
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         address = f"inproc://zrpc-heartbeats-{id(self)}"
         socket.monitor(address, events)
-        self._monitor = self._context.socket(zmq.PAIR)
         # Without a limit: libzmq's I/O thread would wait for room, and answer nobody meanwhile.
-        self._monitor.rcvhwm = 0
-        self._monitor.connect(address)
-        self._socket = socket
+        monitor.rcvhwm = 0
+        monitor.connect(address)
+        self._socket, self._monitor = socket, monitor
         return socket
