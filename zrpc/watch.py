@@ -36,7 +36,7 @@ class Watch:
         limit: how long a peer may be silent, in seconds; 0 for any time.
         received: how many messages came of each worker, kept by the agent.
 
-    For one thread, the agent's I/O thread; but `epitaph` may be called from any.
+    For one thread at a time, that which receives; but `epitaph` may be called from any.
     """
 
     def __init__(

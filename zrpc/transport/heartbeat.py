@@ -30,8 +30,7 @@ class Heartbeats:
         identity: the worker's token, after a letter of the mailboxes'; here it follows another, so
             that a peer's inbox can tell the two apart.
 
-    For one thread: the agent's I/O thread. Only `close` may be called by another, once that
-    one has ended.
+    For one thread at a time: that which receives. `close` is for when no other does any more.
     """
 
     def __init__(self, context: zmq.Context[Any], identity: bytes) -> None:
