@@ -78,7 +78,7 @@ def succeed(programs: Programs) -> Callable[..., list[str]]:
     def run(source: str, world_size: int = 2, *, cold: bool = False, **env: Any) -> list[str]:
         ended = (programs.run_cold if cold else programs.run)(source, world_size, **env)
         assert [e.code for e in ended] == [0] * world_size, _report(ended)
-        assert programs.left() == []
+        assert programs.left() == [], _report(ended)
         return [e.output for e in ended]
 
     return run
