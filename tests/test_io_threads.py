@@ -166,3 +166,23 @@ def test_stop_tells_of_a_job_that_still_runs(desk):
 def test_stop_from_a_job(desk):
     settled(desk)
     desk.do(lambda: desk.io.stop(LONG))
+
+
+def test_a_turn_of_the_first_may_stop_them_before_the_second_has_started():
+    stopped = threading.Event()
+    outcome = []
+
+    def turn():
+        if not stopped.is_set():
+            outcome.append(io.stop(LONG))
+            stopped.set()
+
+    io = IoThreads(contextvars.copy_context(), "test-io", turn, lambda: None)
+    first, second = io._threads
+    first.start()
+    assert stopped.wait(LONG)
+    second.start()
+    for thread in (first, second):
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert outcome == [True]
