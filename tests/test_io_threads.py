@@ -168,21 +168,13 @@ def test_stop_from_a_job(desk):
     desk.do(lambda: desk.io.stop(LONG))
 
 
-def test_a_turn_of_the_first_may_stop_them_before_the_second_has_started():
-    stopped = threading.Event()
-    outcome = []
-
-    def turn():
-        if not stopped.is_set():
-            outcome.append(io.stop(LONG))
-            stopped.set()
-
-    io = IoThreads(contextvars.copy_context(), "test-io", turn, lambda: None)
+def test_they_can_be_stopped_before_the_second_has_started():
+    waits = threading.Semaphore(0)
+    io = IoThreads(contextvars.copy_context(), "test-io", waits.acquire, waits.release)
     first, second = io._threads
     first.start()
-    assert stopped.wait(LONG)
+    assert io.stop(LONG)
     second.start()
     for thread in (first, second):
         thread.join(LONG)
         assert not thread.is_alive()
-    assert outcome == [True]

@@ -124,7 +124,7 @@ class Watch:
                 and not self._detector.watches(rank)
             ):
                 try:
-                    self._network.heartbeats.watch(rank, self._network.endpoint(rank))
+                    self._network.watch(rank)
                 except zmq.ZMQError as error:
                     # Out of descriptors, say: its silence would be no sign. Once more, later.
                     logger.warning("No heartbeats of rank %d can be had: %s", rank, error)

@@ -139,6 +139,9 @@ def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> 
     mesh.kill(1)
 
 
+# What they share, in hexadecimal digits.
+SECRET = "5ec7e7" * 12
+
 TWO_HOSTS = """
 import os, time
 import zrpc as rpc
@@ -167,8 +170,8 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
     # Not below tmp_path, which is too long for a socket.
     with tempfile.TemporaryDirectory(prefix="zrpc-test-") as other:
         pids = [
-            programs.start(TWO_HOSTS, 0, 2),
-            programs.start(TWO_HOSTS, 1, 2, ZRPC_RUNTIME_DIR=other),
+            programs.start(TWO_HOSTS, 0, 2, ZRPC_SECRET=SECRET),
+            programs.start(TWO_HOSTS, 1, 2, ZRPC_SECRET=SECRET, ZRPC_RUNTIME_DIR=other),
         ]
         ended = programs.wait(pids[0], 0)
         assert ended.code == 0, ended
@@ -248,7 +251,7 @@ def test_heartbeats_that_cant_be_had_are_no_silence(
     agent = mesh.agent(0)
     tried = threading.Semaphore(0)
 
-    def fail(rank: int, endpoint: str) -> None:
+    def fail(*_: Any) -> None:
         tried.release()
         raise zmq.ZMQError(errno.EMFILE)
 

@@ -11,6 +11,7 @@ for itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import zmq
@@ -52,8 +53,18 @@ class Heartbeats:
         self._interval = max(1, int(interval * 1000))
         self._timeout = max(1, int(timeout * 1000))
 
-    def watch(self, rank: int, endpoint: str) -> None:
+    def watch(
+        self,
+        rank: int,
+        endpoint: str,
+        guard: Callable[[zmq.Socket[Any]], None] | None = None,
+    ) -> None:
         """Begins to ask a peer.
+
+        Args:
+            rank: the peer's.
+            endpoint: its inbox.
+            guard: makes the socket's next connection one to that peer only, see `Mailbox`.
 
         Raises:
             zmq.ZMQError: there are no descriptors left.
@@ -62,6 +73,9 @@ class Heartbeats:
         # Each connection has the options of the moment it is made at. With IPv6, ZeroMQ would call
         # an IPv4 address by another name when it connects anew.
         socket.ipv6 = "[" in endpoint
+        socket.curve_server = False  # no keys, until the guard gives some
+        if guard is not None:
+            guard(socket)
         socket.connect(endpoint)
         self._endpoints[rank] = endpoint
         self._ranks[endpoint] = rank

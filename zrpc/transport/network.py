@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -99,6 +99,16 @@ class Network:
         """Where a peer can be reached."""
         return self._endpoints[rank]
 
+    def watch(self, rank: int) -> None:
+        """Has the heartbeats ask a peer; see `Heartbeats.watch`."""
+        self.heartbeats.watch(rank, self._endpoints[rank], self._guard(rank))
+
+    def _guard(self, rank: int) -> Callable[[zmq.Socket[Any]], None] | None:
+        """Makes a socket connect to a peer and to nobody else, where that takes keys."""
+        if self._curve is None or not self._endpoints[rank].startswith("tcp://"):
+            return None
+        return partial(self._curve.guard_mailbox, rank=rank)
+
     def drop(self, rank: int) -> None:
         """Drops what is queued for a peer that is gone."""
         with self._lock:
@@ -143,9 +153,7 @@ class Network:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = self._mailboxes.get(rank)
             if mailbox is None:
-                endpoint, guard = self._endpoints[rank], None
-                if self._curve is not None and endpoint.startswith("tcp://"):
-                    guard = partial(self._curve.guard_mailbox, rank=rank)
-                mailbox = Mailbox(self._context, self._identity, endpoint, guard)
+                endpoint = self._endpoints[rank]
+                mailbox = Mailbox(self._context, self._identity, endpoint, self._guard(rank))
                 self._mailboxes[rank] = mailbox
             return mailbox
