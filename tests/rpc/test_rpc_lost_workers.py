@@ -154,6 +154,11 @@ if rank == 0:
     assert not current_agent().membership.shares_host(1)
     assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     began = time.monotonic()
+    detector = current_agent()._watch._detector
+    while not detector.watches(1) or detector.suspects(1):
+        assert time.monotonic() < began + 10, "no heartbeat was answered"
+        time.sleep(0.02)
+    began = time.monotonic()
     try:
         rpc.rpc_sync("w1", os._exit, (0,))
     except rpc.WorkerDied as error:
