@@ -31,6 +31,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.autograd"],
     ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
     ["zrpc.agent", "zrpc.endpoints"],
+    ["zrpc.watch"],
     [
         "zrpc.current",
         "zrpc.execution",
@@ -48,6 +49,7 @@ LAYERS: list[list[str]] = [
         "zrpc.options",
         "zrpc.rendezvous",
     ],
+    ["zrpc.failure_detector", "zrpc.hooks"],
     ["zrpc.card", "zrpc.entries"],
     ["zrpc.pool", "zrpc.secret", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
@@ -209,6 +211,7 @@ def in_package(package: str) -> list[str]:
         # The rules are without I/O.
         ("zrpc.rref.protocol", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.rref.ids", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.failure_detector", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.wire.header", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
         ("zrpc.errors", {"zmq", "torch"}),

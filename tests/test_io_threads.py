@@ -166,3 +166,15 @@ def test_stop_tells_of_a_job_that_still_runs(desk):
 def test_stop_from_a_job(desk):
     settled(desk)
     desk.do(lambda: desk.io.stop(LONG))
+
+
+def test_they_can_be_stopped_before_the_second_has_started():
+    waits = threading.Semaphore(0)
+    io = IoThreads(contextvars.copy_context(), "test-io", waits.acquire, waits.release)
+    first, second = io._threads
+    first.start()
+    assert io.stop(LONG)
+    second.start()
+    for thread in (first, second):
+        thread.join(LONG)
+        assert not thread.is_alive()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from zrpc.errors import RpcError
@@ -89,58 +87,21 @@ def test_shared_host():
     assert not Membership(cards, 3).shares_host(3)
 
 
-class Alive:
-    """Which directories belong to workers that live, and who was asked."""
-
-    def __init__(self, *dead):
-        self.dead = {Path(f"/run/{rank}") for rank in dead}
-        self.asked = []
-
-    def __call__(self, directory):
-        self.asked.append(directory)
-        return directory not in self.dead
-
-
-def test_a_loss_is_believed_at_the_second_look(members):
-    assert members.newly_lost(Alive()) == []
-    assert members.newly_lost(Alive(2)) == []
-    assert members.lost == set()
-    assert members.newly_lost(Alive(2)) == [2]
-    assert members.lost == {2}
-    assert members.living == [0, 1, 3]
-
-
-def test_a_loss_is_told_once(members):
-    alive = Alive(0, 3)
-    assert [members.newly_lost(alive) for _ in range(4)] == [[], [0, 3], [], []]
-
-
-def test_a_worker_that_is_seen_again_was_not_lost(members):
-    assert members.newly_lost(Alive(2)) == []
-    assert members.newly_lost(Alive()) == []
-    assert members.newly_lost(Alive(2)) == []
-    assert members.newly_lost(Alive(2)) == [2]
-
-
-def test_the_lost_are_not_asked_for_again(members):
-    alive = Alive(2)
-    members.newly_lost(alive)
-    members.newly_lost(alive)
-    alive.asked.clear()
-    members.newly_lost(alive)
-    assert alive.asked == [Path("/run/0"), Path("/run/3")]  # nor this worker itself
-
-
-def test_workers_of_other_hosts_are_not_looked_for():
-    members = Membership([card(0), card(1, host="elsewhere"), card(2, directory="")], rank=0)
-    alive = Alive(1, 2)
-    for _ in range(3):
-        assert members.newly_lost(alive) == []
-    assert alive.asked == []
+def test_the_lost_are_no_members_any_more(members):
+    identity = members.cards[2].identity
+    assert members.rank_of(identity) == 2
+    assert members.lost_rank_of(identity) is None
+    for _ in range(2):
+        members.lose(2)
+        assert members.lost == {2}
+        assert members.living == [0, 1, 3]
+        assert members.rank_of(identity) is None
+        assert members.lost_rank_of(identity) == 2
+    assert members.rank_of(b"a stranger") is None
+    assert members.lost_rank_of(b"a stranger") is None
 
 
 def test_the_lost_can_still_be_found(members):
     # A call to them fails with WorkerDied, which says more than that there is no such worker.
-    members.newly_lost(Alive(2))
-    members.newly_lost(Alive(2))
+    members.lose(2)
     assert members.find("worker2").id == 2

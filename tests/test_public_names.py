@@ -49,6 +49,8 @@ OWN_NAMES = {
     "WorkerDied",
     "ZmqRpcBackendOptions",
     "errors",
+    "on_worker_joined",
+    "on_worker_lost",
 }
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from zrpc.api import get_worker_info as get_worker_info
     from zrpc.api import init_rpc as init_rpc
     from zrpc.api import is_available as is_available
+    from zrpc.api import on_worker_joined as on_worker_joined
+    from zrpc.api import on_worker_lost as on_worker_lost
     from zrpc.api import remote as remote
     from zrpc.api import rpc_async as rpc_async
     from zrpc.api import rpc_sync as rpc_sync
@@ -58,6 +60,8 @@ _NAMES = {
         "get_worker_info",
         "init_rpc",
         "is_available",
+        "on_worker_joined",
+        "on_worker_lost",
         "remote",
         "rpc_async",
         "rpc_sync",

@@ -35,15 +35,17 @@ from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop, in_event_loop
 from zrpc.execution import Execution, Outlet, remaining_time
+from zrpc.failure_detector import Loss, Reason
 from zrpc.futures import Future
+from zrpc.hooks import Hooks
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.termination import Outgoing, Termination, TerminationMessage
-from zrpc.transport.address import is_alive
 from zrpc.transport.network import Network
+from zrpc.watch import Watch
 from zrpc.window import Window
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message, parse
@@ -63,6 +65,8 @@ _TICK = 0.1
 _TICK_AT_SHUTDOWN = 0.005
 # How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
 _JOIN_TIMEOUT = 5.0
+# How long a second shutdown waits for the first one to end.
+_END_TIMEOUT = 10.0
 # How long one that isn't graceful waits for handlers that still run.
 _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
@@ -74,6 +78,10 @@ _METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
 
 # Messages that a shutdown does not count; they are sent with counted=False.
 _UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE))
+# The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
+# seconds.
+_GAVE_UP = b"gave up"
+_TELL_EVERY = 1.0
 
 Handler = Callable[[Message], None]
 Scope = Callable[[Message], AbstractContextManager[Any]]
@@ -105,6 +113,8 @@ class Agent:
         membership: all workers.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         shared_memory: the most bytes of shared memory for what this worker sends.
+        lost: called for each worker that is gone.
+        joined: called for each other worker of the mesh.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool: runs handlers.
         closed: whether this agent has shut down, or is about to.
@@ -141,6 +151,8 @@ class Agent:
         self._window = Window(options.max_bytes_in_flight)
         self._calls = PendingCalls(self._receive_answer, self._window.leave)
         self._received = [0] * len(membership.infos)
+        self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
+        self._told_to_leave: dict[int, float] = {}
         # Requests that are not answered yet. Single operations on a set are atomic.
         self._executing: set[int] = set()
         self._handlers: dict[int, Handler] = {
@@ -155,6 +167,11 @@ class Agent:
         name = f"zrpc-{self.worker_info.name}"
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
         self._completions = WorkerPool(1, f"{name}-completion", self.context)
+        self.lost = Hooks(self._completions.submit)
+        self.joined = Hooks(self._completions.submit)
+        for info in membership.infos:
+            if info != self.worker_info:
+                self.joined.tell(info)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
         self._io = IoThreads(self.context, f"{name}-io", self._turn, network.wake)
         self._next_tick = 0.0
@@ -163,9 +180,13 @@ class Agent:
         self._termination: Termination | None = None
         # Set once the whole mesh has nothing left to do.
         self._terminated = threading.Event()
+        # Set then, or when this worker leaves all the same: ends the wait of a shutdown.
+        self._may_leave = threading.Event()
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
         self.closed = False
+        self._closer = 0  # the ident of the thread that closes
+        self._ended = threading.Event()  # and has
 
     def serve(self, layers: Sequence[Callable[[Agent], Layer]]) -> None:
         """Begins to read messages, with these layers plugged in. To be called once.
@@ -344,16 +365,20 @@ class Agent:
             raise
 
     def _send_entered(self, call: PendingCall, message: Message) -> None:
-        # In an event loop's thread no call can wait: it would hold up all coroutines.
-        if message.kind in _METERED and not in_event_loop():
-            caller = threading.get_ident() if in_handler() else None
-            if not self._window.enter(call, caller, message.nbytes):
-                return
-        try:
-            self._transmit(call.peer, message)
-        except zmq.ZMQError:
-            self._calls.fail(lambda _: has_shut_down())
-        if call.peer in self.membership.lost:
+        lost = self.membership.lost
+        if call.peer not in lost:
+            # In an event loop's thread no call can wait: it would hold up all coroutines.
+            if message.kind in _METERED and not in_event_loop():
+                caller = threading.get_ident() if in_handler() else None
+                if not self._window.enter(call, caller, message.nbytes):
+                    return
+            try:
+                self._transmit(call.peer, message)
+            except zmq.ZMQError:
+                # The peer's mailbox is closed when it is lost, and all are at the end.
+                if call.peer not in lost:
+                    self._calls.fail(lambda _: has_shut_down())
+        if call.peer in lost:
             self._calls.fail(self._died, call.peer)
 
     def _receive_answer(self, call: PendingCall) -> None:
@@ -394,11 +419,13 @@ class Agent:
             self.in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
 
     def _died(self, call: PendingCall) -> WorkerDied:
-        info = self.membership.infos[call.peer]
         return call.died(
-            f"worker {info.name} (rank {info.id}) is gone: its process ended, or it left the "
-            "mesh; calls to it fail until the mesh is started anew"
+            f"{self.why_gone(call.peer)}; calls to it fail until the mesh is started anew"
         )
+
+    def why_gone(self, rank: int) -> str:
+        """For error messages: who is gone, why, and when it was last heard."""
+        return self._watch.epitaph(rank)
 
     def _decode(self, outcome: Any) -> Any:
         """The value of a call's outcome, or its error, raised; the same each time."""
@@ -508,7 +535,8 @@ class Agent:
     def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
         sender = self.membership.rank_of(identity)
         if sender is None:
-            return  # the waker, or a stranger: nothing of it is read
+            self._on_outsider(identity, first)
+            return
         try:
             message = parse(first, buffers, sender)
             handler = self._handlers.get(message.kind)
@@ -548,26 +576,48 @@ class Agent:
             raise ProtocolError(f"an extension can't be read: {error}") from error
 
     def _tick(self) -> None:
-        for rank in self.membership.newly_lost(is_alive):
-            self._lose(rank)
+        termination = self._termination
+        for loss in self._watch.tick(termination is not None and termination.waits_for_all):
+            self._lose(loss)
         self.pool.relieve()
         self._completions.relieve()
         for tick in self.tickers:
             tick()
 
     def _on_leave(self, message: Message) -> None:
-        if message.sender not in self.membership.lost:
-            self.membership.lost.add(message.sender)
-            self._lose(message.sender)
+        gave_up = bytes(message.body) == _GAVE_UP
+        loss = self._watch.leave(message.sender, Reason.GAVE_UP if gave_up else Reason.LEFT)
+        if loss is not None:
+            self._lose(loss)
 
-    def _lose(self, rank: int) -> None:
+    def _on_outsider(self, identity: bytes, first: bytes) -> None:
+        """The waker's message, or a stranger's, of which nothing is read; or one of a worker that
+        was given up too soon, which is told so: it must not wait for us.
+        """
+        rank = self.membership.lost_rank_of(identity)
+        if rank is None:
+            return
+        message = parse(first, (), rank)
+        if message.kind == Kind.TERMINATION:
+            self._on_termination(message)  # it may have gone with the word that all may go
+        now = time.monotonic()
+        if message.kind != Kind.LEAVE and now > self._told_to_leave.get(rank, 0.0):
+            self._told_to_leave[rank] = now + _TELL_EVERY
+            self._network.send(rank, Message(Kind.LEAVE, body=_GAVE_UP).first_frame(), (), False)
+
+    def _lose(self, loss: Loss) -> None:
         """A peer is gone, as the membership knows already."""
-        logger.info("%s: worker %s is gone", self.worker_info, self.membership.infos[rank])
+        rank = loss.rank
+        logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._calls.fail(self._died, rank)
+        # Not here: a thread may be copying what it sends.
+        self._completions.submit(partial(self._network.drop, rank))
         for layer in self.layers:
             layer.lose(rank)
         if self._termination is not None:
             self._post_termination(self._termination.lose(rank))
+        if not self._terminated.is_set():
+            self.lost.tell(self.membership.infos[rank])
 
     def _report_idle(self, termination: Termination) -> None:
         """Answers the leader of a shutdown, where it has asked and there is nothing to do."""
@@ -604,10 +654,13 @@ class Agent:
             RpcTimeoutError: the others did not come in time; this agent is closed all the same.
             RpcError: called from a handler with ``graceful``, which would wait for itself.
         """
+        own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
         if self.closed:
+            # Another thread may still be at it, and wait for this one where it is one of ours.
+            if not own and self._closer != threading.get_ident():
+                self._ended.wait(_END_TIMEOUT)
             return
         timeout = checked_timeout("timeout", timeout)
-        own = in_pool(self.pool) or in_pool(self._completions) or self._loop.runs_here()
         if graceful and own:
             raise RpcError(
                 "a graceful shutdown waits for all handlers and callbacks, and can't be called "
@@ -621,9 +674,11 @@ class Agent:
 
     def _terminate(self, timeout: float) -> None:
         self.in_io_thread(self._begin_termination)
-        if not self._terminated.wait(timeout or None):
+        if not self._may_leave.wait(timeout or None):
             missing = self._termination.missing if self._termination is not None else []
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
+            if self._executing:
+                who += f"; calls of others are still running here: {len(self._executing)}"
             raise RpcTimeoutError(
                 f"a graceful shutdown of {self.worker_info} took longer than {timeout:g} s{who}"
             )
@@ -653,6 +708,7 @@ class Agent:
             self.post(rank, Message(Kind.TERMINATION, body=content.pack()), counted=False)
         if self._termination is not None and self._termination.done:
             self._terminated.set()
+            self._may_leave.set()
 
     def close(self) -> None:
         """Leaves at once: as `shutdown` with ``graceful=False``."""
@@ -660,12 +716,22 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+            self._closer = threading.get_ident()
+        try:
+            self._close()
+        finally:
+            self._ended.set()
+
+    def _close(self) -> None:
+        self._may_leave.set()
         if not self._terminated.is_set():
             for rank in self.membership.living:
-                if rank != self.worker_info.id and self._network.knows(rank):
+                known = self._network.knows(rank) or self._received[rank]
+                if known and rank != self.worker_info.id:
                     self.post(rank, Message(Kind.LEAVE), counted=False)
         ended = self._io.stop(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT)
         self._calls.fail(lambda _: has_shut_down())
+        self._watch.close()
         for layer in self.layers:
             layer.close()
         self._loop.close(_JOIN_TIMEOUT)

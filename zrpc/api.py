@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import DistNetworkError, Store
 from torch.distributed import is_available as is_distributed_available
+from torch.utils.hooks import RemovableHandle
 
 from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
 from zrpc.autograd.layer import plug_in as plug_in_autograd
@@ -43,6 +44,8 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
+    "on_worker_joined",
+    "on_worker_lost",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -319,6 +322,57 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     """
     agent = current_agent()
     return agent.worker_info if worker_name is None else agent.membership.find(worker_name)
+
+
+def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
+    """Has ``callback(worker_info)`` called for each worker that is gone.
+
+    That is one that died, that left without the others, or that did not answer for longer than
+    the option ``heartbeat_timeout``; also one that was lost before this call. A graceful shutdown
+    of the mesh loses nobody. A worker that is lost does not come back.
+
+    Args:
+        callback: is called once for each worker, in a thread of the agent's in which it may make
+            calls and wait for them. When it is called, calls to that worker have failed already.
+            What it raises is logged.
+
+    Returns:
+        A handle as torch's hooks have it: ``handle.remove()`` ends the calls.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    May be called from any thread.
+
+    Example:
+        >>> handle = on_worker_lost(lambda worker: print(f"{worker.name} is gone"))
+        >>> handle.remove()
+    """
+    return current_agent().lost.add(callback)
+
+
+def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
+    """Has ``callback(worker_info)`` called for each other worker of the mesh.
+
+    That is for those that are there already, by rank; in a mesh of a fixed size these are all.
+
+    Args:
+        callback: as for `on_worker_lost`.
+
+    Returns:
+        A handle: ``handle.remove()`` ends the calls.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    May be called from any thread.
+
+    Example:
+        >>> names = []
+        >>> handle = on_worker_joined(lambda worker: names.append(worker.name))
+        >>> handle.remove()
+    """
+    return current_agent().joined.add(callback)
 
 
 def get_rpc_timeout() -> float:

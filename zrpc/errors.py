@@ -89,7 +89,9 @@ class BackwardError(RpcError):
 
 
 class WorkerDied(RpcError, ConnectionError):
-    """The peer is gone: its process ended, or it left the mesh without an answer."""
+    """The peer is gone: its process ended or was stopped, the network to it is cut, or it left
+    the mesh without an answer. The message says which, and when it was last heard.
+    """
 
 
 class OwnerDied(WorkerDied):

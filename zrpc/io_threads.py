@@ -97,7 +97,9 @@ class IoThreads:
             self._end_rest()
         self._interrupt()
         deadline = time.monotonic() + timeout
-        others = [t for t in self._threads if t is not threading.current_thread()]
+        # A job of the first may stop them before the second has started; it will end at once.
+        started = [thread for thread in self._threads if thread.ident is not None]
+        others = [thread for thread in started if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._seat:

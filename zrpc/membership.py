@@ -1,9 +1,8 @@
-"""Who is in the mesh: names, ranks, and who is gone. No I/O but a look whether a peer lives."""
+"""Who is in the mesh: names, ranks, and who is gone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from zrpc.card import Card
 from zrpc.errors import RpcError
@@ -19,7 +18,7 @@ class Membership:
         cards: of all workers, by rank.
         rank: this worker's.
 
-    The look-ups may be called from any thread, `newly_lost` from one.
+    The look-ups may be called from any thread, `lose` from one.
     """
 
     def __init__(self, cards: Sequence[Card], rank: int) -> None:
@@ -29,10 +28,8 @@ class Membership:
         self._by_name = {info.name: info for info in self.infos}
         self._ranks = {card.identity: card.rank for card in cards}
         self._same_main = [card.main == cards[rank].main for card in cards]
+        self._lost_ranks: dict[bytes, int] = {}
         self.lost: set[int] = set()
-        # Peers that did not live at the last look; gone where the next look says the same, so
-        # that what they sent at the very end is read before.
-        self._suspected: set[int] = set()
 
     @property
     def info(self) -> WorkerInfo:
@@ -68,8 +65,19 @@ class Membership:
         raise RpcError(f"could not find destination {to!r}: the workers are {names}{more}")
 
     def rank_of(self, identity: bytes) -> int | None:
-        """The rank of the member with this routing id; None for a stranger."""
+        """The rank of the member with this routing id; None for who is lost, or a stranger."""
         return self._ranks.get(identity)
+
+    def lost_rank_of(self, identity: bytes) -> int | None:
+        """The rank of a worker that is lost; None for a member or a stranger."""
+        return self._lost_ranks.get(identity)
+
+    def lose(self, rank: int) -> None:
+        """A worker is gone, for good: should it be heard again, it is no member any more."""
+        identity = self.cards[rank].identity
+        self._lost_ranks[identity] = rank
+        self._ranks.pop(identity, None)
+        self.lost.add(rank)
 
     def same_main(self, rank: int) -> bool:
         """Whether a name in ``__main__`` means the same at this worker and at that one."""
@@ -83,18 +91,3 @@ class Membership:
     def reaches_by_ipc(self, rank: int) -> bool:
         """Whether the two talk by Unix sockets."""
         return self.shares_host(rank) and self.cards[self.rank].ipc and self.cards[rank].ipc
-
-    def newly_lost(self, is_alive: Callable[[Path], bool]) -> list[int]:
-        """Looks after the peers on this host; returns those found gone, each once."""
-        dead = {
-            card.rank
-            for card in self.cards
-            if card.rank not in self.lost
-            and card.rank != self.rank
-            and self.shares_host(card.rank)
-            and not is_alive(Path(card.directory))
-        }
-        gone = sorted(dead & self._suspected)
-        self._suspected = dead
-        self.lost.update(gone)
-        return gone

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "DEFAULT_HEARTBEAT_TIMEOUT_SEC",
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_RPC_TIMEOUT_SEC",
@@ -21,6 +22,7 @@ DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 
 # What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
 _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
@@ -81,6 +83,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         max_bytes_in_flight: how many bytes of calls to one worker may be under way, that is
             sent and not answered; a call beyond it waits before it is sent, within its
             timeout. 0: no limit. Calls made in an event loop never wait.
+        heartbeat_timeout: within which time a worker that answers no more is given up, in
+            seconds: one whose process is stopped, or whose network is cut. Calls to it then fail
+            with `WorkerDied`. It answers also while its Python does not get to run. 0 means
+            never. The end of a process is noticed sooner, without that.
         device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
             sending a tensor that is not on the CPU is an error.
         devices: kept likewise.
@@ -109,6 +115,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         security: str = "auto",
         shared_memory: int | None = None,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
+        heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -130,6 +137,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport
         self.security = security
+        self.heartbeat_timeout = checked_timeout("heartbeat_timeout", heartbeat_timeout)
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
         )

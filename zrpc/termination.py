@@ -98,6 +98,11 @@ class Termination:
         return min(self._members)
 
     @property
+    def waits_for_all(self) -> bool:
+        """Whether this worker has begun to shut down, and all others are to tell it."""
+        return self._joining and self.leader == self._rank and not self.done
+
+    @property
     def missing(self) -> list[int]:
         """For the leader's error message: who has not begun to shut down."""
         return sorted(self._members - self._joined) if self.leader == self._rank else []

@@ -36,7 +36,10 @@ def test_the_marker_is_registered(run_tests):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("worker=3", "it takes workers, processes, timeout, options, leaks, but got 'worker'"),
+        (
+            "worker=3",
+            "it takes workers, processes, timeout, options, leaks, faults, but got 'worker'",
+        ),
         ("3", "it takes keyword arguments only, but got (3,)"),
         ("workers=0", "workers must be at least 1, but got 0"),
     ],

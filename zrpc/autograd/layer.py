@@ -469,8 +469,8 @@ class AutogradLayer:
         """A peer is gone: so are its contexts, and passes that it took part in fail."""
         with self._lock:
             states = list(self._contexts.values())
-        name = self.agent.membership.infos[rank].name
-        error = WorkerDied(f"Error on Node {rank}: worker {name} died during a backward pass")
+        why = self.agent.why_gone(rank)
+        error = WorkerDied(f"Error on Node {rank}: during a backward pass, {why}")
         for state in states:
             if state.context_id >> 48 == rank:
                 self._release(state.context_id, but=rank)  # nobody else would

@@ -177,8 +177,8 @@ class RRefLayer:
         """Raises OwnerDied where the owner of a value is gone."""
         if owner.id in self.agent.membership.lost:
             raise OwnerDied(
-                f"worker {owner.name} (rank {owner.id}), which owned the value of this RRef, is "
-                "gone, and the value with it: make it anew on a worker that lives"
+                f"{self.agent.why_gone(owner.id)}; it owned the value of this RRef, which is gone "
+                "with it: make it anew on a worker that lives"
             )
 
     # -- the handlers, in the I/O thread -------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from zrpc.testing.failure import add_others
 from zrpc.testing.leaks import LeakError
+from zrpc.testing.relays import Relays
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker
 
@@ -59,6 +61,8 @@ class Mesh:
         self._spec = spec
         self._workers = list(workers)
         self._clean_up = clean_up
+        self._relays: Relays | None = None
+        self._paused: set[str] = set()
         self._shut_down = False
 
     def __len__(self) -> int:
@@ -162,6 +166,48 @@ class Mesh:
         """
         self._process(worker).kill(_DIES_WITHIN)
 
+    def pause(self, worker: str | int) -> None:
+        """Stops the process of a worker of a mesh of processes (SIGSTOP).
+
+        Raises:
+            TypeError: the mesh is one of threads.
+        """
+        found = self._process(worker)
+        self._paused.add(found.name)
+        found.pause()
+
+    def resume(self, worker: str | int) -> None:
+        """Lets a worker that is paused go on (SIGCONT).
+
+        Raises:
+            TypeError: the mesh is one of threads.
+        """
+        found = self._process(worker)
+        self._paused.discard(found.name)
+        found.resume()
+
+    def rank(self, worker: str | int) -> int:
+        """The rank of a worker, by its name or rank.
+
+        Raises:
+            LookupError: there is no such worker.
+        """
+        return self._worker(worker).rank
+
+    @property
+    def relays(self) -> Relays:
+        """What `zrpc.testing.faults` works with.
+
+        Raises:
+            RuntimeError: the mesh was made without ``faults=True``.
+        """
+        if self._relays is None:
+            raise RuntimeError(
+                "expected a mesh made with faults=True, in the marker zrpc or of local_mesh: the "
+                "connections of this one can't be disturbed"
+            )
+        return self._relays
+
     def output(self, worker: str | int) -> str:
         """What a worker process has written to stdout and stderr, where that is captured.
 
@@ -178,6 +224,11 @@ class Mesh:
         """
         __tracebackhide__ = True
         _gather(self._workers, [worker.start() for worker in self._workers])
+        if self._spec.faults:
+            # Nobody has connected to anybody yet: workers do when they first send.
+            found = self.run_all(_inbox_and_token)
+            inboxes = [Path(inbox) for inbox, _ in found]
+            self._relays = Relays(inboxes, {token: i for i, (_, token) in enumerate(found)})
 
     def shutdown(self, graceful: bool = True) -> None:
         """Ends the mesh; what it does after the first call is nothing.
@@ -195,6 +246,17 @@ class Mesh:
         if self._shut_down:
             return
         self._shut_down = True
+        try:
+            self._shutdown(graceful)
+        finally:
+            if self._relays is not None:
+                self._relays.close()
+
+    def _shutdown(self, graceful: bool) -> None:
+        for name in list(self._paused):
+            self.resume(name)
+        if self._relays is not None:
+            self._relays.mend()
         left: list[str] = []
         if graceful:
             try:
@@ -271,6 +333,20 @@ class Mesh:
                 "Mark the test with @pytest.mark.zrpc(processes=True)"
             )
         return found
+
+
+def _inbox_and_token() -> tuple[str, bytes]:
+    """On a worker: its Unix socket, and what its routing ids end in."""
+    from zrpc.current import current_agent
+
+    membership = current_agent().membership
+    card = membership.cards[membership.rank]
+    if not card.ipc:
+        raise ValueError(
+            "faults between workers need their Unix sockets: expected the option transport='auto' "
+            "or 'ipc', found 'tcp'"
+        )
+    return f"{card.directory}/inbox", card.identity[1:]
 
 
 def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:

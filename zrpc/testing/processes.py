@@ -218,6 +218,17 @@ class ProcessWorker(Worker):
         self.end()
         self._reader.join(timeout)
 
+    def pause(self) -> None:
+        """Stops the process, and waits until it is."""
+        self._signal(signal.SIGSTOP)
+        end = time.monotonic() + _DIES_WITHIN
+        while state_of(self.pid) not in ("T", "Z", "") and time.monotonic() < end:
+            time.sleep(0.001)  # no event tells of it to whoever is not its parent
+
+    def resume(self) -> None:
+        """Lets the process go on."""
+        self._signal(signal.SIGCONT)
+
     def end(self) -> None:
         """Kills the process; does not wait for its death."""
         self._signal(signal.SIGKILL)

@@ -32,6 +32,7 @@ class MeshSpec:
         timeout: seconds that the whole test may take, the mesh's start and end included.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
         leaks: whether a passing test becomes an error where it leaves something behind.
+        faults: whether the workers' connections go through relays, for `zrpc.testing.faults`.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -45,6 +46,7 @@ class MeshSpec:
     timeout: float = DEFAULT_TIMEOUT
     options: Mapping[str, Any] = field(default_factory=dict)
     leaks: bool = True
+    faults: bool = False
 
     def __post_init__(self) -> None:
         expected: dict[str, type | tuple[type, ...]] = {
@@ -53,6 +55,7 @@ class MeshSpec:
             "timeout": (int, float),
             "options": Mapping,
             "leaks": bool,
+            "faults": bool,
         }
         for name, types in expected.items():
             value = getattr(self, name)

@@ -80,6 +80,7 @@ def local_mesh(
     processes: bool = False,
     timeout: float = DEFAULT_TIMEOUT,
     options: Mapping[str, Any] | None = None,
+    faults: bool = False,
 ) -> Iterator[Mesh]:
     """A mesh for the length of a ``with`` statement, for scripts, notebooks and doctests.
 
@@ -91,6 +92,7 @@ def local_mesh(
         timeout: seconds that the whole statement may take, less those for the first import
             of torch.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
+        faults: whether there can be faults between the workers, see `zrpc.testing.faults`.
 
     Raises:
         MeshTimeout: the statement was not over within ``timeout``.
@@ -103,7 +105,7 @@ def local_mesh(
         ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
         ['worker0', 'worker1']
     """
-    spec = MeshSpec(workers, processes, timeout, options or {})
+    spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
     warm_up(processes)
     with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
         with watchdog.interruptible():

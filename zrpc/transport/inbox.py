@@ -24,6 +24,9 @@ class Inbox:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.rcvhwm = 0
+        # A peer whose connection broke without a word connects anew; its messages are to be
+        # read, though the old connection may seem to stand. Its routing id is a secret of the mesh.
+        self._socket.router_handover = True
         # A whole mesh may connect at once.
         self._socket.backlog = 4096
         self._timeout_ms = -1

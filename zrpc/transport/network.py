@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import zmq
 
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
+from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
 
@@ -28,6 +30,10 @@ class Network:
         peers: how many workers there are.
         ipc: whether to listen on a Unix socket.
 
+    Attributes:
+        directory: this worker's private one; None where the system has no Unix sockets.
+        heartbeats: tell which peers live; for the thread that receives.
+
     `send` may be called from any thread, `receive` from one at a time.
     """
 
@@ -37,7 +43,8 @@ class Network:
         # First, since this may be refused, and there is nothing to close then.
         self.directory = PrivateDirectory() if supports_ipc() else None
         self._context: zmq.Context[Any] = zmq.Context()
-        # A mailbox a peer, the inbox, and the one that wakes this worker's own I/O thread.
+        # A mailbox a peer, the inbox, the one that wakes this worker's own I/O thread, and those
+        # of the heartbeats.
         self._context.set(zmq.MAX_SOCKETS, 2 * peers + 16)
         # Guards the opening of mailboxes.
         self._lock = threading.Lock()
@@ -49,7 +56,10 @@ class Network:
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
-        self._waker = Mailbox(self._context, b"waker", self._inbox.inproc)
+        self.heartbeats = Heartbeats(self._context, identity)
+        # Under a name that nobody can guess: whoever connects with it would take its place.
+        waker = b"w" + secrets.token_bytes(16)
+        self._waker = Mailbox(self._context, waker, self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
 
@@ -85,6 +95,27 @@ class Network:
         """Whether anything was ever sent to this peer."""
         return rank in self._mailboxes
 
+    def endpoint(self, rank: int) -> str:
+        """Where a peer can be reached."""
+        return self._endpoints[rank]
+
+    def watch(self, rank: int) -> None:
+        """Has the heartbeats ask a peer; see `Heartbeats.watch`."""
+        self.heartbeats.watch(rank, self._endpoints[rank], self._guard(rank))
+
+    def _guard(self, rank: int) -> Callable[[zmq.Socket[Any]], None] | None:
+        """Makes a socket connect to a peer and to nobody else, where that takes keys."""
+        if self._curve is None or not self._endpoints[rank].startswith("tcp://"):
+            return None
+        return partial(self._curve.guard_mailbox, rank=rank)
+
+    def drop(self, rank: int) -> None:
+        """Drops what is queued for a peer that is gone."""
+        with self._lock:
+            mailbox = self._mailboxes.pop(rank, None)
+        if mailbox is not None:
+            mailbox.close(0)
+
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""
         self._waker.send(b"")
@@ -105,6 +136,7 @@ class Network:
             self._closed = True
             for rank, mailbox in self._mailboxes.items():
                 mailbox.close(0 if rank in lost else linger)
+        self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
         if self._gatekeeper is not None:
@@ -121,9 +153,7 @@ class Network:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = self._mailboxes.get(rank)
             if mailbox is None:
-                endpoint, guard = self._endpoints[rank], None
-                if self._curve is not None and endpoint.startswith("tcp://"):
-                    guard = partial(self._curve.guard_mailbox, rank=rank)
-                mailbox = Mailbox(self._context, self._identity, endpoint, guard)
+                endpoint = self._endpoints[rank]
+                mailbox = Mailbox(self._context, self._identity, endpoint, self._guard(rank))
                 self._mailboxes[rank] = mailbox
             return mailbox

@@ -1,0 +1,191 @@
+"""Faults of a mesh: each does what it says, and ends when it should."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import zrpc
+from zrpc.testing import MeshSpec, faults, local_mesh
+
+PATIENCE = 10.0
+LIMIT = 1.0
+
+kinds = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+
+
+@pytest.fixture
+def start(make_mesh):
+    def start(**options):
+        return make_mesh(options={"rpc_timeout": 20, **options})
+
+    return start
+
+
+def call(to, timeout=-1.0):
+    return zrpc.rpc_sync(to, max, (1, 2), timeout=timeout)
+
+
+def error_of(to, timeout=-1.0):
+    try:
+        call(to, timeout)
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+@pytest.mark.zrpc(workers=3, faults=True)
+@kinds
+def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh, processes):
+    mesh = make_mesh(processes=processes, options={"rpc_timeout": 20})
+    assert mesh.run(0, call, 1) == 2
+    with faults.cut(mesh, "worker0", 1):
+        waiting = [mesh.submit(0, call, 1), mesh.submit(1, call, 0)]
+        assert mesh.run(2, call, 0) == mesh.run(2, call, 1) == 2
+        for future in waiting:
+            with pytest.raises(TimeoutError):
+                future.result(0.2)
+    assert [future.result(PATIENCE) for future in waiting] == [2, 2]
+
+
+@pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": LIMIT})
+def test_a_cut_that_lasts_parts_two_workers(mesh):
+    """Neither process has ended, and no connection was closed: only the heartbeats tell."""
+    mesh.run(0, call, 1)
+    mesh.run(1, call, 0)
+    with faults.cut(mesh, 0, 1):
+        began = time.monotonic()
+        assert mesh.run(0, error_of, 1) == "WorkerDied"
+        assert 0.5 * LIMIT < time.monotonic() - began < PATIENCE
+        assert mesh.run(2, call, 0) == mesh.run(2, call, 1) == mesh.run(0, call, 2) == 2
+    # They are parted for good, and the other side knows or learns.
+    assert mesh.run(1, error_of, 0) == "WorkerDied"
+    assert mesh.run(0, error_of, 1) == "WorkerDied"
+    assert mesh.run(1, call, 2) == 2
+
+
+@pytest.mark.zrpc(faults=True)
+def test_a_delay(mesh):
+    assert mesh.run(0, call, 1) == 2
+    for delays in ([0.1], [0.1, 0.15]):
+        active = [faults.delay(mesh, 0, 1, seconds) for seconds in delays]
+        began = time.monotonic()
+        assert mesh.run(0, call, 1) == 2
+        assert time.monotonic() - began >= 2 * sum(delays)
+        for fault in active:
+            fault.end()
+            fault.end()
+    assert fault.happened == 0
+
+
+@pytest.mark.zrpc(workers=3, faults=True)
+def test_a_request_and_an_answer_that_are_dropped(mesh):
+    for sender, receiver in ((0, 1), (1, 0)):
+        assert mesh.run(0, call, 1) == 2
+        with faults.drop(mesh, sender, receiver) as fault:
+            assert mesh.run(0, error_of, 1, 0.2) == "RpcTimeoutError"
+            assert mesh.run(0, call, 1) == 2  # it was one message
+            assert mesh.run(0, call, 2) == 2
+        assert fault.happened == 1
+    with faults.drop(mesh, 0, 1, count=None) as fault:
+        for _ in range(2):
+            assert mesh.run(0, error_of, 1, 0.2) == "RpcTimeoutError"
+    assert fault.happened == 2
+    assert mesh.run(0, call, 1) == 2
+
+
+_tally: list[int] = []
+
+
+def note(i):
+    _tally.append(i)
+
+
+@pytest.mark.zrpc(faults=True)
+def test_a_message_that_comes_twice(mesh):
+    _tally.clear()
+    with faults.duplicate(mesh, 0, 1, count=2) as fault:
+        for i in range(3):
+            mesh.run(0, zrpc.rpc_sync, 1, note, (i,))
+        limit = time.monotonic() + PATIENCE
+        while len(_tally) < 5:
+            assert time.monotonic() < limit, _tally
+            time.sleep(0.005)
+    assert sorted(_tally) == [0, 0, 1, 1, 2]
+    assert fault.happened == 2
+    with faults.duplicate(mesh, 1, 0):  # an answer: the second has no call any more
+        assert mesh.run(0, call, 1) == 2
+    assert mesh.run(0, call, 1) == 2
+
+
+@pytest.mark.zrpc(faults=True, options={"shared_memory": 0})
+def test_large_messages_go_through_whole(mesh):
+    def echo():
+        import torch
+
+        sent = torch.arange(1_000_000)
+        return torch.equal(zrpc.rpc_sync(1, torch.clone, (sent,)), sent)
+
+    assert mesh.run(0, echo)
+
+
+@pytest.mark.zrpc(processes=True)
+def test_pause_and_resume(mesh):
+    with faults.pause(mesh, "worker1"):
+        future = mesh.submit(0, call, 1)
+        with pytest.raises(TimeoutError):
+            future.result(0.3)
+    assert future.result(PATIENCE) == 2
+    faults.pause(mesh, 1)
+    faults.resume(mesh, 1)
+    assert mesh.run(0, call, 1) == 2
+    faults.pause(mesh, 1)  # it goes on for the end of the mesh
+
+
+@pytest.mark.zrpc(processes=True)
+def test_kill(mesh):
+    faults.kill(mesh, 1)
+    assert mesh.run(0, error_of, 1) == "WorkerDied"
+
+
+@pytest.mark.zrpc(faults=True)
+def test_a_mesh_ends_gracefully_under_faults(mesh):
+    mesh.run(0, call, 1)
+    faults.cut(mesh, 0, 1)
+    faults.delay(mesh, 0, 1, seconds=60)
+    faults.drop(mesh, 0, 1, count=None)
+
+
+def test_without_relays(mesh):
+    for fault in (faults.cut, faults.drop, faults.duplicate):
+        with pytest.raises(RuntimeError, match="faults=True"):
+            fault(mesh, 0, 1)
+    for fault in (faults.pause, faults.resume, faults.kill):
+        with pytest.raises(TypeError, match="processes=True"):
+            fault(mesh, 0)
+
+
+@pytest.mark.zrpc(faults=True)
+def test_wrong_workers(mesh):
+    with pytest.raises(LookupError, match="worker0, worker1"):
+        faults.cut(mesh, 0, 2)
+    with pytest.raises(ValueError, match="expected two workers, but got 'worker1' twice"):
+        faults.cut(mesh, "worker1", 1)
+    with pytest.raises(ValueError, match="seconds must be 0 or more"):
+        faults.delay(mesh, 0, 1, seconds=-1)
+
+
+def test_tcp_is_refused(no_leaks):
+    with (
+        pytest.raises(ValueError, match="need their Unix sockets"),
+        local_mesh(2, options={"transport": "tcp"}, faults=True),
+    ):
+        pass
+
+
+def test_the_marker_takes_it():
+    assert not MeshSpec().faults
+    assert MeshSpec(faults=True).replace(workers=3).faults
+    with pytest.raises(TypeError, match="faults must be a bool"):
+        MeshSpec(faults=1)

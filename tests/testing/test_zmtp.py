@@ -1,0 +1,71 @@
+"""Where messages begin and end in what ZeroMQ sends."""
+
+from __future__ import annotations
+
+import socket
+
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrpc.testing.zmtp import GREETING, Splitter
+
+Frames = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), max_size=6)
+
+
+def encoded(frame, more=False, command=False):
+    flags = more | 4 * command
+    if len(frame) < 256:
+        return bytes([flags, len(frame)]) + frame
+    return bytes([flags | 2]) + len(frame).to_bytes(8, "big") + frame
+
+
+def ready(identity):
+    body = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+    body += b"\x08Identity" + len(identity).to_bytes(4, "big") + identity
+    return encoded(body, command=True)
+
+
+@given(messages=Frames, identity=st.binary(max_size=40), cuts=st.lists(st.integers(1, 700)))
+def test_any_stream_in_any_pieces(messages, identity, cuts):
+    wire = [
+        b"".join(encoded(f, more=i < len(frames) - 1) for i, f in enumerate(frames))
+        for frames in messages
+    ]
+    ping = encoded(b"\x04PING\0\0", command=True)
+    stream = b"g" * GREETING + ready(identity) + ping.join([b"", *wire])
+    splitter, units, rest = Splitter(), [], stream
+    for size in [*cuts, len(stream)]:
+        units += splitter.feed(rest[:size])
+        rest = rest[size:]
+    assert b"".join(unit.data for unit in units) == stream
+    assert [unit.data for unit in units if unit.is_message] == wire
+    assert splitter.ready
+    assert splitter.identity == identity
+
+
+def test_what_zeromq_itself_sends(tmp_path, no_leaks):
+    """A socket that answers nothing but a greeting and READY, as another DEALER would."""
+    with zmq.Context() as context, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{tmp_path}/inbox")
+        listener.listen()
+        with context.socket(zmq.DEALER) as mailbox:
+            mailbox.linger = 0
+            mailbox.routing_id = b"z0123"
+            mailbox.connect(f"ipc://{tmp_path}/inbox")
+            mailbox.send_multipart([b"first", b"x" * 1000])
+            mailbox.send(b"second")
+            connection, _ = listener.accept()
+            connection.settimeout(10)
+            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
+            assert len(greeting) == GREETING
+            connection.sendall(greeting + ready(b""))
+            splitter, messages = Splitter(), []
+            with connection:
+                while len(messages) < 2:
+                    units = splitter.feed(connection.recv(4096))
+                    messages += [unit.data for unit in units if unit.is_message]
+    assert splitter.identity == b"z0123"
+    assert messages[0].endswith(b"x" * 1000)
+    assert b"first" in messages[0]
+    assert messages[1].endswith(b"second")
