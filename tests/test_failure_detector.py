@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zrpc.failure_detector import FailureDetector, Loss, Reason
@@ -177,6 +177,7 @@ def test_of_few_each_is_looked_at_once_a_tick(detector):
         max_size=60,
     )
 )
+@example(events=[(2, "up", 3.0), (2, "watch", 3.0), (2, "down", 3.0)])
 @settings(deadline=None, max_examples=60)
 def test_each_is_lost_at_most_once_and_never_without_a_sign(events):
     detector = FailureDetector(LIMIT)

@@ -137,7 +137,7 @@ class FailureDetector:
             return
         peer.connected = False
         # It was asked all the time until then, and has answered all but the last time.
-        peer.since = now - self.interval - self.timeout
+        peer.since = max(peer.since, now - self.interval - self.timeout)
         peer.heard = peer.since = peer.silent_since
         peer.alive_at = now
 
