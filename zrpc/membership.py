@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from zrpc.card import Card
 from zrpc.errors import RpcError
+from zrpc.transport.network import bulk_identity
 from zrpc.worker_info import WorkerInfo
 
 __all__ = ["Membership"]
@@ -26,7 +27,7 @@ class Membership:
         self.infos = [card.info for card in cards]
         self.rank = rank
         self._by_name = {info.name: info for info in self.infos}
-        self._ranks = {card.identity: card.rank for card in cards}
+        self._ranks = {identity: card.rank for card in cards for identity in _identities(card)}
         self._same_main = [card.main == cards[rank].main for card in cards]
         self._lost_ranks: dict[bytes, int] = {}
         self.lost: set[int] = set()
@@ -74,9 +75,9 @@ class Membership:
 
     def lose(self, rank: int) -> None:
         """A worker is gone, for good: should it be heard again, it is no member any more."""
-        identity = self.cards[rank].identity
-        self._lost_ranks[identity] = rank
-        self._ranks.pop(identity, None)
+        for identity in _identities(self.cards[rank]):
+            self._lost_ranks[identity] = rank
+            self._ranks.pop(identity, None)
         self.lost.add(rank)
 
     def same_main(self, rank: int) -> bool:
@@ -91,3 +92,8 @@ class Membership:
     def reaches_by_ipc(self, rank: int) -> bool:
         """Whether the two talk by Unix sockets."""
         return self.shares_host(rank) and self.cards[self.rank].ipc and self.cards[rank].ipc
+
+
+def _identities(card: Card) -> tuple[bytes, bytes]:
+    """The routing ids of a worker's mailboxes."""
+    return card.identity, bulk_identity(card.identity)

@@ -91,7 +91,7 @@ def test_messages_of_all_sizes_arrive(monkeypatch, kind):
         frames = [os.urandom(size) for size in sizes]
         for frame in frames:
             networks[0].send(to, frame)
-            assert tuple(networks[to].receive(5)) == (b"z0", frame, [])
+            assert tuple(networks[to].receive(5))[1:] == (frame, [])
             networks[0].send(to, b"head", [frame, b"between", frame])
             _, first, buffers = networks[to].receive(5)
             assert first == b"head"

@@ -16,13 +16,23 @@ from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
 
-__all__ = ["Network"]
+__all__ = ["Network", "bulk_identity"]
+
+# Messages from this size on, in bytes, are large: they take longer than a call of a small one.
+BULK = 1 << 18
+
+
+def bulk_identity(identity: bytes) -> bytes:
+    """The routing id of the mailboxes for large messages of the worker with this one."""
+    return b"b" + identity[1:]
 
 
 class Network:
     """One inbox, and a mailbox for each peer that was ever sent to.
 
     Mailboxes open when first used, so that a mesh of 64 workers costs no 64 x 64 handshakes.
+    Large messages go through a second one, so that no answer and no reference count has to wait
+    until a large tensor has left. Hence messages to one peer may overtake each other.
 
     Args:
         identity: this worker's token, which its mailboxes show to the peers.
@@ -43,12 +53,13 @@ class Network:
         # First, since this may be refused, and there is nothing to close then.
         self.directory = PrivateDirectory() if supports_ipc() else None
         self._context: zmq.Context[Any] = zmq.Context()
-        # A mailbox a peer, the inbox, the one that wakes this worker's own I/O thread, and those
-        # of the heartbeats.
-        self._context.set(zmq.MAX_SOCKETS, 2 * peers + 16)
+        # Two mailboxes a peer, the inbox, the one that wakes this worker's own I/O thread, and
+        # those of the heartbeats.
+        self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
         # Guards the opening of mailboxes.
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
+        self._bulk: dict[int, Mailbox] = {}  # for large messages
         self._endpoints: Sequence[str] = ()
         self._closed = False
         self._curve: Curve | None = None
@@ -88,12 +99,20 @@ class Network:
         Raises:
             zmq.ZMQError: the network is closed.
         """
-        mailbox = self._mailboxes.get(rank) or self._open(rank)
+        large = (buffers or len(first) >= BULK) and self._is_large(rank, first, buffers)
+        mailboxes = self._bulk if large else self._mailboxes
+        mailbox = mailboxes.get(rank) or self._open(rank, mailboxes)
         mailbox.send(first, buffers, counted)
+
+    def _is_large(self, rank: int, first: bytes, buffers: Sequence[Any]) -> bool:
+        """Whether a message goes through the mailbox for large ones; none to ourselves does."""
+        if rank == self._rank:
+            return False
+        return len(first) + sum(memoryview(buffer).nbytes for buffer in buffers) >= BULK
 
     def knows(self, rank: int) -> bool:
         """Whether anything was ever sent to this peer."""
-        return rank in self._mailboxes
+        return rank in self._mailboxes or rank in self._bulk
 
     def endpoint(self, rank: int) -> str:
         """Where a peer can be reached."""
@@ -112,9 +131,10 @@ class Network:
     def drop(self, rank: int) -> None:
         """Drops what is queued for a peer that is gone."""
         with self._lock:
-            mailbox = self._mailboxes.pop(rank, None)
-        if mailbox is not None:
-            mailbox.close(0)
+            dropped = [boxes.pop(rank, None) for boxes in (self._mailboxes, self._bulk)]
+        for mailbox in dropped:
+            if mailbox is not None:
+                mailbox.close(0)
 
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""
@@ -122,8 +142,8 @@ class Network:
 
     def sent(self, ranks: Iterable[int]) -> int:
         """How many counted messages were ever sent to these workers."""
-        mailboxes = self._mailboxes
-        return sum(mailboxes[rank].sent for rank in ranks if rank in mailboxes)
+        both = (self._mailboxes, self._bulk)
+        return sum(boxes[rank].sent for rank in ranks for boxes in both if rank in boxes)
 
     def close(self, linger: float, lost: Collection[int]) -> None:
         """Closes all sockets and removes what lies in the file system.
@@ -134,7 +154,7 @@ class Network:
         """
         with self._lock:
             self._closed = True
-            for rank, mailbox in self._mailboxes.items():
+            for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
                 mailbox.close(0 if rank in lost else linger)
         self.heartbeats.close()
         self._waker.close(0)
@@ -147,13 +167,15 @@ class Network:
         if self.directory is not None:
             self.directory.remove()
 
-    def _open(self, rank: int) -> Mailbox:
+    def _open(self, rank: int, mailboxes: dict[int, Mailbox]) -> Mailbox:
         with self._lock:
             if self._closed:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
-            mailbox = self._mailboxes.get(rank)
+            mailbox = mailboxes.get(rank)
             if mailbox is None:
+                bulk = mailboxes is self._bulk
+                identity = bulk_identity(self._identity) if bulk else self._identity
                 endpoint = self._endpoints[rank]
-                mailbox = Mailbox(self._context, self._identity, endpoint, self._guard(rank))
-                self._mailboxes[rank] = mailbox
+                mailbox = Mailbox(self._context, identity, endpoint, self._guard(rank))
+                mailboxes[rank] = mailbox
             return mailbox
