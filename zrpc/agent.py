@@ -384,8 +384,13 @@ class Agent:
     def _receive_answer(self, call: PendingCall) -> None:
         """Receives until a call is settled, in the thread that waits for it, where that can be.
 
-        So no other thread need wake. Not for long: then the I/O thread goes on.
+        So no other thread need wake. Not for long: then the I/O thread goes on. A handler does
+        not: calls of others come in as well where it runs, and nobody would receive them while
+        the I/O thread rests for its sake.
         """
+        if in_handler():
+            return
+        call.received_here = True
         if call.peer == self.worker_info.id or not self._io.resting or not hold_interrupts():
             return
         try:
@@ -496,7 +501,7 @@ class Agent:
         call.settle(message)
         # The next answer may be received where it is waited for, see _receive_answer.
         if (
-            call.waited_for
+            call.received_here
             and not len(self._calls)
             and call.peer != self.worker_info.id
             and time.monotonic() - call.begun < LONGEST_SITTING

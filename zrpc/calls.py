@@ -43,6 +43,7 @@ class PendingCall:
         "holds",
         "on_settled",
         "peer",
+        "received_here",
         "room",
         "timeout",
         "waited_for",
@@ -65,6 +66,8 @@ class PendingCall:
         self.deadline = self.begun + timeout if timeout else NEVER
         # What it takes of a window (see there), and of whose.
         self.room: tuple[Hashable, int] | None = None
+        # Whether it is waited for by a thread that may receive the answer itself.
+        self.received_here = False
         # Whether a thread waits for the answer.
         self.waited_for = False
         self.holds = holds

@@ -24,11 +24,14 @@ __all__ = ["LONGEST_SITTING", "IoThreads"]
 
 # A leader that is in one job for two looks of the follower, so many seconds apart, loses the
 # lead: for as long nothing is received, hence no reply and no reference count.
-_LOOK_EVERY = 0.0005
+_LOOK_EVERY = 0.001
+# How often a leader that rests looks whether others still sit: what comes in for this worker when
+# they do not waits for so long.
+_LOOK_AT_REST = 0.0003
 # A thread other than the leader receives for so many seconds at most.
 LONGEST_SITTING = 0.002
 # After so many looks without a new job the follower sleeps until it is woken.
-_LOOKS_UNTIL_SLEEP = 4
+_LOOKS_UNTIL_SLEEP = 2
 
 
 class IoThreads:
@@ -209,7 +212,7 @@ class IoThreads:
         sittings = -1
         while self._sittings != sittings and time.monotonic() < until and not self._stopping:
             sittings = self._sittings
-            if self._rest.acquire(timeout=_LOOK_EVERY):
+            if self._rest.acquire(timeout=_LOOK_AT_REST):
                 return
 
     def _follow(self, me: int) -> None:

@@ -140,12 +140,13 @@ class WorkerPool:
         """Takes the current thread, of this ident, as a guest, to call `run_as_guest` next.
 
         Returns:
-            False where it is not to: enough threads run, or jobs are not quick.
+            False where it is not to: another job runs, beside which this one may run, or jobs
+            are not quick.
         """
         if self._usual_time > _QUICK:
             return False
         with self._lock:
-            if self._closed or self._running >= self._size:
+            if self._closed or self._running:
                 return False
             self._running += 1
             self._guests.add(ident)
