@@ -29,8 +29,10 @@ def dense():
 
 
 def table(sparse):
-    torch.manual_seed(4)
-    return torch.nn.Embedding(10, 4, sparse=sparse, dtype=torch.float64)
+    # Not by the global generator: both trainers may ask for the table at once, in two threads.
+    generator = torch.Generator().manual_seed(4)
+    weight = torch.randn(10, 4, generator=generator, dtype=torch.float64)
+    return torch.nn.Embedding(10, 4, sparse=sparse, _weight=weight)
 
 
 def batch(rank, step):
