@@ -29,21 +29,25 @@ _OTHERS = tuple(
 # These, and a handler that is not Python's, raise nothing.
 _HARMLESS = (int(signal.SIG_DFL), int(signal.SIG_IGN), None)
 
-# Whether the main thread holds Ctrl-C back, and whether one has come; of that thread only.
-_held = False
+# How many times over the main thread holds Ctrl-C back (it sends while it receives), and whether
+# one has come; of that thread only.
+_held = 0
 _noted = False
 
 
 def hold_interrupts() -> bool:
     """Has no signal raise anything in this thread until `release_interrupts`.
 
-    In threads other than the main one no signal does anyhow.
+    In threads other than the main one no signal does anyhow. May be nested.
 
     Returns:
         False where the program has handlers of its own, which can't be held back.
     """
     global _held, _noted
     if threading.get_ident() != threading.main_thread().ident:
+        return True
+    if _held:
+        _held += 1
         return True
     for number in _OTHERS:
         if _get(number) not in _HARMLESS:
@@ -52,13 +56,13 @@ def hold_interrupts() -> bool:
     if handler is signal.default_int_handler:
         _noted = False
         _set(_INTERRUPT, _note)
-        _held = True
+        _held = 1
         return True
     return handler in _HARMLESS
 
 
 def release_interrupts() -> None:
-    """Ends what `hold_interrupts` has begun.
+    """Ends what the last `hold_interrupts` that returned True has begun.
 
     Raises:
         KeyboardInterrupt: Ctrl-C has come meanwhile.
@@ -66,7 +70,9 @@ def release_interrupts() -> None:
     global _held, _noted
     if not _held or threading.get_ident() != threading.main_thread().ident:
         return
-    _held = False
+    _held -= 1
+    if _held:
+        return
     _set(_INTERRUPT, signal.default_int_handler)
     if _noted:  # looked at now that it does not change any more
         _noted = False
