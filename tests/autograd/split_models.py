@@ -74,6 +74,16 @@ def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torc
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
 
+X = leaf(3, seed=1)
+W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]  # W[rank] is a parameter of that worker
+LEAVES = [X, *W]
+
+
+def layer(rank: int, x: torch.Tensor) -> torch.Tensor:
+    """A layer with that worker's parameter."""
+    return torch.tanh(x @ W[rank])
+
+
 def layers(mesh: Mesh) -> list[AutogradLayer]:
     return [mesh.agent(name).layer(AutogradLayer) for name in mesh]
 

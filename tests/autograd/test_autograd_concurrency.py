@@ -8,12 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from split_models import (
+    LEAVES,
     SOON,
+    W,
+    X,
     assert_as_local,
     assert_freed,
     call,
     gradients_at,
     here,
+    layer,
     leaf,
     local_gradients,
 )
@@ -23,14 +27,6 @@ import zrpc.autograd as dist_autograd
 from zrpc.current import find_agent
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
-LEAVES = [X, *W]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
 
 
 def fan_out(calls):

@@ -9,12 +9,16 @@ import weakref
 import pytest
 import torch
 from split_models import (
+    LEAVES,
     SOON,
+    W,
+    X,
     assert_as_local,
     assert_freed,
     call,
     gradients_at,
     here,
+    layer,
     layers,
     leaf,
     settle,
@@ -27,15 +31,6 @@ import zrpc.autograd as dist_autograd
 from zrpc.autograd.state import ContextState
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
-LEAVES = [X, *W]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
-
 
 # Ids.
 

@@ -8,14 +8,17 @@ import threading
 import pytest
 import torch
 from split_models import (
+    LEAVES,
     SOON,
+    W,
+    X,
     assert_as_local,
     assert_freed,
     call,
     gradients_at,
     here,
+    layer,
     layers,
-    leaf,
     local_gradients,
     settle,
     train,
@@ -28,14 +31,6 @@ from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=15)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
-LEAVES = [X, *W]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
 
 
 class Broken(torch.autograd.Function):

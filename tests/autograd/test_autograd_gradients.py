@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from split_models import assert_as_local, call, gradients_at, leaf, local_gradients, train
+from split_models import (
+    LEAVES,
+    W,
+    X,
+    assert_as_local,
+    call,
+    gradients_at,
+    layer,
+    leaf,
+    local_gradients,
+    train,
+)
 from torch.utils.checkpoint import checkpoint
 
 import zrpc
@@ -12,14 +23,6 @@ import zrpc.autograd as dist_autograd
 from zrpc.current import find_agent
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]  # W[rank] is a parameter of that worker
-LEAVES = [X, *W]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
 
 
 def test_a_chain_over_two_workers(mesh):

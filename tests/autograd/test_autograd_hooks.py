@@ -7,21 +7,25 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
-from split_models import SOON, assert_as_local, call, leaf, local_gradients, posted, train
+from split_models import (
+    LEAVES,
+    SOON,
+    W,
+    X,
+    assert_as_local,
+    call,
+    layer,
+    leaf,
+    local_gradients,
+    posted,
+    train,
+)
 
 import zrpc
 import zrpc.autograd as dist_autograd
 from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
-LEAVES = [X, *W]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
 
 
 def residual():

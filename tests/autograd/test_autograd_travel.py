@@ -10,10 +10,13 @@ import pytest
 import torch
 from split_models import (
     SOON,
+    W,
+    X,
     assert_freed,
     call,
     gradients_at,
     here,
+    layer,
     leaf,
     train,
 )
@@ -22,13 +25,6 @@ import zrpc
 import zrpc.autograd as dist_autograd
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
-
-X = leaf(3, seed=1)
-W = [leaf(3, 3, seed=10 + rank) for rank in range(3)]
-
-
-def layer(rank, x):
-    return torch.tanh(x @ W[rank])
 
 
 def both(x):

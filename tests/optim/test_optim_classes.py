@@ -101,6 +101,13 @@ def assert_equal(locals_):
         assert PARAMETERS[f"w{i}"].grad is None
 
 
+def step_alike(distributed, rrefs, local, weights, step):
+    """A step of both optimizers, after which the parameters are equal."""
+    distributed_step(distributed, rrefs, step)
+    local_step(local, weights, step)
+    assert_equal(weights)
+
+
 def compare(optimizer_class, owners, *args, fn=(use, loss_of), steps=STEPS, **kwargs):
     rrefs, weights = twins(owners)
     distributed = DistributedOptimizer(optimizer_class, rrefs, *args, **kwargs)
@@ -205,9 +212,7 @@ def test_groups(mesh):
         distributed = DistributedOptimizer(torch.optim.SGD, groups_of(rrefs), lr=0.05)
         local = torch.optim.SGD(groups_of(weights), lr=0.05)
         for step in range(STEPS):
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
         for mine, theirs in zip(distributed.param_groups, local.param_groups, strict=True):
             assert {k: v for k, v in mine.items() if k != "params"} == {
                 k: v for k, v in theirs.items() if k != "params"
@@ -225,9 +230,7 @@ def test_options_that_are_set_in_the_groups(mesh):
             for optimizer in (distributed, local):
                 optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
                 optimizer.param_groups[0]["momentum"] = 0.1 * step
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
 
     mesh.run(0, run)
 
@@ -375,9 +378,7 @@ def test_schedulers(mesh, scheduler):
         local = torch.optim.SGD(weights, lr=0.2, momentum=0.9)
         schedulers = [SCHEDULERS[scheduler](o) for o in (distributed, local)]
         for step in range(6):
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
             for each in schedulers:
                 each.step()
             assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
@@ -392,9 +393,7 @@ def test_one_cycle_with_betas(mesh):
         local = torch.optim.Adam(weights, lr=0.2)
         schedulers = [SCHEDULERS["OneCycleLR"](o) for o in (distributed, local)]
         for step in range(6):
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
             for each in schedulers:
                 each.step()
 
@@ -410,9 +409,7 @@ def test_reduce_on_plateau(mesh):
             lr_scheduler.ReduceLROnPlateau(o, factor=0.1, patience=0) for o in (distributed, local)
         ]
         for step in range(STEPS):
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
             for each in schedulers:
                 each.step(1.0)
         assert distributed.param_groups[0]["lr"] == local.param_groups[0]["lr"] < 0.2
@@ -427,9 +424,7 @@ def test_a_scheduler_over_groups(mesh):
         local = torch.optim.SGD(groups_of(weights), lr=0.05)
         schedulers = [SCHEDULERS["StepLR"](o) for o in (distributed, local)]
         for step in range(STEPS):
-            distributed_step(distributed, rrefs, step)
-            local_step(local, weights, step)
-            assert_equal(weights)
+            step_alike(distributed, rrefs, local, weights, step)
             for each in schedulers:
                 each.step()
 
