@@ -43,6 +43,23 @@ class Broken(torch.autograd.Function):
         raise ValueError("broken on purpose")
 
 
+def waiting_backward(begun, go):
+    """A function that changes nothing, and whose backward pass waits for ``go``."""
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            begun.set()
+            assert go.wait(SOON)
+            return gradient
+
+    return Waits.apply
+
+
 def chain(rank, broken, x):
     """Through the workers in order, and back."""
     x = layer(rank, x)
@@ -113,20 +130,11 @@ def test_a_failure_leaves_other_contexts_alone(mesh):
     """One pass fails while another one is under way, at the same workers."""
     under_way, go = threading.Event(), threading.Event()
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            under_way.set()
-            assert go.wait(SOON)
-            return gradient
+    wait = waiting_backward(under_way, go)
 
     def good():
         with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
-            loss = chain(0, None, call("worker1", lambda x: Waits.apply(x), X)).sum()
+            loss = chain(0, None, call("worker1", lambda x: wait(x), X)).sum()
             dist_autograd.backward(context_id, [loss])
             found.append(gradients_at(mesh, 2, context_id)[W[2]])
 
@@ -481,16 +489,7 @@ def test_a_context_that_ends_during_a_pass(mesh):
     """The pass of another thread fails, and leaves no thread behind that waits."""
     waits, go = threading.Event(), threading.Event()
 
-    class Waits(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, gradient):
-            waits.set()
-            assert go.wait(SOON)
-            return gradient
+    wait = waiting_backward(waits, go)
 
     outcome = []
 
@@ -505,7 +504,7 @@ def test_a_context_that_ends_during_a_pass(mesh):
 
     def run():
         with dist_autograd.context() as context_id:
-            loss = call("worker1", lambda x: Waits.apply(x), X.sin()).sum()
+            loss = call("worker1", lambda x: wait(x), X.sin()).sum()
             thread = threading.Thread(target=pass_of, args=(context_id, loss))
             thread.start()
             assert waits.wait(SOON)
