@@ -31,7 +31,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.autograd"],
     ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
     ["zrpc.agent", "zrpc.endpoints"],
-    ["zrpc.watch"],
+    ["zrpc.graceful_shutdown", "zrpc.watch"],
     [
         "zrpc.current",
         "zrpc.execution",

@@ -37,13 +37,14 @@ from zrpc.event_loop import EventLoop, in_event_loop
 from zrpc.execution import Execution, Outlet, remaining_time
 from zrpc.failure_detector import Loss, Reason
 from zrpc.futures import Future
+from zrpc.graceful_shutdown import GracefulShutdown
 from zrpc.hooks import Hooks
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
-from zrpc.termination import Outgoing, Termination, TerminationMessage
+from zrpc.termination import TerminationMessage
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
 from zrpc.window import Window
@@ -177,11 +178,7 @@ class Agent:
         self._next_tick = 0.0
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
-        self._termination: Termination | None = None
-        # Set once the whole mesh has nothing left to do.
-        self._terminated = threading.Event()
-        # Set then, or when this worker leaves all the same: ends the wait of a shutdown.
-        self._may_leave = threading.Event()
+        self._shutdown = GracefulShutdown(membership, self._post_termination)
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
         self.closed = False
@@ -527,10 +524,11 @@ class Agent:
             now = time.monotonic()
             if now >= self._calls.earliest:
                 self._calls.expire(now)
-            if self._termination is not None:
+            if self._shutdown.under_way:
                 # A handler that ends in the pool says nothing here: look more often.
                 self._next_tick = min(self._next_tick, now + _TICK_AT_SHUTDOWN)
-                self._report_idle(self._termination)
+                if self._shutdown.asked and self._idle():
+                    self._report_idle()
             if now >= self._next_tick:
                 self._tick()
                 self._next_tick = now + _TICK
@@ -581,8 +579,7 @@ class Agent:
             raise ProtocolError(f"an extension can't be read: {error}") from error
 
     def _tick(self) -> None:
-        termination = self._termination
-        for loss in self._watch.tick(termination is not None and termination.waits_for_all):
+        for loss in self._watch.tick(self._shutdown.waits_for_all):
             self._lose(loss)
         self.pool.relieve()
         self._completions.relieve()
@@ -619,19 +616,15 @@ class Agent:
         self._completions.submit(partial(self._network.drop, rank))
         for layer in self.layers:
             layer.lose(rank)
-        if self._termination is not None:
-            self._post_termination(self._termination.lose(rank))
-        if not self._terminated.is_set():
+        self._shutdown.lose(rank)
+        if not self._shutdown.done:
             self.lost.tell(self.membership.infos[rank])
 
-    def _report_idle(self, termination: Termination) -> None:
-        """Answers the leader of a shutdown, where it has asked and there is nothing to do."""
-        if termination.asked is None or not self._idle():
-            return
+    def _report_idle(self) -> None:
+        """Tells the leader of a shutdown that there is nothing to do here."""
         living = self.membership.living
-        sent = self._network.sent(living)
         received = sum(self._received[rank] for rank in living)
-        self._post_termination(termination.idle(sent, received))
+        self._shutdown.idle(self._network.sent(living), received)
 
     def _idle(self) -> bool:
         """Whether this worker does nothing and waits for nothing."""
@@ -678,9 +671,9 @@ class Agent:
             self.close()
 
     def _terminate(self, timeout: float) -> None:
-        self.in_io_thread(self._begin_termination)
-        if not self._may_leave.wait(timeout or None):
-            missing = self._termination.missing if self._termination is not None else []
+        self.in_io_thread(self._shutdown.begin)
+        if not self._shutdown.wait(timeout):
+            missing = self._shutdown.missing
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
             if self._executing:
                 who += f"; calls of others are still running here: {len(self._executing)}"
@@ -693,27 +686,11 @@ class Agent:
         self._errands.append(errand)
         self._network.wake()
 
-    def _begin_termination(self) -> None:
-        if self._termination is None:
-            self._make_termination()
-        assert self._termination is not None
-        self._post_termination(self._termination.begin())
-
-    def _make_termination(self) -> Termination:
-        self._termination = Termination(self.worker_info.id, self.membership.living)
-        return self._termination
-
     def _on_termination(self, message: Message) -> None:
-        termination = self._termination or self._make_termination()
-        content = TerminationMessage.parse(message.body)
-        self._post_termination(termination.receive(message.sender, content))
+        self._shutdown.receive(message.sender, message.body)
 
-    def _post_termination(self, outgoing: Outgoing) -> None:
-        for rank, content in outgoing:
-            self.post(rank, Message(Kind.TERMINATION, body=content.pack()), counted=False)
-        if self._termination is not None and self._termination.done:
-            self._terminated.set()
-            self._may_leave.set()
+    def _post_termination(self, rank: int, content: TerminationMessage) -> None:
+        self.post(rank, Message(Kind.TERMINATION, body=content.pack()), counted=False)
 
     def close(self) -> None:
         """Leaves at once: as `shutdown` with ``graceful=False``."""
@@ -728,8 +705,8 @@ class Agent:
             self._ended.set()
 
     def _close(self) -> None:
-        self._may_leave.set()
-        if not self._terminated.is_set():
+        self._shutdown.leave_all_the_same()
+        if not self._shutdown.done:
             for rank in self.membership.living:
                 known = self._network.knows(rank) or self._received[rank]
                 if known and rank != self.worker_info.id:
@@ -750,7 +727,7 @@ class Agent:
                 len(self._executing),
             )
         self._store = None  # which closes it, where this worker has hosted it
-        linger = _LINGER if self._terminated.is_set() else _LINGER_NOT_GRACEFUL
+        linger = _LINGER if self._shutdown.done else _LINGER_NOT_GRACEFUL
         self._network.close(linger, self.membership.lost)
 
 
