@@ -73,6 +73,12 @@ _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
 _LINGER_NOT_GRACEFUL = 0.1
 
+# A thread that waits for its answer spins for so long before it sleeps, in seconds, where its
+# answers have come as fast of late.
+_LONGEST_SPIN = 0.0001
+_SPIN_WHERE_USUAL = 0.0002
+# What a single answer counts for in what is usual.
+_WEIGHT = 0.125
 
 # Calls that wait where too much is under way to the callee.
 _METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
@@ -176,6 +182,9 @@ class Agent:
         self._loop = EventLoop(f"{name}-asyncio", self.context)
         self._io = IoThreads(self.context, f"{name}-io", self._turn, network.wake)
         self._next_tick = 0.0
+        # How long a thread usually waits for its answer where it receives it itself, in seconds;
+        # of the thread that sits.
+        self._usual_wait = 0.0
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
         self._shutdown = GracefulShutdown(membership, self._post_termination)
@@ -393,10 +402,14 @@ class Agent:
         try:
             if not self._io.sit():
                 return
-            end = min(time.monotonic() + LONGEST_SITTING, call.deadline)
+            begun = now = time.monotonic()
+            end = min(begun + LONGEST_SITTING, call.deadline)
+            spin = _LONGEST_SPIN if self._usual_wait < _SPIN_WHERE_USUAL else 0.0
             try:
-                while not call.settled and time.monotonic() < end:
-                    self._turn(end)
+                while not call.settled and now < end:
+                    self._turn(end, spin)
+                    spin, now = 0.0, time.monotonic()
+                self._usual_wait += (now - begun - self._usual_wait) * _WEIGHT
             finally:
                 self._io.leave()
             if len(self._calls):  # this one, or those of others
@@ -507,13 +520,13 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
-    def _turn(self, until: float = float("inf")) -> None:
+    def _turn(self, until: float = float("inf"), spin: float = 0.0) -> None:
         """Waits for a message, at most ``until`` then, and does what is due.
 
         In one thread at a time: the leading I/O thread, or one that sits for it.
         """
         wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
-        received = self._network.receive(max(0.0, wait))
+        received = self._network.receive(max(0.0, wait), spin)
         try:
             if received is not None:
                 self._dispatch(*received)

@@ -60,6 +60,27 @@ def test_messages_arrive_with_their_sender(pair):
     assert received(first) == (b"z1", b"second", [])
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["there", "late"])
+def test_a_receiver_that_spins_gets_its_message(pair, there):
+    first, second = pair.networks
+    second.send(0, b"before")
+    assert received(first)[1] == b"before"  # connected: what comes now comes at once
+    sender = threading.Thread(target=second.send, args=(0, b"message"))
+    if there:
+        sender.start()
+        sender.join()
+    else:
+        # Sent while the other spins; or afterwards, when it has gone to sleep.
+        threading.Timer(0.05, sender.start).start()
+    identity, message, _ = first.receive(SOON, spin=0.02)
+    assert (identity, message) == (b"z1", b"message")
+    sender.join()
+
+
+def test_a_receiver_that_spins_ends_with_its_timeout(pair):
+    assert pair.networks[0].receive(0.0, spin=0.001) is None
+
+
 def test_messages_arrive_by_ipv6():
     pair = Pair(ipc=False)
     try:
