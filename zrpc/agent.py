@@ -75,8 +75,8 @@ _LINGER_NOT_GRACEFUL = 0.1
 
 # A thread that waits for its answer spins for so long before it sleeps, in seconds, where its
 # answers have come as fast of late.
-_LONGEST_SPIN = 0.0001
-_SPIN_WHERE_USUAL = 0.0002
+_LONGEST_SPIN = 0.0002
+_SPIN_WHERE_USUAL = 0.0003
 # What a single answer counts for in what is usual.
 _WEIGHT = 0.125
 
@@ -404,11 +404,11 @@ class Agent:
                 return
             begun = now = time.monotonic()
             end = min(begun + LONGEST_SITTING, call.deadline)
-            spin = _LONGEST_SPIN if self._usual_wait < _SPIN_WHERE_USUAL else 0.0
+            awake = begun + _LONGEST_SPIN if self._usual_wait < _SPIN_WHERE_USUAL else 0.0
             try:
                 while not call.settled and now < end:
-                    self._turn(end, spin)
-                    spin, now = 0.0, time.monotonic()
+                    self._turn(end, awake - now)
+                    now = time.monotonic()
                 self._usual_wait += (now - begun - self._usual_wait) * _WEIGHT
             finally:
                 self._io.leave()

@@ -73,7 +73,7 @@ class Inbox:
             The sender's identity, the first frame and the buffers, or None where the timeout
             passed first.
         """
-        if spin:
+        if spin > 0:
             self._spin(spin)
         timeout_ms = int(timeout * 1000) + 1
         if timeout_ms != self._timeout_ms:
