@@ -45,6 +45,7 @@ from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.termination import TerminationMessage
+from zrpc.transport.chunks import Assembler, is_chunk
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
 from zrpc.window import Window
@@ -157,6 +158,7 @@ class Agent:
         self._store: Store | None = store
         self._window = Window(options.max_bytes_in_flight)
         self._calls = PendingCalls(self._receive_answer, self._window.leave)
+        self._assembler = Assembler()  # of the I/O thread
         self._received = [0] * len(membership.infos)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
@@ -554,6 +556,11 @@ class Agent:
             self._on_outsider(identity, first)
             return
         try:
+            if is_chunk(first):
+                whole = self._assembler.add(sender, first, buffers)
+                if whole is None:
+                    return
+                first, buffers = whole
             message = parse(first, buffers, sender)
             handler = self._handlers.get(message.kind)
             if handler is None:
@@ -610,7 +617,7 @@ class Agent:
         was given up too soon, which is told so: it must not wait for us.
         """
         rank = self.membership.lost_rank_of(identity)
-        if rank is None:
+        if rank is None or is_chunk(first):
             return
         message = parse(first, (), rank)
         if message.kind == Kind.TERMINATION:
@@ -624,6 +631,7 @@ class Agent:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
         logger.info("%s: %s", self.worker_info, self.why_gone(rank))
+        self._assembler.forget(rank)
         self._calls.fail(self._died, rank)
         # Not here: a thread may be copying what it sends.
         self._completions.submit(partial(self._network.drop, rank))

@@ -18,7 +18,7 @@ from mutation import INPUTS, corpus, inputs, mutated
 
 import zrpc
 from zrpc.testing import Mesh
-from zrpc.transport.pieces import LARGEST_FRAME
+from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.wire.kind import Kind
 
 SEEDS = corpus()

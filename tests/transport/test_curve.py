@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from zrpc.transport import curve as curve_module
+from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.transport.curve import Curve, Gatekeeper, KeyPair
 from zrpc.transport.network import Network
-from zrpc.transport.pieces import LARGEST_FRAME
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

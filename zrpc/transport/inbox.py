@@ -10,8 +10,8 @@ from typing import Any
 
 import zmq
 
+from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.transport.curve import Curve
-from zrpc.transport.pieces import LARGEST_FRAME, PIECE, joined
 
 __all__ = ["Inbox"]
 
@@ -84,14 +84,9 @@ class Inbox:
         except zmq.Again:
             return None
         first: bytes = self._socket.recv()  # after the identity there is always a frame
-        if len(first) == PIECE:
-            first = joined(first, self._more, self._socket.recv)
         buffers: list[Any] = []
         while self._socket.getsockopt(zmq.RCVMORE):
-            frame = self._socket.recv(copy=False)
-            if len(frame) == PIECE:
-                frame = joined(frame, self._more, self._receive_frame)
-            buffers.append(frame)
+            buffers.append(self._socket.recv(copy=False))
         return identity, first, buffers
 
     def _spin(self, seconds: float) -> None:
@@ -100,13 +95,6 @@ class Inbox:
         end = clock() + seconds
         while not events(zmq.EVENTS) & zmq.POLLIN and clock() < end:
             _yield()
-
-    def _more(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.RCVMORE))
-
-    def _receive_frame(self) -> zmq.Frame:
-        frame: zmq.Frame = self._socket.recv(copy=False)
-        return frame
 
     def close(self) -> None:
         """Closes the socket; unread messages are dropped."""

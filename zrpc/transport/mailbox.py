@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from zrpc.transport.pieces import PIECE, cut, marked
+from zrpc.transport.chunks import CHUNK, chunks
 
 __all__ = ["Mailbox"]
 
@@ -37,7 +37,7 @@ class Mailbox:
         guard: Callable[[zmq.Socket[Any]], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._pieces = cut if endpoint.startswith("tcp://") else marked
+        self._in_chunks = endpoint.startswith("tcp://")
         # Held for one send at a time; guards the socket and `sent`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
@@ -67,13 +67,20 @@ class Mailbox:
             zmq.ZMQError: the mailbox is closed.
         """
         with self._mutex:
-            if not buffers and len(first) < PIECE:
-                self._socket.send(first)
+            if self._in_chunks and _size(first, buffers) > CHUNK:
+                for chunk in chunks(self.sent, [first, *buffers]):
+                    self._socket.send_multipart(chunk)
+            elif buffers:
+                self._socket.send_multipart([first, *buffers])
             else:
-                self._socket.send_multipart(self._pieces([first, *buffers]))
+                self._socket.send(first)
             self.sent += counted
 
     def close(self, linger: float) -> None:
         """Closes the socket; what is queued has ``linger`` seconds to leave."""
         with self._mutex:
             self._socket.close(linger=int(linger * 1000))
+
+
+def _size(first: bytes, buffers: Sequence[Any]) -> int:
+    return len(first) + sum(memoryview(buffer).nbytes for buffer in buffers)
