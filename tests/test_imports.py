@@ -28,7 +28,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.bench"],
     ["zrpc.launch", "zrpc.nn", "zrpc.optim"],
     ["zrpc.api"],
-    ["zrpc.autograd"],
+    ["zrpc.autograd", "zrpc.inspection"],
     ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
     ["zrpc.agent", "zrpc.endpoints"],
     ["zrpc.graceful_shutdown", "zrpc.watch"],

@@ -30,7 +30,7 @@ import torch
 import zmq
 from torch.distributed import Store
 
-from zrpc.calls import PendingCall, PendingCalls
+from zrpc.calls import PendingCall, PendingCalls, name_of
 from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.event_loop import EventLoop, in_event_loop
@@ -85,7 +85,7 @@ _WEIGHT = 0.125
 _METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
 
 # Messages that a shutdown does not count; they are sent with counted=False.
-_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE))
+_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE, Kind.BUSY))
 # The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
 # seconds.
 _GAVE_UP = b"gave up"
@@ -121,6 +121,7 @@ class Agent:
         membership: all workers.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         shared_memory: the most bytes of shared memory for what this worker sends.
+        warn_after: after how many seconds a call that waits is named in a warning; 0 for never.
         lost: called for each worker that is gone.
         joined: called for each other worker of the mesh.
         context: of the threads that run handlers; `current_agent` is this one there.
@@ -153,6 +154,7 @@ class Agent:
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
+        self.warn_after = options.warn_after
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
@@ -162,8 +164,8 @@ class Agent:
         self._received = [0] * len(membership.infos)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
-        # Requests that are not answered yet. Single operations on a set are atomic.
-        self._executing: set[int] = set()
+        # Requests that are not answered yet, by id(). Single operations on a dict are atomic.
+        self._executing: dict[int, Message] = {}
         self._handlers: dict[int, Handler] = {
             Kind.CALL: self._on_call,
             Kind.RESULT: self._on_answer,
@@ -220,6 +222,22 @@ class Agent:
     def as_current(self) -> AbstractContextManager[Agent]:
         """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""
         return as_current(self)
+
+    # -- what is under way ---------------------------------------------------------------
+
+    @property
+    def calls(self) -> PendingCalls:
+        """The calls of this worker that wait for answers."""
+        return self._calls
+
+    @property
+    def event_loop(self) -> EventLoop:
+        """What runs the ``async def`` handlers."""
+        return self._loop
+
+    def requests(self) -> list[Message]:
+        """The requests that came in and are not answered yet."""
+        return list(self._executing.values())
 
     # -- plugging in ---------------------------------------------------------------------
 
@@ -322,14 +340,14 @@ class Agent:
             self.answer_error(request, error)
             return
         self.post(request.sender, reply)
-        self._executing.discard(id(request))
+        self._executing.pop(id(request), None)
 
     def answer_error(self, request: Message, error: BaseException) -> None:
         """Answers a request with an error."""
         same_main = self.membership.same_main(request.sender)
         body = dump_exception(error, repr(self.worker_info), same_main)
         self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
-        self._executing.discard(id(request))
+        self._executing.pop(id(request), None)
 
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
@@ -361,6 +379,7 @@ class Agent:
             timeout = min(timeout or remaining, remaining)
         message.deadline = timeout
         call = self._calls.new(to.id, timeout, holds, died)
+        call.kind, call.what = kind, name_of(obj)
         message.call_id = call.call_id
         return call, message
 
@@ -442,7 +461,7 @@ class Agent:
 
     def why_gone(self, rank: int) -> str:
         """For error messages: who is gone, why, and when it was last heard."""
-        return self._watch.epitaph(rank)
+        return self._watch.epitaph(rank) + self._calls.explain(rank)
 
     def _decode(self, outcome: Any) -> Any:
         """The value of a call's outcome, or its error, raised; the same each time."""
@@ -485,7 +504,7 @@ class Agent:
 
     def accept(self, request: Message) -> None:
         """Notes that a request will be answered: until then this worker is not idle."""
-        self._executing.add(id(request))
+        self._executing[id(request)] = request
 
     def answering(self, request: Message) -> Outlet:
         """An outlet that answers the request with the function's outcome."""
@@ -755,15 +774,15 @@ class Agent:
 class _Answer:
     """Sends the outcome of an execution to the caller."""
 
-    __slots__ = ("_agent", "_request")
+    __slots__ = ("_agent", "request")
 
     def __init__(self, agent: Agent, request: Message) -> None:
         self._agent = agent
-        self._request = request
+        self.request = request
 
     def value(self, value: Any) -> None:
-        self._agent.answer(self._request, value)
+        self._agent.answer(self.request, value)
 
     def error(self, error: BaseException) -> None:
         self._agent.log_failure(error)
-        self._agent.answer_error(self._request, error)
+        self._agent.answer_error(self.request, error)

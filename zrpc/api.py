@@ -29,6 +29,7 @@ from zrpc.current import (
 )
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
 from zrpc.futures import Future
+from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.rendezvous import connect_store, resolve_rank
@@ -89,7 +90,7 @@ def start_agent(
         world_size=world_size,
         store=store,
         options=options,
-        layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd],
+        layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd, plug_in_inspection],
         init_method=init_method,
         secret=secret,
     )

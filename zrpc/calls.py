@@ -15,9 +15,26 @@ from typing import Any
 from zrpc.errors import RpcTimeoutError, WorkerDied
 from zrpc.pool import acquire
 
-__all__ = ["PendingCall", "PendingCalls"]
+__all__ = ["PendingCall", "PendingCalls", "name_of"]
 
 NEVER = float("inf")
+
+
+def name_of(body: Any) -> object:
+    """What to call a request in messages to people: the function, or the method of a value.
+
+    The name, since a function may hold much: a bound method its object, a closure its cells.
+
+    Args:
+        body: what is pickled: the function or the method's name first, where there is one.
+    """
+    what: Any = body[0] if type(body) is tuple and body else ""
+    if type(what) is str:
+        return what
+    try:
+        return what.__qualname__
+    except Exception:  # of an object that can be called
+        return type(what).__qualname__
 
 
 class PendingCall:
@@ -41,12 +58,14 @@ class PendingCall:
         "deadline",
         "died",
         "holds",
+        "kind",
         "on_settled",
         "peer",
         "received_here",
         "room",
         "timeout",
         "waited_for",
+        "what",
     )
 
     def __init__(
@@ -70,6 +89,9 @@ class PendingCall:
         self.received_here = False
         # Whether a thread waits for the answer.
         self.waited_for = False
+        # What is asked for, see `name_of` and Kind; for those who look what this worker does.
+        self.what: object = ""
+        self.kind = 0
         self.holds = holds
         self.died = died
         # Called by the thread that settles the call, after the gate has opened.
@@ -82,6 +104,10 @@ class PendingCall:
     def settled(self) -> bool:
         """Whether there is an outcome, claimed or not."""
         return not self._gate.locked()
+
+    def is_of(self, calls: PendingCalls) -> bool:
+        """Whether it stands, or stood, in that table."""
+        return self._calls is calls
 
     def wait(self) -> None:
         """Waits until the call is settled; it settles the call itself at its deadline.
@@ -135,7 +161,7 @@ class PendingCall:
         """The error of a call whose deadline has passed."""
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            "marked with an error"
+            f"marked with an error{self._calls.explain(self.peer)}"
         )
 
 
@@ -148,6 +174,8 @@ class PendingCalls:
         on_leave: called with each call that had room in a window, when it is settled.
 
     Attributes:
+        explain: what is known about why a peer does not answer, for error messages: text that
+            begins with a semicolon, or nothing. Any thread may call it.
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
     """
 
@@ -158,6 +186,7 @@ class PendingCalls:
     ) -> None:
         self.receive = receive
         self.on_leave = on_leave
+        self.explain: Callable[[int], str] = lambda _: ""
         # Single operations on the dict are atomic; pop decides who settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
@@ -196,6 +225,17 @@ class PendingCalls:
     def pop(self, call_id: int) -> PendingCall | None:
         """Takes a call out; None where it is not there (any more)."""
         return self._calls.pop(call_id, None)
+
+    def under_way(self) -> list[PendingCall]:
+        """The calls in the table, the oldest first."""
+        return list(self._calls.values())
+
+    def oldest(self) -> PendingCall | None:
+        """The call that was entered first, of those in the table."""
+        try:
+            return next(iter(self._calls.values()), None)
+        except RuntimeError:  # another thread has just changed the table
+            return next(iter(self.under_way()), None)
 
     def expire(self, now: float) -> None:
         """Settles all calls whose deadline is not after ``now``."""

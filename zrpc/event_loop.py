@@ -35,7 +35,10 @@ class EventLoop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # touched in the loop's thread only
+        # Changed in the loop's thread only.
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Coroutines that are to begin; single operations on a set are atomic.
+        self._coming: set[Coroutine[Any, Any, None]] = set()
         self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
@@ -52,12 +55,23 @@ class EventLoop:
         tasks = self._tasks
 
         def start() -> None:
+            self._coming.discard(coroutine)
             # The loop itself keeps no reference to its tasks.
             task = context.run(loop.create_task, coroutine)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
+        self._coming.add(coroutine)
         loop.call_soon_threadsafe(start)
+
+    def under_way(self) -> tuple[list[asyncio.Task[None]], list[Coroutine[Any, Any, None]]]:
+        """The tasks that are not done, and the coroutines that are still to begin."""
+        return list(self._tasks), list(self._coming)
+
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The loop's thread, where it has started."""
+        return self._thread
 
     def close(self, timeout: float) -> None:
         """Cancels what runs and ends the thread, waiting ``timeout`` seconds for it at most."""

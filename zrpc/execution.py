@@ -13,6 +13,7 @@ import torch
 
 from zrpc.event_loop import EventLoop
 from zrpc.functions import is_async_execution
+from zrpc.wire.header import Message
 
 __all__ = ["Execution", "remaining_time"]
 
@@ -28,7 +29,14 @@ def remaining_time() -> float | None:
 
 
 class Outlet(Protocol):
-    """Takes the outcome of an execution, in whichever thread has it."""
+    """Takes the outcome of an execution, in whichever thread has it.
+
+    Attributes:
+        request: what asked for the execution.
+    """
+
+    @property
+    def request(self) -> Message: ...
 
     def value(self, value: Any) -> None:
         """The function has returned, or its future or coroutine has a result."""
@@ -65,6 +73,11 @@ class Execution:
         self._schedule = schedule
         self._deadline = time.monotonic() + deadline if deadline else 0.0
         self._resolve = resolve
+
+    @property
+    def request(self) -> Message:
+        """What asked for it."""
+        return self._outlet.request
 
     def __call__(self) -> None:
         """Calls the function in this thread."""

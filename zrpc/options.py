@@ -23,6 +23,7 @@ DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
+DEFAULT_WARN_AFTER_SEC = 30.0
 
 # What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
 _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
@@ -87,6 +88,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             seconds: one whose process is stopped, or whose network is cut. Calls to it then fail
             with `WorkerDied`. It answers also while its Python does not get to run. 0 means
             never. The end of a process is noticed sooner, without that.
+        warn_after: after how many seconds a call that still waits is named in a warning in the log,
+            once, with where it waits and for whom. 0 or None means never.
         device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
             sending a tensor that is not on the CPU is an error.
         devices: kept likewise.
@@ -116,6 +119,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         shared_memory: int | None = None,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
+        warn_after: float | None = DEFAULT_WARN_AFTER_SEC,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -138,6 +142,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.transport = transport
         self.security = security
         self.heartbeat_timeout = checked_timeout("heartbeat_timeout", heartbeat_timeout)
+        self.warn_after = checked_timeout("warn_after", warn_after or 0)
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
         )

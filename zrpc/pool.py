@@ -18,11 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zrpc.context_thread import ContextThread
 
-__all__ = ["Host", "WorkerPool", "acquire", "in_handler", "in_pool", "set_host"]
+__all__ = ["Host", "Load", "WorkerPool", "acquire", "in_handler", "in_pool", "set_host"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,24 @@ _WEIGHT_OF_LAST = 0.1
 # .pool is the WorkerPool for which the current thread runs a job, where it does.
 # .host is what lent the thread to the pool, where it is a guest there.
 _thread = threading.local()
+
+
+class Load(NamedTuple):
+    """What a pool has to do.
+
+    Attributes:
+        size: how many jobs may run at once.
+        running: how many do, those left out that wait for another worker.
+        threads: how many threads there are.
+        begun: how many jobs were ever begun, about.
+        backlog: the jobs that wait for a thread.
+    """
+
+    size: int
+    running: int
+    threads: int
+    begun: int
+    backlog: list[Job]
 
 
 class Host(Protocol):
@@ -135,6 +153,23 @@ class WorkerPool:
         with self._lock:
             threads = len(self._threads) + len(self._guests)
             return len(self._backlog) + threads - len(self._idle)
+
+    def load(self) -> Load:
+        """How much there is to do, and what is queued."""
+        with self._lock:
+            return Load(
+                self._size, self._running, len(self._threads), self._begun, list(self._backlog)
+            )
+
+    @property
+    def begun(self) -> int:
+        """How many jobs were ever begun, about."""
+        return self._begun
+
+    @property
+    def queued(self) -> int:
+        """How many jobs wait for a thread."""
+        return len(self._backlog)
 
     def admit(self, ident: int) -> bool:
         """Takes the current thread, of this ident, as a guest, to call `run_as_guest` next.

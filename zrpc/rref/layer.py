@@ -332,21 +332,21 @@ class RRefLayer:
 class _Keep:
     """Keeps the outcome of an execution as a value here, and tells the caller that it is there."""
 
-    __slots__ = ("_layer", "_request", "_value")
+    __slots__ = ("_layer", "_value", "request")
 
     def __init__(self, layer: RRefLayer, request: Message, value: OwnedValue) -> None:
         self._layer = layer
-        self._request = request
+        self.request = request
         self._value = value
 
     def value(self, value: Any) -> None:
         self._value.set(value)
-        self._layer.agent.answer(self._request, None)
+        self._layer.agent.answer(self.request, None)
 
     def error(self, error: BaseException) -> None:
         self._layer.agent.log_failure(error)
         self._value.set(error=error)
-        self._layer.agent.answer(self._request, None)
+        self._layer.agent.answer(self.request, None)
 
 
 def layer_of(agent: Agent) -> RRefLayer:

@@ -15,6 +15,7 @@ class Kind(IntEnum):
     ERROR = 3  # the answer where the function failed
     TERMINATION = 8  # of a graceful shutdown
     LEAVE = 10  # the sender leaves the mesh now
+    BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender
     SEGMENT = 9  # about shared memory
     REMOTE = 16  # a call whose result stays with the callee, as an RRef
     FETCH = 17  # the value of an RRef

@@ -1,0 +1,115 @@
+"""Plugs into an agent: warns of calls that wait, tells peers of a full pool, and answers those
+who ask what the worker does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from zrpc.agent import Agent
+from zrpc.inspection.congestion import Congestion, Report, Reports
+from zrpc.inspection.listener import Listener, Visitor
+from zrpc.inspection.stuck import StuckCalls
+from zrpc.inspection.survey import queued_requests, survey
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
+
+__all__ = ["InspectionLayer", "plug_in"]
+
+logger = logging.getLogger(__name__)
+
+
+class InspectionLayer:
+    """What a worker does, told to its log, its peers and its user.
+
+    All of it is done in the agent's ticks, by the thread that receives; nothing is added to the
+    way of a call.
+
+    Args:
+        agent: the agent; this layer registers its handler there.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self._congestion = Congestion()
+        self._reports = Reports()
+        self._stuck = StuckCalls(agent, agent.warn_after, self.explain)
+        self._listener = self._listen()
+        agent.register(Kind.BUSY, self._on_busy)
+        agent.calls.explain = self.explain
+        agent.tickers.append(self._tick)
+
+    def explain(self, rank: int) -> str:
+        """For the errors of calls to a worker: what is known of its pool. From any thread."""
+        membership = self.agent.membership
+        name = f"{membership.find(rank).name} (rank {rank})"
+        now = time.monotonic()
+        if rank == self.agent.worker_info.id:
+            report = self._report(now)
+            return "" if report is None else f"; of this worker, {report.text()}"
+        about = self._reports.about(rank, name, now, rank in membership.lost)
+        return f"; {about}" if about else ""
+
+    # -- the layer -----------------------------------------------------------------------
+
+    def lose(self, rank: int) -> None:
+        """A peer is gone."""
+
+    def quiet(self) -> bool:
+        """Whether nothing is under way on our part: nobody waits for what is done here."""
+        return True
+
+    def close(self) -> None:
+        """Answers nobody any more."""
+        if self._listener is not None:
+            self._listener.close()
+
+    # -- in the I/O thread ---------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        pool = self.agent.pool
+        if self._congestion.look(now, pool.queued, pool.begun):
+            self._tell(now)
+        self._stuck.look(now)
+        if self._listener is not None:
+            self._listener.serve(now)
+
+    def _tell(self, now: float) -> None:
+        """Tells peers whose requests wait that they do, or that they don't any more."""
+        waiting = {request.sender for request in queued_requests(self.agent)}
+        waiting.discard(self.agent.worker_info.id)
+        for rank, body in self._congestion.tell(now, waiting, self._report(now)).items():
+            self.agent.post(rank, Message(Kind.BUSY, body=body), counted=False)
+
+    def _report(self, now: float) -> Report | None:
+        load = self.agent.pool.load()
+        return self._congestion.report(now, load.size, load.running, len(load.backlog))
+
+    def _on_busy(self, message: Message) -> None:
+        report = Report.parse(bytes(message.body))
+        self._reports.note(message.sender, report, time.monotonic())
+
+    def _listen(self) -> Listener | None:
+        membership = self.agent.membership
+        directory = membership.cards[membership.rank].directory
+        if not directory:
+            return None
+        try:
+            return Listener(Path(directory), self._answer)
+        except OSError as error:
+            logger.warning("zrpc stacks can't ask %s: %s", self.agent.worker_info, error)
+            return None
+
+    def _answer(self, visitor: Visitor, question: str) -> None:
+        now = time.monotonic()
+        notes = [self.explain(rank).lstrip("; ") for rank in self._reports.ranks()]
+        visitor.write(survey(self.agent, self._congestion.full_for(now), notes).dump())
+        visitor.finish()
+
+
+def plug_in(agent: Agent) -> InspectionLayer:
+    """Has an agent tell what it does; see `InspectionLayer`."""
+    return InspectionLayer(agent)

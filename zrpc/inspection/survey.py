@@ -1,0 +1,145 @@
+"""Makes a snapshot of a worker, from inside of its process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from zrpc.agent import Agent
+from zrpc.calls import NEVER, PendingCall
+from zrpc.execution import Execution
+from zrpc.inspection.activities import Activity, activities, users_frame
+from zrpc.inspection.function_names import function_of, kind_name, readable
+from zrpc.inspection.snapshot import Call, Doing, Member, Pool, Request, Snapshot
+from zrpc.rref.layer import SUBJECT
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
+
+__all__ = ["queued_requests", "survey"]
+
+
+def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapshot:
+    """What a worker does now. May be called from any thread; it takes some milliseconds.
+
+    Args:
+        agent: the worker's.
+        full_for: for how long requests had to wait for a thread, in seconds; None if they don't.
+        notes: sentences to add.
+    """
+    load = agent.pool.load()
+    found = activities(agent)
+    names = {id(a.request): a.function for a in found if a.request is not None}
+    queued = {id(request) for request in _requests_in(load.backlog)}
+    waited_for = {call.call_id for activity in found for call in activity.calls}
+    cards = agent.membership.cards
+    return Snapshot(
+        rank=agent.worker_info.id,
+        name=agent.worker_info.name,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        directory=cards[agent.membership.rank].directory,
+        members=_members(agent),
+        pool=Pool(load.size, load.running, load.threads, len(load.backlog), full_for),
+        doings=[_doing(activity) for activity in found],
+        calls=[_call(call, call.call_id in waited_for) for call in agent.calls.under_way()],
+        requests=[
+            _request(request, names.get(id(request), ""), id(request) in queued)
+            for request in agent.requests()
+        ],
+        notes=list(notes),
+    )
+
+
+def queued_requests(agent: Agent) -> list[Message]:
+    """The requests that wait for a thread of the pool."""
+    return list(_requests_in(agent.pool.load().backlog))
+
+
+def _requests_in(jobs: Iterable[Any]) -> Iterable[Message]:
+    """The requests that jobs of the pool are for."""
+    for job in jobs:
+        if isinstance(job, Execution):
+            yield job.request
+        elif isinstance(job, Message):
+            yield job
+        elif isinstance(job, partial):
+            yield from list(_requests_in((*job.args, getattr(job.func, "__self__", None))))[:1]
+
+
+def _members(agent: Agent) -> list[Member]:
+    membership = agent.membership
+    return [
+        Member(
+            rank=info.id,
+            name=info.name,
+            directory=membership.cards[info.id].directory,
+            same_host=membership.shares_host(info.id),
+            lost=agent.why_gone(info.id) if info.id in membership.lost else "",
+        )
+        for info in membership.infos
+    ]
+
+
+def _doing(activity: Activity) -> Doing:
+    request = activity.request
+    return Doing(
+        name=activity.name,
+        frames=activity.frames,
+        where=users_frame(activity.frames),
+        own=activity.own,
+        task=activity.task,
+        loop=activity.loop,
+        cpu=_cpu_time(activity.ident),
+        calls=[call.call_id for call in activity.calls],
+        request=None if request is None else (request.sender, request.call_id),
+        what=activity.function,
+    )
+
+
+def _cpu_time(ident: int) -> float | None:
+    if not ident or sys.platform != "linux":
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:
+        return None
+
+
+def _call(call: PendingCall, waited_for: bool) -> Call:
+    now = time.monotonic()
+    return Call(
+        id=call.call_id,
+        to=call.peer,
+        what=readable(call.what),
+        kind=kind_name(call.kind),
+        age=max(0.0, now - call.begun),
+        left=None if call.deadline == NEVER else max(0.0, call.deadline - now),
+        waited_for=waited_for,
+    )
+
+
+def _request(request: Message, function: str, queued: bool) -> Request:
+    makes = needs = ""
+    values = (request.attachments or {}).get(SUBJECT)
+    if values and request.kind == Kind.REMOTE:
+        makes, needs = _value(values[0]), _value(values[2]) if len(values) > 2 else ""
+    elif values:
+        needs = _value(values[0])
+    return Request(
+        caller=request.sender,
+        id=request.call_id,
+        what=function or function_of(request),
+        kind=kind_name(request.kind),
+        queued=queued,
+        makes=makes,
+        needs=needs,
+    )
+
+
+def _value(rref_id: Any) -> str:
+    return f"{rref_id.created_on}:{rref_id.local_id}"
