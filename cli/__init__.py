@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = ("bench", "launch", "secret")
+_COMMANDS = ("bench", "launch", "secret", "stacks")
 
 
 class _LazyGroup(click.Group):

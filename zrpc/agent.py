@@ -85,7 +85,9 @@ _WEIGHT = 0.125
 _METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
 
 # Messages that a shutdown does not count; they are sent with counted=False.
-_UNCOUNTED = frozenset((Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE, Kind.BUSY))
+_UNCOUNTED = frozenset(
+    (Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE, Kind.BUSY, Kind.INSPECT, Kind.SNAPSHOT)
+)
 # The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
 # seconds.
 _GAVE_UP = b"gave up"

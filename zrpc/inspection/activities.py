@@ -192,7 +192,7 @@ def _coroutines(agent: Agent, accepted: set[int], running: set[int]) -> list[Act
         if not activity.calls and task is not None:
             activity.calls = _calls_of_children(task, agent)
         activity.task = True
-        activity.name = f"a coroutine of {agent.worker_info.name}"
+        activity.name = "a coroutine"
         found.append(activity)
     return found
 

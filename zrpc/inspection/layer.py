@@ -4,13 +4,14 @@ who ask what the worker does.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from pathlib import Path
 
 from zrpc.agent import Agent
 from zrpc.inspection.congestion import Congestion, Report, Reports
-from zrpc.inspection.listener import Listener, Visitor
+from zrpc.inspection.listener import OTHERS, SELF, Listener, Visitor
 from zrpc.inspection.stuck import StuckCalls
 from zrpc.inspection.survey import queued_requests, survey
 from zrpc.wire.header import Message
@@ -37,7 +38,12 @@ class InspectionLayer:
         self._reports = Reports()
         self._stuck = StuckCalls(agent, agent.warn_after, self.explain)
         self._listener = self._listen()
+        # Who asks about other hosts, and the ranks whose answers are still to come.
+        self._asked: dict[int, tuple[Visitor, set[int]]] = {}
+        self._numbers = itertools.count(1)
         agent.register(Kind.BUSY, self._on_busy)
+        agent.register(Kind.INSPECT, self._on_inspect)
+        agent.register(Kind.SNAPSHOT, self._on_snapshot)
         agent.calls.explain = self.explain
         agent.tickers.append(self._tick)
 
@@ -104,10 +110,44 @@ class InspectionLayer:
             return None
 
     def _answer(self, visitor: Visitor, question: str) -> None:
-        now = time.monotonic()
+        if question == SELF:
+            visitor.write(self._survey())
+        if question == OTHERS:
+            self._ask_other_hosts(visitor)
+        else:
+            visitor.finish()
+
+    def _survey(self) -> bytes:
         notes = [self.explain(rank).lstrip("; ") for rank in self._reports.ranks()]
-        visitor.write(survey(self.agent, self._congestion.full_for(now), notes).dump())
-        visitor.finish()
+        return survey(self.agent, self._congestion.full_for(time.monotonic()), notes).dump()
+
+    def _ask_other_hosts(self, visitor: Visitor) -> None:
+        membership = self.agent.membership
+        ranks = {rank for rank in membership.living if not membership.shares_host(rank)}
+        ranks.discard(self.agent.worker_info.id)
+        if not ranks:
+            visitor.finish()
+            return
+        self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
+        number = next(self._numbers)
+        self._asked[number] = (visitor, ranks)
+        for rank in sorted(ranks):
+            self.agent.post(rank, Message(Kind.INSPECT, number), counted=False)
+
+    def _on_inspect(self, message: Message) -> None:
+        """A member is asked by its user what the others do."""
+        answer = Message(Kind.SNAPSHOT, message.call_id, body=self._survey())
+        self.agent.post(message.sender, answer, counted=False)
+
+    def _on_snapshot(self, message: Message) -> None:
+        visitor, ranks = self._asked.get(message.call_id, (None, set()))
+        if visitor is None or message.sender not in ranks:
+            return
+        ranks.discard(message.sender)
+        visitor.write(bytes(message.body).replace(b"\n", b" "))
+        if not ranks:
+            del self._asked[message.call_id]
+            visitor.finish()
 
 
 def plug_in(agent: Agent) -> InspectionLayer:

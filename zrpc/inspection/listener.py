@@ -15,12 +15,15 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["SOCKET", "Listener", "Visitor", "peer_of"]
+__all__ = ["OTHERS", "SELF", "SOCKET", "Listener", "Visitor", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
 # The socket's name in the worker's private directory.
 SOCKET = "inspect"
+# The questions: what do you do? And: what do those of your mesh do who are on other hosts?
+SELF = "self"
+OTHERS = "others"
 
 # How many may ask at the same time, how long a question is, and how long it all may take.
 _MOST_VISITORS = 8

@@ -8,6 +8,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 
+from zrpc.inspection.stack_text import stack_text
+
 __all__ = ["other_stacks", "stacks_of"]
 
 # Where a test's stack begins with.
@@ -50,9 +52,9 @@ def _format(wanted: Callable[[threading.Thread], bool]) -> str:
     parts = []
     for thread in filter(wanted, threading.enumerate()):
         if thread.ident in frames:
-            stack = traceback.extract_stack(frames[thread.ident])
-            text = "".join(traceback.format_list(_without_runners(stack)))
-            parts.append(f"Thread {thread.name}, most recent call last:\n{text}")
+            stack = _without_runners(traceback.extract_stack(frames[thread.ident]))
+            lines = [(frame.filename, frame.lineno or 0, frame.name) for frame in stack]
+            parts.append(stack_text(f"Thread {thread.name}", lines))
     return "".join(parts)
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "host_key",
     "interface_towards",
     "is_alive",
+    "private_directories",
     "supports_ipc",
 ]
 
@@ -121,6 +122,11 @@ class PrivateDirectory:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
+
+
+def private_directories() -> list[Path]:
+    """What lies where this process would make its own: of living workers, dead ones, others'."""
+    return sorted(_parent().glob(f"{_PREFIX}*"))
 
 
 def is_alive(directory: Path) -> bool:

@@ -16,6 +16,8 @@ class Kind(IntEnum):
     TERMINATION = 8  # of a graceful shutdown
     LEAVE = 10  # the sender leaves the mesh now
     BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender
+    INSPECT = 12  # what does the receiver do?
+    SNAPSHOT = 13  # that, as JSON
     SEGMENT = 9  # about shared memory
     REMOTE = 16  # a call whose result stays with the callee, as an RRef
     FETCH = 17  # the value of an RRef

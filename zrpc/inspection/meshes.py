@@ -1,0 +1,250 @@
+"""Finds the running workers of this user on this host, and asks them what they do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zrpc.errors import AuthenticationError
+from zrpc.inspection.listener import OTHERS, SELF, SOCKET, peer_of
+from zrpc.inspection.snapshot import Snapshot
+from zrpc.transport.address import check_private, is_alive, private_directories
+
+__all__ = ["Answer", "MeshView", "ask", "directories", "meshes"]
+
+_NOT_REACHED = "it is on another host, and did not answer the workers here in time"
+
+# The sockets that are bound on this host.
+_BOUND = "/proc/net/unix"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of asking one worker.
+
+    Attributes:
+        directory: the worker's private one.
+        pid: of its process; 0 if not known.
+        snapshots: its own, or those of workers on other hosts that it has asked.
+        problem: why there is none; empty where there is.
+    """
+
+    directory: str
+    pid: int = 0
+    snapshots: list[Snapshot] = field(default_factory=list)
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class MeshView:
+    """One mesh, as far as it was seen.
+
+    Attributes:
+        snapshots: of the workers that answered, by rank.
+        silent: for the others, by rank, why there is nothing.
+        names: of all workers, by rank.
+    """
+
+    snapshots: dict[int, Snapshot]
+    silent: dict[int, str]
+    names: dict[int, str]
+
+    def seen_again(self, timeout: float) -> MeshView:
+        """The same mesh as it is now, as far as it is on this host."""
+        answers = ask([Path(s.directory) for s in self.snapshots.values() if s.directory], timeout)
+        snapshots = {s.rank: s for answer in answers for s in answer.snapshots}
+        return MeshView(snapshots, {}, self.names)
+
+    def ask_other_hosts(self, timeout: float) -> None:
+        """Has a worker ask those that can't be reached from here, within so many seconds."""
+        local = [Path(s.directory) for s in self.snapshots.values() if s.directory]
+        if not local or _NOT_REACHED not in self.silent.values():
+            return
+        [answer] = ask(local[:1], timeout, OTHERS)
+        for snapshot in answer.snapshots:
+            if self.silent.pop(snapshot.rank, None) is not None:
+                self.snapshots[snapshot.rank] = snapshot
+
+
+def directories() -> list[Path]:
+    """The private directories of this user's workers that live, wherever they lie."""
+    found = {*private_directories(), *_bound_directories()}
+    return sorted(path for path in found if _is_ours(path) and is_alive(path))
+
+
+def _bound_directories() -> Iterable[Path]:
+    """Those whose sockets Linux lists: they may lie elsewhere than ours would."""
+    try:
+        lines = Path(_BOUND).read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        path = line.split(maxsplit=7)[7:]
+        if path and path[0].endswith(f"/{SOCKET}"):
+            yield Path(path[0]).parent
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        check_private(path)
+    except AuthenticationError:
+        return False
+    return path.is_dir()
+
+
+def ask(paths: Sequence[Path], timeout: float, question: str = SELF) -> list[Answer]:
+    """Asks the workers with these private directories, all at once.
+
+    Args:
+        paths: where to ask.
+        timeout: seconds, for all together.
+        question: about themselves, or about those on other hosts.
+
+    Returns:
+        What came, in the same order.
+    """
+    selector = selectors.DefaultSelector()
+    visits = [_Visit(path, question) for path in paths]
+    for visit in visits:
+        if not visit.done:
+            selector.register(visit.connection, selectors.EVENT_READ, visit)
+    deadline = time.monotonic() + timeout
+    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            visit = key.data
+            visit.read()
+            if visit.done:
+                selector.unregister(visit.connection)
+    selector.close()
+    return [visit.end(timeout) for visit in visits]
+
+
+class _Visit:
+    """One worker that is asked."""
+
+    def __init__(self, path: Path, question: str) -> None:
+        self.answer = Answer(str(path))
+        self.done = False
+        self._data = b""
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        try:
+            self.connection.connect(str(path / SOCKET))
+            peer = peer_of(self.connection)
+            if peer is not None:
+                self.answer.pid = peer[0]
+                if peer[1] != os.geteuid():
+                    raise OSError(errno.EPERM, f"its process is of user {peer[1]}")
+            self.connection.send(f"{question}\n".encode())
+        except BlockingIOError:
+            self._fail("too many ask it already, and it answers nobody")
+        except FileNotFoundError:
+            self._fail("it can't be asked: it is just starting or ending")
+        except OSError as error:
+            self._fail(f"it can't be asked: {error.strerror}")
+
+    def read(self) -> None:
+        """Reads what is there."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._data += data
+        self.done = not data
+
+    def _fail(self, problem: str) -> None:
+        self.answer.problem = problem
+        self.done = True
+
+    def end(self, timeout: float) -> Answer:
+        """The answer, as far as it came."""
+        self.connection.close()
+        whole, _, _ = self._data.rpartition(b"\n")
+        try:
+            self.answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
+        except ValueError as error:
+            self._fail(str(error))
+        if not self.answer.snapshots and not self.answer.problem:
+            self.answer.problem = "it ended while it was asked" if self.done else self._why(timeout)
+        return self.answer
+
+    def _why(self, timeout: float) -> str:
+        if _state(self.answer.pid) in ("T", "t"):
+            return "its process is stopped (SIGSTOP, or a debugger)"
+        return (
+            f"no answer within {timeout:g} s: its Python does not get to run, as while a C "
+            f"function holds the interpreter's lock; `py-spy dump --pid {self.answer.pid}` may "
+            "show where"
+        )
+
+
+def _state(pid: int) -> str:
+    """The state of a process, a letter as in ps; empty if not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def meshes(answers: Iterable[Answer]) -> tuple[list[MeshView], list[Answer]]:
+    """Puts together the workers of each mesh.
+
+    Returns:
+        The meshes, and the answers of which nobody knows whose they are.
+    """
+    answers = list(answers)
+    by_directory = {answer.directory: answer for answer in answers}
+    rest = dict(by_directory)
+    found = []
+    for answer in answers:
+        if answer.directory not in rest or not answer.snapshots:
+            continue
+        members = _reached(answer, by_directory)
+        for member in members:
+            rest.pop(member.directory, None)
+        found.append(_view(members, by_directory))
+    named = {m.directory for a in answers for s in a.snapshots for m in s.members if m.same_host}
+    return found, [answer for answer in rest.values() if answer.directory not in named]
+
+
+def _reached(start: Answer, by_directory: dict[str, Answer]) -> list[Answer]:
+    """The answers of the mesh of one that answered."""
+    found = {start.directory: start}
+    left = [start]
+    while left:
+        for member in left.pop().snapshots[0].members:
+            answer = by_directory.get(member.directory)
+            if member.same_host and answer and answer.directory not in found and answer.snapshots:
+                found[answer.directory] = answer
+                left.append(answer)
+    return list(found.values())
+
+
+def _view(answers: Sequence[Answer], by_directory: dict[str, Answer]) -> MeshView:
+    snapshots = {answer.snapshots[0].rank: answer.snapshots[0] for answer in answers}
+    silent: dict[int, str] = {}
+    names: dict[int, str] = {}
+    for snapshot in [answer.snapshots[0] for answer in answers]:
+        for member in snapshot.members:
+            names.setdefault(member.rank, member.name)
+            if member.rank in snapshots:
+                continue
+            asked = by_directory.get(member.directory) if member.same_host else None
+            if asked is not None:
+                why = f"pid {asked.pid}: {asked.problem}" if asked.pid else asked.problem
+            elif member.lost:
+                why = member.lost
+            elif member.same_host:
+                why = "its process has ended"
+            else:
+                why = _NOT_REACHED
+            silent.setdefault(member.rank, why)
+    return MeshView(dict(sorted(snapshots.items())), dict(sorted(silent.items())), names)
