@@ -54,7 +54,7 @@ class InspectionLayer:
         now = time.monotonic()
         if rank == self.agent.worker_info.id:
             report = self._report(now)
-            return "" if report is None else f"; of this worker, {report.text()}"
+            return "" if report is None else f"; {name} is this worker: {report.text()}"
         about = self._reports.about(rank, name, now, rank in membership.lost)
         return f"; {about}" if about else ""
 

@@ -1,0 +1,175 @@
+"""A pool in which requests have to wait: the rules, and what callers are told."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+from waiting import PATIENCE, Door, knock
+
+import zrpc
+from zrpc.errors import ProtocolError
+from zrpc.inspection.congestion import Congestion, Report, Reports
+from zrpc.inspection.layer import InspectionLayer
+from zrpc.testing import Mesh
+
+
+def report(congestion: Congestion, now: float, queued: int = 3) -> Report | None:
+    return congestion.report(now, 16, 16, queued)
+
+
+def test_a_queue_that_is_empty_now_and_then_is_none() -> None:
+    rules = Congestion()
+    for tenth in range(100):
+        now = tenth / 10
+        assert not rules.look(now, queued=tenth % 5, begun=tenth)
+        assert report(rules, now) is None
+
+
+def test_those_whose_requests_wait_are_told_after_a_while_and_again() -> None:
+    rules = Congestion()
+    looks = [rules.look(tenth / 10, 3, 0) for tenth in range(11)]
+    assert looks == [False] * 10 + [True]
+    said = rules.tell(1.0, {2, 5}, report(rules, 1.0))
+    assert said == {2: Report(1.0, 1.0, 16, 16, 3).pack(), 5: Report(1.0, 1.0, 16, 16, 3).pack()}
+    assert not rules.look(1.9, 3, 0)
+    assert rules.look(2.0, 3, 0)
+
+
+def test_who_waits_no_more_is_told_once() -> None:
+    rules = Congestion()
+    rules.look(0, 3, 0)
+    assert rules.look(1, 3, 0)
+    rules.tell(1, {2, 5}, report(rules, 1))
+    assert rules.look(2, 1, 2)
+    said = rules.tell(2, {5}, report(rules, 2, 1))
+    assert said == {2: b"", 5: Report(2.0, 0.0, 16, 16, 1).pack()}
+    assert rules.look(2.1, 0, 3)
+    assert rules.full_for(2.1) is None
+    assert rules.tell(2.1, set(), report(rules, 2.1, 0)) == {5: b""}
+    assert not rules.look(2.2, 0, 3)
+
+
+def test_a_report_travels() -> None:
+    told = Report(12.5, 3.25, 16, 17, 4)
+    assert Report.parse(told.pack()) == told
+    assert Report.parse(b"") is None
+    with pytest.raises(ProtocolError):
+        Report.parse(b"123")
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        (
+            Report(12, 0, 16, 16, 3),
+            "all 16 threads of its pool have been busy for 12 s and 3 requests wait",
+        ),
+        (
+            Report(12, 11, 1, 1, 1),
+            "the only thread of its pool has been busy for 12 s and a request waits; "
+            "none was begun for 11 s",
+        ),
+        (
+            Report(2, 0, 16, 9, 2),
+            "its pool has got no thread beyond its 9 for 2 s and 2 requests wait",
+        ),
+    ],
+)
+def test_what_a_report_says(told: Report, text: str) -> None:
+    assert told.text() == text
+
+
+def test_what_was_said_holds_for_a_while() -> None:
+    reports = Reports()
+    reports.note(1, Report(12, 0, 16, 16, 3), 100.0)
+    assert reports.about(1, "worker1", 102, gone=False).startswith(
+        "worker1 is alive: all 16 threads of its pool have been busy for 14 s"
+    )
+    assert reports.about(1, "worker1", 110, gone=False).startswith("10 s ago worker1 said that all")
+    assert reports.about(1, "worker1", 101, gone=True).startswith("shortly before, all 16 threads")
+    assert reports.about(1, "worker1", 110, gone=True) == ""
+    reports.note(1, None, 103)
+    assert reports.about(1, "worker1", 103, gone=False) == reports.about(2, "", 0, gone=False) == ""
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers that wait seem to work: nobody takes their place. And it is soon told."""
+    used = itertools.count()
+    monkeypatch.setattr("zrpc.pool._cpu_time", lambda ident: float(next(used)))
+    monkeypatch.setattr("zrpc.inspection.congestion._TELL_AFTER", 0.2)
+
+
+def explained(mesh: Mesh) -> str:
+    """What worker0 knows of worker1's pool, waited for."""
+    layer = mesh.agent(0).layer(InspectionLayer)
+    limit = time.monotonic() + PATIENCE
+    while not (text := layer.explain(1)):
+        assert time.monotonic() < limit, "worker1 has said nothing"
+        time.sleep(0.01)  # no event tells
+    return text
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Door) -> None:
+    with mesh.agent(0).as_current():
+        first = zrpc.rpc_async("worker1", knock)
+        door.await_visitors()
+        with pytest.raises(
+            zrpc.RpcTimeoutError,
+            match=r"with an error; worker1 \(rank 1\) is alive: the only thread of its pool has "
+            r"been busy for \d s and a request waits",
+        ):
+            zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=1)
+        # The request whose caller gave up is still queued: so it is said again, until it is not.
+        door.opened.set()
+        assert first.wait() == "in"
+        layer = mesh.agent(0).layer(InspectionLayer)
+        limit = time.monotonic() + PATIENCE
+        while layer.explain(1):
+            assert time.monotonic() < limit, "worker1 has not taken it back"
+            time.sleep(0.01)  # no event tells
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_an_epitaph_says_that_the_pool_was_busy(mesh: Mesh, door: Door) -> None:
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
+        assert "is alive" in explained(mesh)
+        leaves = mesh.submit(1, zrpc.shutdown, graceful=False)
+        for future in futures:
+            with pytest.raises(zrpc.WorkerDied, match="; shortly before, the only thread of its"):
+                future.wait()
+        door.opened.set()
+        leaves.result()
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.zrpc(workers=1, options={"num_worker_threads": 1})
+def test_calls_to_oneself_know_too(mesh: Mesh, door: Door) -> None:
+    with mesh.agent(0).as_current():
+        first = zrpc.rpc_async("worker0", knock)
+        door.await_visitors()
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"worker0 \(rank 0\) is this worker: the o"):
+            zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.6)
+        door.opened.set()
+        assert first.wait() == "in"
+
+
+@pytest.mark.usefixtures("busy")
+@pytest.mark.zrpc(options={"num_worker_threads": 1, "warn_after": 0.8})
+def test_the_warning_says_it_too(mesh: Mesh, door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
+        limit = time.monotonic() + PATIENCE
+        while not caplog.messages:
+            assert time.monotonic() < limit
+            time.sleep(0.01)  # no event tells
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in", "in"]
+    [text] = caplog.messages
+    assert "Worker1 (rank 1) is alive: the only thread of its pool has been busy for" in text
