@@ -16,21 +16,11 @@ class World:
 
     def __init__(self, workers: int, threads: int = 16) -> None:
         members = [Member(rank, f"worker{rank}", "", True) for rank in range(workers)]
-        self.snapshots = {
-            rank: Snapshot(
-                rank,
-                f"worker{rank}",
-                100 + rank,
-                "here",
-                "",
-                members,
-                Pool(threads, 0, 0, 0),
-                [],
-                [],
-                [],
-            )
-            for rank in range(workers)
-        }
+        self.snapshots = {}
+        for member in members:
+            who = (member.rank, member.name, 100 + member.rank, "here", "")
+            pool = Pool(threads, 0, 0, 0)
+            self.snapshots[member.rank] = Snapshot(*who, members, pool, [], [], [])
 
     def thread(self, rank: int, *, handles: Request | None = None, **fields: bool) -> Doing:
         doings = self.snapshots[rank].doings

@@ -46,12 +46,10 @@ def _first_name(pickle: bytes) -> str:
     operation, module = next(operations)
     if "UNICODE" not in operation:
         return ""
-    operation, name = next(operations)
-    if "UNICODE" not in operation:
-        return str(module)  # a method's
-    operation, _ = next(operations)
-    known = operation == "STACK_GLOBAL" and not f"{module}.{name}".startswith(_NO_FUNCTIONS)
-    return readable(name) if known else ""
+    (_, name), (operation, _) = next(operations), next(operations)
+    if operation != "STACK_GLOBAL":
+        return str(module)  # a method's name, and then its arguments
+    return "" if f"{module}.{name}".startswith(_NO_FUNCTIONS) else readable(name)
 
 
 def _operations(pickle: bytes) -> Iterator[tuple[str, Any]]:

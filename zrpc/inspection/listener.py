@@ -120,7 +120,7 @@ class Listener:
         try:
             self._socket.setblocking(False)
             self._socket.bind(str(self._path))
-            self._socket.listen(_MOST_VISITORS)
+            self._socket.listen()
         except OSError:
             self._socket.close()
             raise

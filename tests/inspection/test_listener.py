@@ -1,0 +1,242 @@
+"""Where a worker is asked what it does: who may ask, and what is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE, Door, knock_and_return, knock_at
+
+import zrpc
+from zrpc.inspection import listener as listening
+from zrpc.inspection.listener import OTHERS, SELF, SOCKET, Listener, Visitor
+from zrpc.inspection.meshes import ask, directories, meshes
+from zrpc.inspection.snapshot import Snapshot
+from zrpc.membership import Membership
+from zrpc.testing import Mesh
+
+
+def directory(mesh: Mesh, worker: int = 0) -> Path:
+    membership = mesh.agent(worker).membership
+    return Path(membership.cards[worker].directory)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[tuple[Listener, list[tuple[Visitor, str]]]]:
+    questions: list[tuple[Visitor, str]] = []
+    listener = Listener(tmp_path, lambda visitor, question: questions.append((visitor, question)))
+    yield listener, questions
+    listener.close()
+
+
+def visit(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(PATIENCE)
+    connection.connect(str(path / SOCKET))
+    return connection
+
+
+def serve_until(listener: Listener, done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < limit
+        listener.serve(time.monotonic())
+
+
+def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
+) -> None:
+    listener, questions = asked
+    with visit(tmp_path) as connection:
+        connection.sendall(b"se")
+        listener.serve(time.monotonic())
+        assert questions == []
+        connection.sendall(b"lf\n")
+        serve_until(listener, lambda: bool(questions))
+        [(visitor, question)] = questions
+        assert question == SELF
+        large = os.urandom(1 << 20).replace(b"\n", b" ")
+        visitor.write(large)
+        visitor.finish()
+        listener.serve(time.monotonic())
+        assert not visitor.closed  # it does not fit, and nobody waits
+        came = bytearray()
+        while not visitor.closed:
+            came += connection.recv(1 << 16)
+            listener.serve(time.monotonic())
+        while data := connection.recv(1 << 16):
+            came += data
+        assert came == large + b"\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 1000])
+def test_who_asks_nothing_or_too_much_is_sent_away(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path, sent: bytes
+) -> None:
+    listener, questions = asked
+    with visit(tmp_path) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        gone = threading.Event()
+        threading.Thread(target=lambda: (_read(connection), gone.set())).start()
+        serve_until(listener, gone.is_set)
+    assert questions == []
+
+
+def test_who_says_nothing_for_long_is_sent_away(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
+) -> None:
+    listener, _ = asked
+    connections = [visit(tmp_path) for _ in range(listening._MOST_VISITORS + 2)]
+    now = time.monotonic()
+    for _ in range(2 * len(connections)):
+        listener.serve(now)
+    assert len(listener._visitors) == listening._MOST_VISITORS
+    listener.serve(now + 60)
+    assert listener._visitors == []
+    assert connections[0].recv(1) == b""
+    for connection in connections:
+        connection.close()
+
+
+def test_another_user_is_refused(
+    asked: tuple[Listener, list[tuple[Visitor, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener, questions = asked
+    monkeypatch.setattr(listening, "peer_of", lambda _: (1, os.geteuid() + 1))
+    with visit(tmp_path) as connection:
+        connection.sendall(b"self\n")
+        gone = threading.Event()
+        threading.Thread(target=lambda: (_read(connection), gone.set())).start()
+        serve_until(listener, gone.is_set)
+    assert questions == []
+    assert "Refused to tell user" in caplog.text
+
+
+def _read(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionError):
+        connection.recv(1)
+
+
+@pytest.mark.zrpc(options={"transport": "tcp"})
+def test_a_worker_is_asked_also_where_the_mesh_uses_tcp(mesh: Mesh) -> None:
+    [answer] = ask([directory(mesh)], PATIENCE)
+    [snapshot] = answer.snapshots
+    assert (snapshot.rank, snapshot.name) == (0, "worker0")
+    assert snapshot.pid == answer.pid == os.getpid()
+    assert [member.name for member in snapshot.members] == ["worker0", "worker1"]
+    assert stat.S_IMODE(directory(mesh).stat().st_mode) == 0o700
+
+
+def test_meshes_are_told_apart_wherever_their_sockets_lie(mesh: Mesh, make_mesh: object) -> None:
+    other: Mesh = make_mesh(3)  # type: ignore[operator]
+    expected = {str(directory(m, i)) for m in (mesh, other) for i in range(len(m))}
+    paths = [path for path in directories() if str(path) in expected]
+    assert len(paths) == 5
+    found, rest = meshes(ask(paths, PATIENCE))
+    assert sorted(len(view.snapshots) for view in found) == [2, 3]
+    assert rest == []
+    assert all(view.silent == {} for view in found)
+
+
+def test_a_directory_that_others_can_read_is_not_asked(mesh: Mesh) -> None:
+    path = directory(mesh)
+    path.chmod(0o755)
+    assert path not in directories()
+    path.chmod(0o700)
+    assert path in directories()
+
+
+def test_a_worker_tells_calls_requests_and_who_waits(mesh: Mesh, door: Door) -> None:
+    with mesh.agent(0).as_current():
+        futures = [
+            zrpc.rpc_async("worker1", knock_at, args=("worker0",)),
+            zrpc.rpc_async("worker1", knock_and_return, args=("worker0",)),
+        ]
+        door.await_visitors(2)
+        answers = ask([directory(mesh, rank) for rank in range(2)], PATIENCE)
+        caller, callee = (answer.snapshots[0] for answer in answers)
+        assert [(call.what, call.to) for call in caller.calls] == [
+            ("knock_at", 1),
+            ("knock_and_return", 1),
+        ]
+        assert {(r.caller, r.what) for r in caller.requests} == {(1, "knock")}
+        [waits] = [doing for doing in callee.doings if doing.calls]
+        assert waits.request == (0, caller.calls[0].id)
+        assert waits.what == "knock_at"
+        assert waits.where is not None
+        assert waits.where.function == "knock_at"
+        assert {(r.id, r.what, r.queued) for r in callee.requests} == {
+            (caller.calls[0].id, "knock_at", False),
+            (caller.calls[1].id, "knock_and_return", False),
+        }
+        inside = [doing for doing in caller.doings if doing.request]
+        assert [doing.where and doing.where.function for doing in inside] == ["knock", "knock"]
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in", "in"]
+
+
+def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "shares_host", lambda self, rank: rank == self.rank)
+    [here], rest = meshes(ask([directory(mesh)], PATIENCE))
+    assert rest == []
+    assert list(here.snapshots) == [0]
+    assert here.silent == {1: "it is on another host, and did not answer the workers here in time"}
+    here.ask_other_hosts(PATIENCE)
+    assert {rank: s.name for rank, s in here.snapshots.items()} == {0: "worker0", 1: "worker1"}
+    assert here.silent == {}
+
+
+def test_who_is_lost_on_another_host_is_not_waited_for(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Membership, "shares_host", lambda self, rank: rank == self.rank)
+    with mesh.agent(0).as_current():
+        zrpc.rpc_sync("worker1", max, args=(1, 2))
+        lost = threading.Event()
+        zrpc.on_worker_lost(lambda _: lost.set())
+        mesh.run(1, zrpc.shutdown, graceful=False)
+        assert lost.wait(PATIENCE)
+    [answer] = ask([directory(mesh)], PATIENCE, OTHERS)
+    assert answer.snapshots == []
+    [here], _ = meshes(ask([directory(mesh)], PATIENCE))
+    assert "worker1 (rank 1) is gone: it left the mesh" in here.silent[1]
+
+
+def test_nothing_is_left(mesh: Mesh) -> None:
+    path = directory(mesh)
+    assert (path / SOCKET).is_socket()
+    connection = visit(path)
+    mesh.shutdown()
+    assert not path.exists()
+    assert connection.recv(1) == b""
+    connection.close()
+
+
+def test_a_snapshot_travels(mesh: Mesh) -> None:
+    [answer] = ask([directory(mesh)], PATIENCE)
+    [snapshot] = answer.snapshots
+    assert Snapshot.parse(snapshot.dump()) == snapshot
+    for wrong in (b"[]", b"{}", b'{"format": 1}', b"x", snapshot.dump().replace(b"rank", b"knar")):
+        with pytest.raises(ValueError, match=r"expected|Expecting"):
+            Snapshot.parse(wrong)
+
+
+def test_who_does_not_answer_is_said_so(tmp_path: Path) -> None:
+    silent = Listener(tmp_path, lambda visitor, question: None)
+    [answer] = ask([tmp_path], 0.1)
+    silent.close()
+    assert answer.pid == os.getpid()
+    assert answer.problem.startswith("no answer within 0.1 s: its Python does not get to run")
+    [answer] = ask([tmp_path], 0.1)
+    assert answer.problem == "it can't be asked: it is just starting or ending"
