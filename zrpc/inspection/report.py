@@ -164,10 +164,11 @@ class Report:
             )
         if node.kind == "queue":
             pool = self._mesh.snapshots[node.rank].pool
-            return (
-                f"all {pool.running} threads of its pool "
-                f"(num_worker_threads is {pool.size}) wait like this: what is queued can't begin."
-            )
+            size = f"(num_worker_threads is {pool.size})"
+            threads = f"all {pool.running} threads of its pool {size} wait"
+            if pool.running == 1:
+                threads = f"the only thread of its pool {size} waits"
+            return f"what is queued can't begin: {threads} like this."
         request = self._graph.request(node)
         return (
             f"{self._request(request)} needs the value of an RRef, which "

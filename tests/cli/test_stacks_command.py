@@ -1,0 +1,95 @@
+"""zrpc stacks, on meshes of processes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+
+import pytest
+from click.testing import CliRunner, Result
+from zrpc.cli import main
+
+import zrpc
+from zrpc.testing import Mesh
+
+PATIENCE = 20.0
+
+
+def stacks(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["stacks", *arguments])
+
+
+def awaited(text: str, *arguments: str) -> str:
+    limit = time.monotonic() + PATIENCE
+    while text not in (output := stacks(*arguments).output):
+        assert time.monotonic() < limit, output
+    return output
+
+
+async def holds_up_its_loop() -> int:
+    return zrpc.rpc_sync("worker1", calls_a_coroutine)
+
+
+def calls_a_coroutine() -> int:
+    return zrpc.rpc_sync("worker0", coroutine)
+
+
+async def coroutine() -> int:
+    return 1
+
+
+@pytest.mark.zrpc(processes=True, options={"num_worker_threads": 1})
+def test_a_circle_of_waiting_between_processes(mesh: Mesh) -> None:
+    mesh.submit(0, zrpc.rpc_sync, "worker0", holds_up_its_loop)
+    output = awaited("A circle of waiting over 2 workers", str(mesh.pid(1)))
+    for rank in range(2):
+        assert f"worker{rank} (rank {rank}), pid {mesh.pid(rank)}\n" in output
+    assert 'return zrpc.rpc_sync("worker0", coroutine)\n' in output
+    assert "which runs calls_a_coroutine for worker0 (rank 0), most recent call last:" in output
+    assert "could not be asked" not in output
+    for rank in range(2):
+        mesh.kill(rank)
+
+
+@pytest.mark.zrpc(processes=True)
+def test_a_process_that_is_stopped_or_holds_the_interpreter(mesh: Mesh) -> None:
+    mesh.run(0, zrpc.rpc_sync, "worker1", max, (1, 2))
+    pid = mesh.pid(1)
+    mesh.pause(1)
+    begin = time.monotonic()
+    done = stacks("--timeout", "0.5", str(pid))
+    assert time.monotonic() - begin < 5
+    assert done.exit_code == 0
+    assert f"worker0 (rank 0), pid {mesh.pid(0)}" in done.output
+    assert (
+        f"worker1 (rank 1) could not be asked: pid {pid}: its process is stopped (SIGSTOP, or a "
+        "debugger)"
+    ) in done.output
+    mesh.resume(1)
+    holds = mesh.submit(1, hold_the_interpreter, 1.5)
+    output = awaited("no answer within 0.3 s", "--timeout", "0.3", str(pid))
+    assert f"`py-spy dump --pid {pid}`" in output
+    holds.result()
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+@pytest.mark.zrpc(processes=True)
+def test_json_for_programs(mesh: Mesh) -> None:
+    done = stacks("--json", str(mesh.pid(0)))
+    assert done.exit_code == 0
+    [found] = json.loads(done.output)["meshes"]
+    assert [(w["name"], w["pid"]) for w in found["workers"]] == [
+        (name, mesh.pid(name)) for name in mesh.names
+    ]
+    assert found["silent"] == found["cycles"] == []
+
+
+def test_no_such_mesh() -> None:
+    done = stacks("--timeout", "0.5", f"nobody-{os.getpid()}")
+    assert done.exit_code == 1
+    assert "no running mesh of this user with nobody-" in done.output
