@@ -212,6 +212,9 @@ def in_package(package: str) -> list[str]:
         ("zrpc.rref.protocol", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.rref.ids", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.failure_detector", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.inspection.wait_graph", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.inspection.congestion", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.inspection.listener", {"zmq", "threading", "torch", "pickle"}),
         ("zrpc.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.wire.header", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
         ("zrpc.errors", {"zmq", "torch"}),
@@ -236,7 +239,9 @@ def test_the_launcher_needs_nothing_of_the_core():
         assert not others, module
 
 
-@pytest.mark.parametrize("module", ["zrpc.testing.plugin", "zrpc.testing", "zrpc.cli", "zrpc"])
+@pytest.mark.parametrize(
+    "module", ["zrpc.testing.plugin", "zrpc.testing", "zrpc.cli", "zrpc.cli.stacks", "zrpc"]
+)
 def test_what_loads_fast_reaches_neither_torch_nor_zmq(module):
     heavy = {name for name in reached(module) if name.split(".")[0] in ("torch", "zmq")}
     assert not heavy

@@ -51,13 +51,15 @@ class Load(NamedTuple):
         running: how many do, those left out that wait for another worker.
         threads: how many threads there are.
         begun: how many jobs were ever begun, about.
-        backlog: the jobs that wait for a thread.
+        queued: how many jobs wait for a thread.
+        backlog: the first of those.
     """
 
     size: int
     running: int
     threads: int
     begun: int
+    queued: int
     backlog: list[Job]
 
 
@@ -154,11 +156,16 @@ class WorkerPool:
             threads = len(self._threads) + len(self._guests)
             return len(self._backlog) + threads - len(self._idle)
 
-    def load(self) -> Load:
-        """How much there is to do, and what is queued."""
+    def load(self, most: int) -> Load:
+        """How much there is to do, and so many of the jobs that are queued."""
         with self._lock:
             return Load(
-                self._size, self._running, len(self._threads), self._begun, list(self._backlog)
+                self._size,
+                self._running,
+                len(self._threads),
+                self._begun,
+                len(self._backlog),
+                list(itertools.islice(self._backlog, most)),
             )
 
     @property

@@ -59,6 +59,15 @@ def test_every_option_of_the_launcher_is_described(page: str) -> None:
     assert [option for option in options if f"`{option}" not in text] == []
 
 
+def test_every_option_of_stacks_is_described() -> None:
+    from zrpc.cli.stacks import command
+
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
+    options = [option for param in command.params for option in param.opts if option[0] == "-"]
+    assert options
+    assert [option for option in options if f"`{option}" not in text] == []
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     import zrpc
     import zrpc.testing

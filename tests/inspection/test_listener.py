@@ -213,6 +213,22 @@ def test_who_is_lost_on_another_host_is_not_waited_for(
     assert "worker1 (rank 1) is gone: it left the mesh" in here.silent[1]
 
 
+def test_an_error_in_an_answer_ends_the_visit_and_not_the_worker(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zrpc.inspection.layer.survey", fail)
+        [answer] = ask([directory(mesh)], PATIENCE)
+        assert answer.problem == "it ended while it was asked"
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", max, (1, 2)) == 2
+    [answer] = ask([directory(mesh)], PATIENCE)
+    assert answer.snapshots
+
+
 def test_nothing_is_left(mesh: Mesh) -> None:
     path = directory(mesh)
     assert (path / SOCKET).is_socket()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from waiting import PATIENCE, Door, knock_and_await, knock_at
+from waiting import PATIENCE, Door, knock, knock_and_await, knock_at
 
 import zrpc
 from zrpc.inspection.meshes import MeshView, ask, meshes
@@ -188,6 +188,20 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
     assert "waits for needs_the_lock at worker0 (rank 0)" in lines[2]
     assert "which runs needs_the_lock for worker1 (rank 1), stands still, at" in lines[3]
     assert waits.result() == 1
+
+
+def test_what_is_too_much_is_counted(
+    mesh: Mesh, door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zrpc.inspection.survey._MOST", 2)
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
+        door.await_visitors(5)
+        view = look(mesh)
+        assert "  and 3 more calls" in Report(view).worker(view.snapshots[0])
+        assert "  and 3 more requests" in Report(view).worker(view.snapshots[1])
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in"] * 5
 
 
 def test_a_worker_as_text(mesh: Mesh, door: Door) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import itertools
 import logging
+import struct
 import time
 from pathlib import Path
 
 from zrpc.agent import Agent
+from zrpc.errors import ProtocolError
 from zrpc.inspection.congestion import Congestion, Report, Reports
 from zrpc.inspection.listener import OTHERS, SELF, Listener, Visitor
 from zrpc.inspection.stuck import StuckCalls
@@ -20,6 +22,9 @@ from zrpc.wire.kind import Kind
 __all__ = ["InspectionLayer", "plug_in"]
 
 logger = logging.getLogger(__name__)
+
+# Of a question to workers on other hosts; it comes back before the answer.
+_NUMBER = struct.Struct("<Q")
 
 
 class InspectionLayer:
@@ -79,9 +84,13 @@ class InspectionLayer:
         pool = self.agent.pool
         if self._congestion.look(now, pool.queued, pool.begun):
             self._tell(now)
-        self._stuck.look(now)
-        if self._listener is not None:
-            self._listener.serve(now)
+        try:
+            self._stuck.look(now)
+            if self._listener is not None:
+                self._listener.serve(now)
+        except Exception:
+            # What is read from the stacks of others must never be what ends them.
+            logger.exception("%s goes on after an error", self.agent.worker_info)
 
     def _tell(self, now: float) -> None:
         """Tells peers whose requests wait that they do, or that they don't any more."""
@@ -91,8 +100,8 @@ class InspectionLayer:
             self.agent.post(rank, Message(Kind.BUSY, body=body), counted=False)
 
     def _report(self, now: float) -> Report | None:
-        load = self.agent.pool.load()
-        return self._congestion.report(now, load.size, load.running, len(load.backlog))
+        load = self.agent.pool.load(0)
+        return self._congestion.report(now, load.size, load.running, load.queued)
 
     def _on_busy(self, message: Message) -> None:
         report = Report.parse(bytes(message.body))
@@ -132,21 +141,25 @@ class InspectionLayer:
         number = next(self._numbers)
         self._asked[number] = (visitor, ranks)
         for rank in sorted(ranks):
-            self.agent.post(rank, Message(Kind.INSPECT, number), counted=False)
+            self.agent.post(rank, Message(Kind.INSPECT, body=_NUMBER.pack(number)), counted=False)
 
     def _on_inspect(self, message: Message) -> None:
         """A member is asked by its user what the others do."""
-        answer = Message(Kind.SNAPSHOT, message.call_id, body=self._survey())
-        self.agent.post(message.sender, answer, counted=False)
+        body = bytes(message.body[: _NUMBER.size]) + self._survey()
+        self.agent.post(message.sender, Message(Kind.SNAPSHOT, body=body), counted=False)
 
     def _on_snapshot(self, message: Message) -> None:
-        visitor, ranks = self._asked.get(message.call_id, (None, set()))
+        try:
+            (number,) = _NUMBER.unpack_from(message.body)
+        except struct.error as error:
+            raise ProtocolError(f"expected the number of a question: {error}") from error
+        visitor, ranks = self._asked.get(number, (None, set()))
         if visitor is None or message.sender not in ranks:
             return
         ranks.discard(message.sender)
-        visitor.write(bytes(message.body).replace(b"\n", b" "))
+        visitor.write(bytes(message.body[_NUMBER.size :]).replace(b"\n", b" "))
         if not ranks:
-            del self._asked[message.call_id]
+            del self._asked[number]
             visitor.finish()
 
 

@@ -84,14 +84,13 @@ class Visitor:
 
     def flush(self) -> None:
         """Writes what the socket takes."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._answer and not self.closed:
-                    del self._answer[: self._connection.send(self._answer)]
-            except BlockingIOError:
-                raise
-            except OSError:
-                self.close()
+        try:
+            while self._answer and not self.closed:
+                del self._answer[: self._connection.send(self._answer)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
         if self._finished and not self._answer:
             self.close()
 
@@ -130,14 +129,21 @@ class Listener:
         if len(self._visitors) < _MOST_VISITORS:
             self._admit(now)
         for visitor in self._visitors:
-            question = visitor.question()
-            if question is not None:
-                self._answer(visitor, question)
-            visitor.flush()
             if now > visitor.deadline:
                 visitor.close()
+            question = visitor.question()
+            if question is not None:
+                self._reply(visitor, question)
+            visitor.flush()
         if self._visitors:
             self._visitors = [visitor for visitor in self._visitors if not visitor.closed]
+
+    def _reply(self, visitor: Visitor, question: str) -> None:
+        try:
+            self._answer(visitor, question)
+        except Exception:
+            visitor.close()  # or it would be asked again
+            raise
 
     def _admit(self, now: float) -> None:
         try:

@@ -50,6 +50,12 @@ class Report:
         for request in snapshot.requests:
             handler = handlers.get((request.caller, request.id))
             yield f"  ← {self._request(request)} {_state(request, handler)}"
+        for what, left in [
+            ("calls", snapshot.calls_in_all - len(snapshot.calls)),
+            ("requests", snapshot.requests_in_all - len(snapshot.requests)),
+        ]:
+            if left > 0:
+                yield f"  and {left} more {what}"
         for note in snapshot.notes:
             yield f"  {note}"
         idle = 0
@@ -57,6 +63,8 @@ class Report:
             if not self._idle and _is_idle(doing):
                 idle += 1
                 continue
+            if not (doing.own or doing.calls or self._is_first_of_process(snapshot)):
+                continue  # the other worker of its process shows it
             title = self._doer(Node("doing", snapshot.rank, (number,))).rstrip(",")
             frames = doing.frames if self._idle else _of_interest(doing)
             text = stack_text(title if doing.task else f"thread {title}", frames).rstrip()
@@ -122,6 +130,11 @@ class Report:
             ],
             "cycles": self.cycles(),
         }
+
+    def _is_first_of_process(self, snapshot: Snapshot) -> bool:
+        key = (snapshot.host, snapshot.pid)
+        same = [s.rank for s in self._mesh.snapshots.values() if (s.host, s.pid) == key]
+        return snapshot.rank == min(same)
 
     def _name(self, rank: int) -> str:
         return f"{self._mesh.names.get(rank, 'a worker')} (rank {rank})"

@@ -148,8 +148,9 @@ class Snapshot:
         members: all workers, itself included.
         pool: the threads that run handlers.
         doings: its threads and coroutines.
-        calls: what it has asked others and waits for.
-        requests: what others have asked it.
+        calls: what it has asked others and waits for; the first thousand.
+        requests: what others have asked it; the first thousand.
+        calls_in_all, requests_in_all: how many there are.
         notes: further sentences, such as what a peer has said.
     """
 
@@ -163,6 +164,8 @@ class Snapshot:
     doings: list[Doing]
     calls: list[Call]
     requests: list[Request]
+    calls_in_all: int = 0
+    requests_in_all: int = 0
     notes: list[str] = field(default_factory=list)
 
     def dump(self) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from zrpc.agent import Agent
@@ -50,7 +49,7 @@ class StuckCalls:
         if oldest is None or now - oldest.begun < self._limit:
             return
         # Those that were named already may stay the oldest for long.
-        self._next_look = now + min(1.0, self._limit / 10)
+        self._next_look = now + self._limit / 10
         calls = [call for call in self._agent.calls.under_way() if call.kind != Kind.REMOTE]
         self._named &= {call.call_id for call in calls}
         new = [call for call in calls if call.call_id not in self._named]
@@ -61,30 +60,34 @@ class StuckCalls:
 
     def _warning(self, calls: Sequence[PendingCall], now: float) -> str:
         waiting = {call.call_id: a for a in activities(self._agent) for call in a.calls}
-        lines: Counter[str] = Counter()
-        ages: dict[str, float] = {}
+        # Calls that would read alike; the first of each has waited for the longest.
+        alike: dict[tuple[object, ...], list[PendingCall]] = {}
         for call in calls:
-            line = self._line(call, waiting.get(call.call_id))
-            lines[line] += 1
-            ages[line] = max(ages.get(line, 0.0), now - call.begun)
+            key = (call.peer, call.what, call.kind, id(waiting.get(call.call_id)))
+            alike.setdefault(key, []).append(call)
+        lines = [
+            self._line(same[0], waiting.get(same[0].call_id), now)
+            + (f" (the longest of {len(same)} such calls)" if len(same) > 1 else "")
+            for same in list(alike.values())[:_MOST_LINES]
+        ]
+        rest = len(alike) - len(lines)
         said = [self._explain(rank).lstrip("; ") for rank in sorted({call.peer for call in calls})]
-        rest = len(lines) - _MOST_LINES
         return "\n".join(
             [
                 f"{_named(self._agent, self._agent.worker_info.id)} waits for {_count(calls)}:",
-                *(
-                    f"- {line}, for {ages[line]:.1f} s, since {_clock(now - ages[line])}"
-                    + (f" (the longest of {count} such calls)" if count > 1 else "")
-                    for line, count in list(lines.items())[:_MOST_LINES]
-                ),
-                *([f"- and others, in {rest} more places"] if rest > 0 else []),
+                *(f"- {line}" for line in lines),
+                *([f"- and others, in {rest} more places"] if rest else []),
                 *(f"{text[:1].upper()}{text[1:]}." for text in said if text),
                 f"`zrpc stacks {os.getpid()}` shows what each worker of the mesh does. "
                 f"(warn_after is {self._limit:g} s)",
             ]
         )
 
-    def _line(self, call: PendingCall, activity: Activity | None) -> str:
+    def _line(self, call: PendingCall, activity: Activity | None, now: float) -> str:
+        age = now - call.begun
+        return f"{self._about(call, activity)}, for {age:.1f} s, since {_clock(now - age)}"
+
+    def _about(self, call: PendingCall, activity: Activity | None) -> str:
         what = readable(call.what) or kind_name(call.kind)
         line = f"{what} at {_named(self._agent, call.peer)}"
         if activity is None:
@@ -105,6 +108,7 @@ def _count(calls: Sequence[PendingCall]) -> str:
 
 
 def _named(agent: Agent, rank: int) -> str:
+    """Who that is."""
     return f"{agent.membership.find(rank).name} (rank {rank})"
 
 

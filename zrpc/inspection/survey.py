@@ -22,6 +22,10 @@ from zrpc.wire.kind import Kind
 
 __all__ = ["queued_requests", "survey"]
 
+# Of threads, calls, requests and jobs each, no more than so many are told: whoever makes this
+# receives nothing meanwhile.
+_MOST = 1000
+
 
 def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapshot:
     """What a worker does now. May be called from any thread; it takes some milliseconds.
@@ -31,11 +35,16 @@ def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapsh
         full_for: for how long requests had to wait for a thread, in seconds; None if they don't.
         notes: sentences to add.
     """
-    load = agent.pool.load()
-    found = activities(agent)
+    load = agent.pool.load(_MOST)
+    found = activities(agent)[:_MOST]
     names = {id(a.request): a.function for a in found if a.request is not None}
     queued = {id(request) for request in _requests_in(load.backlog)}
     waited_for = {call.call_id for activity in found for call in activity.calls}
+    calls = agent.calls.under_way()
+    requests = agent.requests()
+    # Those that somebody waits for, or works for, before the others.
+    calls.sort(key=lambda call: call.call_id not in waited_for)
+    requests.sort(key=lambda request: id(request) not in names)
     cards = agent.membership.cards
     return Snapshot(
         rank=agent.worker_info.id,
@@ -44,20 +53,22 @@ def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapsh
         host=socket.gethostname(),
         directory=cards[agent.membership.rank].directory,
         members=_members(agent),
-        pool=Pool(load.size, load.running, load.threads, len(load.backlog), full_for),
+        pool=Pool(load.size, load.running, load.threads, load.queued, full_for),
         doings=[_doing(activity) for activity in found],
-        calls=[_call(call, call.call_id in waited_for) for call in agent.calls.under_way()],
+        calls=[_call(call, call.call_id in waited_for) for call in calls[:_MOST]],
         requests=[
             _request(request, names.get(id(request), ""), id(request) in queued)
-            for request in agent.requests()
+            for request in requests[:_MOST]
         ],
+        calls_in_all=len(calls),
+        requests_in_all=len(requests),
         notes=list(notes),
     )
 
 
 def queued_requests(agent: Agent) -> list[Message]:
     """The requests that wait for a thread of the pool."""
-    return list(_requests_in(agent.pool.load().backlog))
+    return list(_requests_in(agent.pool.load(_MOST).backlog))
 
 
 def _requests_in(jobs: Iterable[Any]) -> Iterable[Message]:

@@ -17,7 +17,7 @@ class Kind(IntEnum):
     LEAVE = 10  # the sender leaves the mesh now
     BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender
     INSPECT = 12  # what does the receiver do?
-    SNAPSHOT = 13  # that, as JSON
+    SNAPSHOT = 13  # the answer, as JSON
     SEGMENT = 9  # about shared memory
     REMOTE = 16  # a call whose result stays with the callee, as an RRef
     FETCH = 17  # the value of an RRef
