@@ -58,9 +58,8 @@ def command(workers: tuple[str, ...], idle: bool, as_json: bool, timeout: float)
 
 
 def _is_meant(mesh: MeshView, workers: Sequence[str]) -> bool:
-    pids = {str(snapshot.pid) for snapshot in mesh.snapshots.values()}
-    pids |= {why.removeprefix("pid ").partition(":")[0] for why in mesh.silent.values()}
-    return not workers or bool({*pids, *mesh.names.values()} & set(workers))
+    known = {*map(str, mesh.pids.values()), *mesh.names.values()}
+    return not workers or bool(known & set(workers))
 
 
 def _print_json(found: Sequence[MeshView], rest: Sequence[Answer]) -> None:

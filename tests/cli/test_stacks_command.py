@@ -64,7 +64,7 @@ def test_a_process_that_is_stopped_or_holds_the_interpreter(mesh: Mesh) -> None:
     assert done.exit_code == 0
     assert f"worker0 (rank 0), pid {mesh.pid(0)}" in done.output
     assert (
-        f"worker1 (rank 1) could not be asked: pid {pid}: its process is stopped (SIGSTOP, or a "
+        f"worker1 (rank 1), pid {pid}, could not be asked: its process is stopped (SIGSTOP, or a "
         "debugger)"
     ) in done.output
     mesh.resume(1)

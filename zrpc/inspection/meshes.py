@@ -13,11 +13,12 @@ from pathlib import Path
 
 from zrpc.errors import AuthenticationError
 from zrpc.inspection.listener import OTHERS, SELF, SOCKET, peer_of
-from zrpc.inspection.snapshot import Snapshot
+from zrpc.inspection.snapshot import Member, Snapshot
 from zrpc.transport.address import check_private, is_alive, private_directories
 
 __all__ = ["Answer", "MeshView", "ask", "directories", "meshes"]
 
+_ENDED = "its process has ended"
 _NOT_REACHED = "it is on another host, and did not answer the workers here in time"
 
 # The sockets that are bound on this host.
@@ -49,17 +50,19 @@ class MeshView:
         snapshots: of the workers that answered, by rank.
         silent: for the others, by rank, why there is nothing.
         names: of all workers, by rank.
+        pids: the process ids of those on this host, by rank.
     """
 
     snapshots: dict[int, Snapshot]
-    silent: dict[int, str]
-    names: dict[int, str]
+    silent: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
+    pids: dict[int, int] = field(default_factory=dict)
 
     def seen_again(self, timeout: float) -> MeshView:
         """The same mesh as it is now, as far as it is on this host."""
         answers = ask([Path(s.directory) for s in self.snapshots.values() if s.directory], timeout)
         snapshots = {s.rank: s for answer in answers for s in answer.snapshots}
-        return MeshView(snapshots, {}, self.names)
+        return MeshView(snapshots, names=self.names)
 
     def ask_other_hosts(self, timeout: float) -> None:
         """Has a worker ask those that can't be reached from here, within so many seconds."""
@@ -222,29 +225,33 @@ def _reached(start: Answer, by_directory: dict[str, Answer]) -> list[Answer]:
     while left:
         for member in left.pop().snapshots[0].members:
             answer = by_directory.get(member.directory)
-            if member.same_host and answer and answer.directory not in found and answer.snapshots:
+            if answer and answer.directory not in found and _is_of(answer, member):
                 found[answer.directory] = answer
                 left.append(answer)
     return list(found.values())
 
 
+def _is_of(answer: Answer, member: Member) -> bool:
+    """Whether it is this member that has answered, and none of the same path on another host."""
+    return [(s.rank, s.name) for s in answer.snapshots] == [(member.rank, member.name)]
+
+
 def _view(answers: Sequence[Answer], by_directory: dict[str, Answer]) -> MeshView:
-    snapshots = {answer.snapshots[0].rank: answer.snapshots[0] for answer in answers}
-    silent: dict[int, str] = {}
-    names: dict[int, str] = {}
-    for snapshot in [answer.snapshots[0] for answer in answers]:
-        for member in snapshot.members:
-            names.setdefault(member.rank, member.name)
-            if member.rank in snapshots:
+    view = MeshView({answer.snapshots[0].rank: answer.snapshots[0] for answer in answers})
+    view.pids = {answer.snapshots[0].rank: answer.pid for answer in answers}
+    for answer in answers:
+        for member in answer.snapshots[0].members:
+            view.names.setdefault(member.rank, member.name)
+            if member.rank in view.snapshots or member.rank in view.silent:
                 continue
             asked = by_directory.get(member.directory) if member.same_host else None
             if asked is not None:
-                why = f"pid {asked.pid}: {asked.problem}" if asked.pid else asked.problem
+                view.silent[member.rank] = asked.problem
+                view.pids[member.rank] = asked.pid
             elif member.lost:
-                why = member.lost
-            elif member.same_host:
-                why = "its process has ended"
+                view.silent[member.rank] = member.lost
             else:
-                why = _NOT_REACHED
-            silent.setdefault(member.rank, why)
-    return MeshView(dict(sorted(snapshots.items())), dict(sorted(silent.items())), names)
+                view.silent[member.rank] = _ENDED if member.same_host else _NOT_REACHED
+    view.snapshots = dict(sorted(view.snapshots.items()))
+    view.silent = dict(sorted(view.silent.items()))
+    return view

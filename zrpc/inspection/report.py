@@ -75,7 +75,9 @@ class Report:
     def silent(self) -> Iterator[str]:
         """Who could not be asked, and why, a line for each."""
         for rank, why in self._mesh.silent.items():
-            yield f"{self._name(rank)} could not be asked: {why}"
+            pid = self._mesh.pids.get(rank)
+            who = f"{self._name(rank)}, pid {pid}," if pid else self._name(rank)
+            yield f"{who} could not be asked: {why}"
 
     def cycles(self) -> list[list[str]]:
         """The circles of waiting, each as lines."""
@@ -125,7 +127,12 @@ class Report:
         return {
             "workers": [snapshot.as_dict() for snapshot in self._mesh.snapshots.values()],
             "silent": [
-                {"rank": rank, "name": self._mesh.names[rank], "why": why}
+                {
+                    "rank": rank,
+                    "name": self._mesh.names[rank],
+                    "pid": self._mesh.pids.get(rank),
+                    "why": why,
+                }
                 for rank, why in self._mesh.silent.items()
             ],
             "cycles": self.cycles(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -285,6 +287,16 @@ class Mesh:
         for worker in self._workers:
             worker.ask_for_stacks()
         return "\n".join(f"---- stacks of {w.label} ----\n{w.stacks()}" for w in self._workers)
+
+    def pids(self) -> set[int]:
+        """The processes in which its workers are."""
+        if not self._spec.processes:
+            return {os.getpid()}
+        found = set()
+        for worker in self._workers:
+            with contextlib.suppress(RuntimeError):  # it was not started
+                found.add(self._process(worker.name).pid)
+        return found
 
     def fail(self, error: BaseException) -> None:
         """Fails all that waits for the workers, now and later, with ``error``."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from zrpc.testing.circles import circles
 from zrpc.testing.stacks import other_stacks
 
 if TYPE_CHECKING:
@@ -170,11 +171,13 @@ class Watchdog:
 def _report(seconds: float, meshes: Sequence[Mesh]) -> str:
     busy = [line for mesh in meshes for line in mesh.busy()]
     names = {name for mesh in meshes for name in mesh.names}
+    waiting = circles({pid for mesh in meshes for pid in mesh.pids()})
     return "\n".join(
         [
             f"not finished within {seconds:g} s (the timeout of the mesh's test)",
             *(f"- {line}" for line in busy or ["no worker was running anything"]),
             "",
+            *([waiting, ""] if waiting else []),
             *(mesh.stacks() for mesh in meshes),
             "---- other threads of this process ----",
             other_stacks(names),

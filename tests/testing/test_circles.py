@@ -1,0 +1,34 @@
+"""A test that does not end because its workers wait for each other says so."""
+
+from __future__ import annotations
+
+import pytest
+
+import zrpc
+from zrpc.testing import MeshTimeout, local_mesh
+
+
+async def holds_up_its_loop() -> int:
+    return zrpc.rpc_sync("worker1", calls_a_coroutine)
+
+
+def calls_a_coroutine() -> int:
+    return zrpc.rpc_sync("worker0", coroutine)
+
+
+async def coroutine() -> int:
+    return 1
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
+def test_the_report_of_a_hang_names_the_circle() -> None:
+    def hang() -> None:
+        with local_mesh(2, timeout=2) as mesh:
+            mesh.run(0, zrpc.rpc_sync, "worker0", holds_up_its_loop)
+
+    with pytest.raises(MeshTimeout) as info:
+        hang()
+    message = str(info.value)
+    assert message.count("A circle of waiting over 2 workers: none of these can go on.") == 1
+    assert "worker0 (rank 0): a coroutine, which runs coroutine for worker1 (rank 1)" in message
+    assert message.index("A circle") < message.index("---- stacks of worker0")
