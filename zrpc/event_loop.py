@@ -69,6 +69,11 @@ class EventLoop:
         return list(self._tasks), list(self._coming)
 
     @property
+    def coming(self) -> int:
+        """How many coroutines are still to begin."""
+        return len(self._coming)
+
+    @property
     def thread(self) -> threading.Thread | None:
         """The loop's thread, where it has started."""
         return self._thread
@@ -84,6 +89,7 @@ class EventLoop:
             loop.call_soon_threadsafe(loop.stop)
         if thread is not threading.current_thread():
             thread.join(timeout)
+        self._coming.clear()  # what they refer to must not live on in here
 
     def runs_here(self) -> bool:
         """Whether the current thread is the loop's."""

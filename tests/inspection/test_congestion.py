@@ -10,7 +10,7 @@ from waiting import PATIENCE, Door, knock
 
 import zrpc
 from zrpc.errors import ProtocolError
-from zrpc.inspection.congestion import Congestion, Report, Reports
+from zrpc.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.inspection.layer import InspectionLayer
 from zrpc.testing import Mesh
 
@@ -20,7 +20,7 @@ def report(congestion: Congestion, now: float, queued: int = 3) -> Report | None
 
 
 def test_a_queue_that_is_empty_now_and_then_is_none() -> None:
-    rules = Congestion()
+    rules = Congestion(Place.POOL)
     for tenth in range(100):
         now = tenth / 10
         assert not rules.look(now, queued=tenth % 5, begun=tenth)
@@ -28,52 +28,61 @@ def test_a_queue_that_is_empty_now_and_then_is_none() -> None:
 
 
 def test_those_whose_requests_wait_are_told_after_a_while_and_again() -> None:
-    rules = Congestion()
+    rules = Congestion(Place.POOL)
     looks = [rules.look(tenth / 10, 3, 0) for tenth in range(11)]
     assert looks == [False] * 10 + [True]
     said = rules.tell(1.0, {2, 5}, report(rules, 1.0))
-    assert said == {2: Report(1.0, 1.0, 16, 16, 3).pack(), 5: Report(1.0, 1.0, 16, 16, 3).pack()}
+    assert said == {
+        2: Report(Place.POOL, 1.0, 1.0, 16, 16, 3).pack(),
+        5: Report(Place.POOL, 1.0, 1.0, 16, 16, 3).pack(),
+    }
     assert not rules.look(1.9, 3, 0)
     assert rules.look(2.0, 3, 0)
 
 
 def test_who_waits_no_more_is_told_once() -> None:
-    rules = Congestion()
+    rules = Congestion(Place.POOL)
     rules.look(0, 3, 0)
     assert rules.look(1, 3, 0)
     rules.tell(1, {2, 5}, report(rules, 1))
     assert rules.look(2, 1, 2)
     said = rules.tell(2, {5}, report(rules, 2, 1))
-    assert said == {2: b"", 5: Report(2.0, 0.0, 16, 16, 1).pack()}
+    assert said == {2: b"\0", 5: Report(Place.POOL, 2.0, 0.0, 16, 16, 1).pack()}
     assert rules.look(2.1, 0, 3)
     assert rules.full_for(2.1) is None
-    assert rules.tell(2.1, set(), report(rules, 2.1, 0)) == {5: b""}
+    assert rules.tell(2.1, set(), report(rules, 2.1, 0)) == {5: b"\0"}
     assert not rules.look(2.2, 0, 3)
 
 
 def test_a_report_travels() -> None:
-    told = Report(12.5, 3.25, 16, 17, 4)
-    assert Report.parse(told.pack()) == told
-    assert Report.parse(b"") is None
-    with pytest.raises(ProtocolError):
-        Report.parse(b"123")
+    told = Report(Place.POOL, 12.5, 3.25, 16, 17, 4)
+    assert Report.parse(told.pack()) == (Place.POOL, told)
+    assert Report.parse(b"\1") == (Place.LOOP, None)
+    for wrong in (b"", b"\2", b"\0\0\0", told.pack() + b"\0"):
+        with pytest.raises(ProtocolError):
+            Report.parse(wrong)
 
 
 @pytest.mark.parametrize(
     ("told", "text"),
     [
         (
-            Report(12, 0, 16, 16, 3),
+            Report(Place.POOL, 12, 0, 16, 16, 3),
             "all 16 threads of its pool have been busy for 12 s and 3 requests wait",
         ),
         (
-            Report(12, 11, 1, 1, 1),
+            Report(Place.POOL, 12, 11, 1, 1, 1),
             "the only thread of its pool has been busy for 12 s and a request waits; "
             "none was begun for 11 s",
         ),
         (
-            Report(2, 0, 16, 9, 2),
+            Report(Place.POOL, 2, 0, 16, 9, 2),
             "its pool has got no thread beyond its 9 for 2 s and 2 requests wait",
+        ),
+        (
+            Report(Place.LOOP, 12, 0, 1, 1, 2),
+            "its event loop has been held up for 12 s, by a coroutine that does not `await`, and "
+            "2 coroutines wait to begin",
         ),
     ],
 )
@@ -83,14 +92,14 @@ def test_what_a_report_says(told: Report, text: str) -> None:
 
 def test_what_was_said_holds_for_a_while() -> None:
     reports = Reports()
-    reports.note(1, Report(12, 0, 16, 16, 3), 100.0)
+    reports.note(1, Place.POOL, Report(Place.POOL, 12, 0, 16, 16, 3), 100.0)
     assert reports.about(1, "worker1", 102, gone=False).startswith(
         "worker1 is alive: all 16 threads of its pool have been busy for 14 s"
     )
     assert reports.about(1, "worker1", 110, gone=False).startswith("10 s ago worker1 said that all")
     assert reports.about(1, "worker1", 101, gone=True).startswith("shortly before, all 16 threads")
     assert reports.about(1, "worker1", 110, gone=True) == ""
-    reports.note(1, None, 103)
+    reports.note(1, Place.POOL, None, 103)
     assert reports.about(1, "worker1", 103, gone=False) == reports.about(2, "", 0, gone=False) == ""
 
 
@@ -173,3 +182,24 @@ def test_the_warning_says_it_too(mesh: Mesh, door: Door, caplog: pytest.LogCaptu
         assert [future.wait() for future in futures] == ["in", "in"]
     [text] = caplog.messages
     assert "Worker1 (rank 1) is alive: the only thread of its pool has been busy for" in text
+
+
+async def holds_up() -> str:
+    return knock()
+
+
+async def begins() -> int:
+    return 1
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_time_out_says_that_the_event_loop_is_held_up(mesh: Mesh, door: Door) -> None:
+    with mesh.agent(0).as_current():
+        first = zrpc.rpc_async("worker1", holds_up)
+        door.await_visitors()
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"alive: its event loop has been held up "):
+            zrpc.rpc_sync("worker1", begins, timeout=0.8)
+        assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+        door.opened.set()
+        assert first.wait() == "in"
+        assert zrpc.rpc_sync("worker1", begins) == 1

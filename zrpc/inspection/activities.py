@@ -28,7 +28,7 @@ from zrpc.futures import Future
 from zrpc.inspection.snapshot import Frame
 from zrpc.wire.header import Message
 
-__all__ = ["Activity", "activities", "users_frame"]
+__all__ = ["Activity", "activities", "of_coroutines", "users_frame"]
 
 _HERE = os.path.dirname(__file__) + os.sep
 _ZRPC = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -87,7 +87,7 @@ def activities(agent: Agent) -> list[Activity]:
         activity.name, activity.own, activity.ident = thread.name, own, thread.ident or 0
         activity.loop = thread is agent.event_loop.thread
         found.append(activity)
-    found += _coroutines(agent, accepted, {id(a.request) for a in found if a.request})
+    found += _all_coroutines(agent, {id(a.request) for a in found if a.request})
     return found
 
 
@@ -178,21 +178,24 @@ def _request_in(frame: FrameType) -> tuple[Message | None, str]:
     return None, ""
 
 
-def _coroutines(agent: Agent, accepted: set[int], running: set[int]) -> list[Activity]:
+def _all_coroutines(agent: Agent, running: set[int]) -> list[Activity]:
     """The handlers that are coroutines and wait, or are still to begin."""
     tasks, coming = agent.event_loop.under_way()
+    tasks = [task for task in tasks if not task.done()]
+    waiting = of_coroutines(agent, [task.get_coro() for task in tasks])
+    for activity, task in zip(waiting, tasks, strict=True):
+        activity.calls = activity.calls or _calls_of_children(task, agent)
+    found = waiting + of_coroutines(agent, coming)
+    return [a for a in found if a.request is not None and id(a.request) not in running]
+
+
+def of_coroutines(agent: Agent, coroutines: Iterable[Any]) -> list[Activity]:
+    """What some handlers do that are coroutines and do not run just now."""
+    accepted = {id(request) for request in agent.requests()}
     found = []
-    for coroutine, task in [
-        *((task.get_coro(), task) for task in tasks if not task.done()),
-        *((coroutine, None) for coroutine in coming),
-    ]:
+    for coroutine in coroutines:
         activity = _read(reversed(_chain(coroutine)), agent, accepted)
-        if activity.request is None or id(activity.request) in running:
-            continue
-        if not activity.calls and task is not None:
-            activity.calls = _calls_of_children(task, agent)
-        activity.task = True
-        activity.name = "a coroutine"
+        activity.task, activity.name = True, "a coroutine"
         found.append(activity)
     return found
 

@@ -1,8 +1,10 @@
 """Who is told that requests have to wait for a thread: the rules. No I/O in here.
 
-A worker whose pool has had something to do in its queue, at each look, for a while, says so to
-those whose requests are queued, and again while that lasts; and once more when they are queued
-no longer. All times are in seconds, on one clock of the caller's that does not go back.
+There are two places to wait at: the queue of the pool, and the event loop, whose thread a coroutine
+holds up where it does not `await`. A worker at which something has been queued, at each look, for a
+while, says so to those whose requests are queued, and again while that lasts; and once more when
+they are queued no longer. All times are in seconds, on one clock of the caller's that does not go
+back.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import IntEnum
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["Congestion", "Report", "Reports"]
+__all__ = ["Congestion", "Place", "Report", "Reports"]
 
 # After what time the peers are told, and how often again.
 _TELL_AFTER = 1.0
@@ -21,14 +24,22 @@ _TELL_EVERY = 1.0
 # What was said so long ago may not hold any more.
 _FRESH = 3 * _TELL_EVERY
 
-_REPORT = struct.Struct("<ffIII")
+_REPORT = struct.Struct("<BffIII")
+
+
+class Place(IntEnum):
+    """Where requests wait."""
+
+    POOL = 0
+    LOOP = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a worker says of its pool.
+    """What a worker says of its pool, or of its event loop.
 
     Attributes:
+        place: of which.
         full_for: for how long requests had to wait, without a pause.
         idle_for: how long ago a request was begun, at least.
         size: how many threads may run handlers at once.
@@ -36,6 +47,7 @@ class Report:
         queued: how many requests wait.
     """
 
+    place: Place
     full_for: float
     idle_for: float
     size: int
@@ -44,24 +56,28 @@ class Report:
 
     def pack(self) -> bytes:
         """As the body of a message."""
-        return _REPORT.pack(self.full_for, self.idle_for, self.size, self.running, self.queued)
+        numbers = (self.full_for, self.idle_for, self.size, self.running, self.queued)
+        return _REPORT.pack(self.place, *numbers)
 
     @classmethod
-    def parse(cls, body: bytes) -> Report | None:
-        """Reads what `pack` wrote; None for an empty body: nothing waits any more.
+    def parse(cls, body: bytes) -> tuple[Place, Report | None]:
+        """Reads what `pack` wrote, or the place alone, where nothing waits any more.
 
         Raises:
             ProtocolError: it is something else.
         """
-        if not body:
-            return None
         try:
-            return cls(*_REPORT.unpack(body))
-        except struct.error as error:
+            place = Place(body[0])
+            return place, None if len(body) == 1 else cls(place, *_REPORT.unpack(body)[1:])
+        except (struct.error, ValueError, IndexError) as error:
             raise ProtocolError(f"expected a report about a pool: {error}") from error
 
     def text(self, later: float = 0.0) -> str:
         """As a sentence, so many seconds later."""
+        if self.place is Place.LOOP:
+            waiting = "a coroutine waits" if self.queued == 1 else f"{self.queued} coroutines wait"
+            held_up = f"its event loop has been held up for {self.full_for + later:.0f} s"
+            return f"{held_up}, by a coroutine that does not `await`, and {waiting} to begin"
         threads = f"all {self.running} threads of its pool have been busy"
         if self.running == 1:
             threads = "the only thread of its pool has been busy"
@@ -75,9 +91,14 @@ class Report:
 
 
 class Congestion:
-    """Finds out whether requests have to wait, and who is to be told."""
+    """Finds out whether requests have to wait, and who is to be told.
 
-    def __init__(self) -> None:
+    Args:
+        place: where they would.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
         self._since: float | None = None
         self._begun = -1
         self._begun_at = 0.0
@@ -106,7 +127,8 @@ class Congestion:
         """What there is to say; None where that is nothing, or not worth it yet."""
         if self._since is None or now - self._since < _TELL_AFTER:
             return None
-        return Report(now - self._since, now - self._begun_at, size, running, queued)
+        idle_for = now - self._begun_at
+        return Report(self._place, now - self._since, idle_for, size, running, queued)
 
     def tell(self, now: float, waiting: Collection[int], report: Report | None) -> dict[int, bytes]:
         """Whom to tell what, by rank.
@@ -118,7 +140,7 @@ class Congestion:
         """
         self._tell_at = now + _TELL_EVERY
         those = set(waiting) if report is not None else set()
-        said = dict.fromkeys(self._told - those, b"")
+        said = dict.fromkeys(self._told - those, bytes([self._place]))
         if report is not None:
             said.update(dict.fromkeys(those, report.pack()))
         self._told = those
@@ -126,28 +148,31 @@ class Congestion:
 
 
 class Reports:
-    """What the peers have said of their pools. Single operations may be called from any thread."""
+    """What the peers have said of themselves. Any thread may call the methods."""
 
     def __init__(self) -> None:
-        self._reports: dict[int, tuple[Report, float]] = {}
+        # Single operations on the dict are atomic.
+        self._reports: dict[tuple[int, Place], tuple[Report, float]] = {}
 
-    def note(self, rank: int, report: Report | None, now: float) -> None:
-        """A peer has said something."""
+    def note(self, rank: int, place: Place, report: Report | None, now: float) -> None:
+        """A peer has said something of its pool or its event loop."""
         if report is None:
-            self._reports.pop(rank, None)
+            self._reports.pop((rank, place), None)
         else:
-            self._reports[rank] = (report, now)
+            self._reports[rank, place] = (report, now)
 
     def ranks(self) -> list[int]:
         """Who has said something that holds."""
-        return list(self._reports)
+        return sorted({rank for rank, _ in list(self._reports)})
 
     def about(self, rank: int, name: str, now: float, gone: bool) -> str:
-        """What is known of a peer's pool, as a sentence; empty for nothing."""
-        found = self._reports.get(rank)
-        if found is None:
-            return ""
-        report, at = found
+        """What is known of a peer, as a sentence; empty for nothing."""
+        found = [self._reports.get((rank, place)) for place in Place]
+        texts = [self._text(*report, name, now, gone) for report in found if report is not None]
+        return "; ".join(filter(None, texts))
+
+    @staticmethod
+    def _text(report: Report, at: float, name: str, now: float, gone: bool) -> str:
         if gone:
             return f"shortly before, {report.text()}" if now - at < _FRESH else ""
         if now - at < _FRESH:

@@ -8,14 +8,15 @@ import itertools
 import logging
 import struct
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from zrpc.agent import Agent
 from zrpc.errors import ProtocolError
-from zrpc.inspection.congestion import Congestion, Report, Reports
+from zrpc.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.inspection.listener import OTHERS, SELF, Listener, Visitor
 from zrpc.inspection.stuck import StuckCalls
-from zrpc.inspection.survey import queued_requests, survey
+from zrpc.inspection.survey import coming_requests, queued_requests, survey
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
 
@@ -39,7 +40,7 @@ class InspectionLayer:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._congestion = Congestion()
+        self._queues = {place: Congestion(place) for place in Place}
         self._reports = Reports()
         self._stuck = StuckCalls(agent, agent.warn_after, self.explain)
         self._listener = self._listen()
@@ -58,8 +59,9 @@ class InspectionLayer:
         name = f"{membership.find(rank).name} (rank {rank})"
         now = time.monotonic()
         if rank == self.agent.worker_info.id:
-            report = self._report(now)
-            return "" if report is None else f"; {name} is this worker: {report.text()}"
+            reports = [self._report(place, now) for place in Place]
+            texts = [report.text() for report in reports if report is not None]
+            return f"; {name} is this worker: {'; '.join(texts)}" if texts else ""
         about = self._reports.about(rank, name, now, rank in membership.lost)
         return f"; {about}" if about else ""
 
@@ -82,8 +84,10 @@ class InspectionLayer:
     def _tick(self) -> None:
         now = time.monotonic()
         pool = self.agent.pool
-        if self._congestion.look(now, pool.queued, pool.begun):
-            self._tell(now)
+        if self._queues[Place.POOL].look(now, pool.queued, pool.begun):
+            self._tell(Place.POOL, queued_requests(self.agent), now)
+        if self._queues[Place.LOOP].look(now, self.agent.event_loop.coming, 0):
+            self._tell(Place.LOOP, coming_requests(self.agent), now)
         try:
             self._stuck.look(now)
             if self._listener is not None:
@@ -92,20 +96,22 @@ class InspectionLayer:
             # What is read from the stacks of others must never be what ends them.
             logger.exception("%s goes on after an error", self.agent.worker_info)
 
-    def _tell(self, now: float) -> None:
+    def _tell(self, place: Place, requests: Iterable[Message], now: float) -> None:
         """Tells peers whose requests wait that they do, or that they don't any more."""
-        waiting = {request.sender for request in queued_requests(self.agent)}
-        waiting.discard(self.agent.worker_info.id)
-        for rank, body in self._congestion.tell(now, waiting, self._report(now)).items():
+        waiting = {request.sender for request in requests} - {self.agent.worker_info.id}
+        said = self._queues[place].tell(now, waiting, self._report(place, now))
+        for rank, body in said.items():
             self.agent.post(rank, Message(Kind.BUSY, body=body), counted=False)
 
-    def _report(self, now: float) -> Report | None:
+    def _report(self, place: Place, now: float) -> Report | None:
+        if place is Place.LOOP:
+            return self._queues[place].report(now, 1, 1, self.agent.event_loop.coming)
         load = self.agent.pool.load(0)
-        return self._congestion.report(now, load.size, load.running, load.queued)
+        return self._queues[place].report(now, load.size, load.running, load.queued)
 
     def _on_busy(self, message: Message) -> None:
-        report = Report.parse(bytes(message.body))
-        self._reports.note(message.sender, report, time.monotonic())
+        place, report = Report.parse(bytes(message.body))
+        self._reports.note(message.sender, place, report, time.monotonic())
 
     def _listen(self) -> Listener | None:
         membership = self.agent.membership
@@ -128,7 +134,8 @@ class InspectionLayer:
 
     def _survey(self) -> bytes:
         notes = [self.explain(rank).lstrip("; ") for rank in self._reports.ranks()]
-        return survey(self.agent, self._congestion.full_for(time.monotonic()), notes).dump()
+        full_for = self._queues[Place.POOL].full_for(time.monotonic())
+        return survey(self.agent, full_for, notes).dump()
 
     def _ask_other_hosts(self, visitor: Visitor) -> None:
         membership = self.agent.membership

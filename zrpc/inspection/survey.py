@@ -13,14 +13,14 @@ from typing import Any
 from zrpc.agent import Agent
 from zrpc.calls import NEVER, PendingCall
 from zrpc.execution import Execution
-from zrpc.inspection.activities import Activity, activities, users_frame
+from zrpc.inspection.activities import Activity, activities, of_coroutines, users_frame
 from zrpc.inspection.function_names import function_of, kind_name, readable
 from zrpc.inspection.snapshot import Call, Doing, Member, Pool, Request, Snapshot
 from zrpc.rref.layer import SUBJECT
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
 
-__all__ = ["queued_requests", "survey"]
+__all__ = ["coming_requests", "queued_requests", "survey"]
 
 # Of threads, calls, requests and jobs each, no more than so many are told: whoever makes this
 # receives nothing meanwhile.
@@ -69,6 +69,12 @@ def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapsh
 def queued_requests(agent: Agent) -> list[Message]:
     """The requests that wait for a thread of the pool."""
     return list(_requests_in(agent.pool.load(_MOST).backlog))
+
+
+def coming_requests(agent: Agent) -> list[Message]:
+    """The requests whose coroutines wait for their event loop, to begin."""
+    _, coming = agent.event_loop.under_way()
+    return [activity.request for activity in of_coroutines(agent, coming) if activity.request]
 
 
 def _requests_in(jobs: Iterable[Any]) -> Iterable[Message]:
