@@ -157,11 +157,15 @@ class PendingCall:
         except IndexError:
             return None
 
+    def explanation(self) -> str:
+        """What is known about why the peer does not answer, for error messages."""
+        return self._calls.explain(self.peer)
+
     def timed_out(self) -> RpcTimeoutError:
         """The error of a call whose deadline has passed."""
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error{self._calls.explain(self.peer)}"
+            f"marked with an error{self.explanation()}"
         )
 
 

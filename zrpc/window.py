@@ -138,5 +138,5 @@ def no_room(call: PendingCall, limit: int) -> RpcTimeoutError:
     return RpcTimeoutError(
         f"the call was not sent within its timeout ({call.timeout * 1000:.0f} ms): calls of "
         f"{limit} bytes (max_bytes_in_flight) are under way to that worker, which is slower "
-        "than its callers"
+        f"than its callers{call.explanation()}"
     )

@@ -121,14 +121,15 @@ class Congestion:
 
     def full_for(self, now: float) -> float | None:
         """For how long jobs had to wait, without a pause; None where they don't."""
-        return None if self._since is None else now - self._since
+        since = self._since  # another thread may ask
+        return None if since is None else now - since
 
     def report(self, now: float, size: int, running: int, queued: int) -> Report | None:
         """What there is to say; None where that is nothing, or not worth it yet."""
-        if self._since is None or now - self._since < _TELL_AFTER:
+        full_for = self.full_for(now)
+        if full_for is None or full_for < _TELL_AFTER:
             return None
-        idle_for = now - self._begun_at
-        return Report(self._place, now - self._since, idle_for, size, running, queued)
+        return Report(self._place, full_for, now - self._begun_at, size, running, queued)
 
     def tell(self, now: float, waiting: Collection[int], report: Report | None) -> dict[int, bytes]:
         """Whom to tell what, by rank.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zrpc.agent import Agent
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, RpcError
 from zrpc.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.inspection.listener import OTHERS, SELF, Listener, Visitor
 from zrpc.inspection.stuck import StuckCalls
@@ -56,7 +56,10 @@ class InspectionLayer:
     def explain(self, rank: int) -> str:
         """For the errors of calls to a worker: what is known of its pool. From any thread."""
         membership = self.agent.membership
-        name = f"{membership.find(rank).name} (rank {rank})"
+        try:
+            name = f"{membership.find(rank).name} (rank {rank})"
+        except RpcError:
+            return ""
         now = time.monotonic()
         if rank == self.agent.worker_info.id:
             reports = [self._report(place, now) for place in Place]

@@ -74,7 +74,8 @@ def queued_requests(agent: Agent) -> list[Message]:
 def coming_requests(agent: Agent) -> list[Message]:
     """The requests whose coroutines wait for their event loop, to begin."""
     _, coming = agent.event_loop.under_way()
-    return [activity.request for activity in of_coroutines(agent, coming) if activity.request]
+    found = of_coroutines(agent, coming[:_MOST])
+    return [activity.request for activity in found if activity.request is not None]
 
 
 def _requests_in(jobs: Iterable[Any]) -> Iterable[Message]:
