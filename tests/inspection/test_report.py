@@ -219,7 +219,8 @@ def test_a_worker_as_text(mesh: Mesh, door: Door) -> None:
         callee = "\n".join(report.worker(view.snapshots[1]))
         assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
         assert ", without a timeout" in caller
-        assert "\n  ← knock for worker1 (rank 1) runs in zrpc-worker0-" in caller
+        assert "\n  ← knock for worker1 (rank 1), called 0." in caller
+        assert " s ago, runs in zrpc-worker0-" in caller
         assert "\n  → knock at worker0 (rank 0), for 0." in callee
         assert " waits for it, at " in callee
         assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee

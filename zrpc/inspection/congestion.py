@@ -1,8 +1,8 @@
 """Who is told that requests have to wait for a thread: the rules. No I/O in here.
 
 There are two places to wait at: the queue of the pool, and the event loop, whose thread a coroutine
-holds up where it does not `await`. A worker at which something has been queued, at each look, for a
-while, says so to those whose requests are queued, and again while that lasts; and once more when
+holds up where it does not ``await``. A worker at which something has been queued, at each look, for
+a while, says so to those whose requests are queued, and again while that lasts; and once more when
 they are queued no longer. All times are in seconds, on one clock of the caller's that does not go
 back.
 """

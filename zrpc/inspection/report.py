@@ -31,6 +31,7 @@ class Report:
         self._mesh = mesh
         self._idle = idle
         self._graph = WaitGraph(mesh.snapshots)
+        self._calls = {(r, call.id): call for r, s in mesh.snapshots.items() for call in s.calls}
         linecache.checkcache()
 
     def heading(self) -> str:
@@ -49,7 +50,9 @@ class Report:
         handlers = {doing.request: doing for doing in snapshot.doings if doing.request}
         for request in snapshot.requests:
             handler = handlers.get((request.caller, request.id))
-            yield f"  ← {self._request(request)} {_state(request, handler)}"
+            asked = self._call_of(request)
+            ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
+            yield f"  ← {self._request(request)}{ago} {_state(request, handler)}"
         for what, left in [
             ("calls", snapshot.calls_in_all - len(snapshot.calls)),
             ("requests", snapshot.requests_in_all - len(snapshot.requests)),
@@ -155,10 +158,12 @@ class Report:
 
     def _what(self, request: Request) -> str:
         """What is asked for; the caller knows the names of functions that travel by value."""
-        caller = self._mesh.snapshots.get(request.caller)
-        calls = {call.id: call for call in caller.calls} if caller is not None else {}
-        known = calls.get(request.id)
-        return request.what or (known.what if known is not None else "") or request.kind
+        call = self._call_of(request)
+        return request.what or (call.what if call is not None else "") or request.kind
+
+    def _call_of(self, request: Request) -> Call | None:
+        """The same, as its caller sees it, where that answered."""
+        return self._calls.get((request.caller, request.id))
 
     def _doer(self, node: Node) -> str:
         doing = self._graph.doing(node)
