@@ -12,6 +12,7 @@ import zrpc
 from zrpc.errors import ProtocolError
 from zrpc.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.inspection.layer import InspectionLayer
+from zrpc.inspection.stuck import StuckCalls
 from zrpc.testing import Mesh
 
 
@@ -111,36 +112,38 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zrpc.inspection.congestion._TELL_AFTER", 0.2)
 
 
-def explained(mesh: Mesh) -> str:
-    """What worker0 knows of worker1's pool, waited for."""
+def explained(mesh: Mesh, rank: int = 1) -> str:
+    """What worker0 knows of a worker, waited for."""
     layer = mesh.agent(0).layer(InspectionLayer)
     limit = time.monotonic() + PATIENCE
-    while not (text := layer.explain(1)):
-        assert time.monotonic() < limit, "worker1 has said nothing"
+    while not (text := layer.explain(rank)):
+        assert time.monotonic() < limit, "nothing was said"
         time.sleep(0.01)  # no event tells
     return text
+
+
+def wait_until_nothing_is_said(mesh: Mesh) -> None:
+    layer = mesh.agent(0).layer(InspectionLayer)
+    limit = time.monotonic() + PATIENCE
+    while layer.explain(1):
+        assert time.monotonic() < limit, "worker1 has not taken it back"
+        time.sleep(0.01)  # no event tells
+
+
+BUSY = r"the only thread of its pool has been busy for \d+ s and (a request waits|2 requests wait)"
 
 
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Door) -> None:
     with mesh.agent(0).as_current():
-        first = zrpc.rpc_async("worker1", knock)
-        door.await_visitors()
-        with pytest.raises(
-            zrpc.RpcTimeoutError,
-            match=r"with an error; worker1 \(rank 1\) is alive: the only thread of its pool has "
-            r"been busy for \d s and a request waits",
-        ):
-            zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=1)
-        # The request whose caller gave up is still queued: so it is said again, until it is not.
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
+        explained(mesh)
+        with pytest.raises(zrpc.RpcTimeoutError, match=rf"error; worker1 .* is alive: {BUSY}"):
+            zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=0.1)
         door.opened.set()
-        assert first.wait() == "in"
-        layer = mesh.agent(0).layer(InspectionLayer)
-        limit = time.monotonic() + PATIENCE
-        while layer.explain(1):
-            assert time.monotonic() < limit, "worker1 has not taken it back"
-            time.sleep(0.01)  # no event tells
+        assert [future.wait() for future in futures] == ["in", "in"]
+        wait_until_nothing_is_said(mesh)
 
 
 @pytest.mark.usefixtures("busy")
@@ -151,7 +154,7 @@ def test_an_epitaph_says_that_the_pool_was_busy(mesh: Mesh, door: Door) -> None:
         assert "is alive" in explained(mesh)
         leaves = mesh.submit(1, zrpc.shutdown, graceful=False)
         for future in futures:
-            with pytest.raises(zrpc.WorkerDied, match="; shortly before, the only thread of its"):
+            with pytest.raises(zrpc.WorkerDied, match=f"; shortly before, {BUSY}"):
                 future.wait()
         door.opened.set()
         leaves.result()
@@ -161,27 +164,27 @@ def test_an_epitaph_says_that_the_pool_was_busy(mesh: Mesh, door: Door) -> None:
 @pytest.mark.zrpc(workers=1, options={"num_worker_threads": 1})
 def test_calls_to_oneself_know_too(mesh: Mesh, door: Door) -> None:
     with mesh.agent(0).as_current():
-        first = zrpc.rpc_async("worker0", knock)
-        door.await_visitors()
-        with pytest.raises(zrpc.RpcTimeoutError, match=r"worker0 \(rank 0\) is this worker: the o"):
-            zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.6)
+        futures = [zrpc.rpc_async("worker0", knock) for _ in range(2)]
+        explained(mesh, 0)
+        with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker0 .* is this worker: {BUSY}"):
+            zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.1)
         door.opened.set()
-        assert first.wait() == "in"
+        assert [future.wait() for future in futures] == ["in", "in"]
 
 
 @pytest.mark.usefixtures("busy")
-@pytest.mark.zrpc(options={"num_worker_threads": 1, "warn_after": 0.8})
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_the_warning_says_it_too(mesh: Mesh, door: Door, caplog: pytest.LogCaptureFixture) -> None:
     with mesh.agent(0).as_current():
         futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
-        limit = time.monotonic() + PATIENCE
-        while not caplog.messages:
-            assert time.monotonic() < limit
-            time.sleep(0.01)  # no event tells
+        explained(mesh)
+        agent = mesh.agent(0)
+        rules = StuckCalls(agent, 30, agent.layer(InspectionLayer).explain)
+        rules.look(time.monotonic() + 31)
+        [text] = caplog.messages
+        assert "\nWorker1 (rank 1) is alive: the only thread of its pool has been busy" in text
         door.opened.set()
         assert [future.wait() for future in futures] == ["in", "in"]
-    [text] = caplog.messages
-    assert "Worker1 (rank 1) is alive: the only thread of its pool has been busy for" in text
 
 
 async def holds_up() -> str:
@@ -197,9 +200,12 @@ def test_a_time_out_says_that_the_event_loop_is_held_up(mesh: Mesh, door: Door) 
     with mesh.agent(0).as_current():
         first = zrpc.rpc_async("worker1", holds_up)
         door.await_visitors()
+        second = zrpc.rpc_async("worker1", begins)
+        explained(mesh)
         with pytest.raises(zrpc.RpcTimeoutError, match=r"alive: its event loop has been held up "):
-            zrpc.rpc_sync("worker1", begins, timeout=0.8)
+            zrpc.rpc_sync("worker1", begins, timeout=0.1)
         assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
         door.opened.set()
         assert first.wait() == "in"
-        assert zrpc.rpc_sync("worker1", begins) == 1
+        assert second.wait() == 1
+        wait_until_nothing_is_said(mesh)

@@ -211,7 +211,11 @@ def test_a_worker_as_text(mesh: Mesh, door: Door) -> None:
             zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
         ]
         door.await_visitors(2)
+        limit = time.monotonic() + PATIENCE
         view = look(mesh)
+        while not any(doing.task for doing in view.snapshots[1].doings):
+            assert time.monotonic() < limit, "no coroutine waits"
+            view = look(mesh)
         report = Report(view)
         assert report.cycles() == []
         assert report.heading().startswith("Mesh of 2 workers (")
