@@ -15,6 +15,7 @@ messages of their own kinds, and are told when a peer is lost and when the agent
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import struct
 import threading
@@ -22,7 +23,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -31,10 +32,17 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls
+from zrpc.cancel_scope import CancelScope, current_scope
 from zrpc.current import as_current, context_of, has_shut_down
-from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.errors import (
+    ProtocolError,
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerDied,
+)
 from zrpc.event_loop import EventLoop, in_event_loop
-from zrpc.execution import Execution, Outlet, remaining_time
+from zrpc.execution import Execution, ExecutionWithin, Outlet
 from zrpc.failure_detector import Loss, Reason
 from zrpc.futures import Future
 from zrpc.graceful_shutdown import GracefulShutdown
@@ -44,6 +52,7 @@ from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
+from zrpc.requests import Requests
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, is_chunk
 from zrpc.transport.network import Network
@@ -149,7 +158,7 @@ class Agent:
         self.scopes: dict[int, Scope] = {}
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
-        self.tickers: list[Callable[[], None]] = []
+        self.tickers: list[Callable[[], None]] = [self._drop_abandoned]
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
@@ -157,17 +166,17 @@ class Agent:
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
         self._window = Window(options.max_bytes_in_flight)
-        self._calls = PendingCalls(self._receive_answer, self._window.leave)
         self._assembler = Assembler()  # of the I/O thread
+        self._calls = PendingCalls(self._receive_answer, self._window.leave, self._tell_cancelled)
         self._received = [0] * len(membership.infos)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
-        # Requests that are not answered yet. Single operations on a set are atomic.
-        self._executing: set[int] = set()
+        self._executing = Requests()
         self._handlers: dict[int, Handler] = {
             Kind.CALL: self._on_call,
             Kind.RESULT: self._on_answer,
             Kind.ERROR: self._on_answer,
+            Kind.CANCEL: self._on_cancel,
             Kind.TERMINATION: self._on_termination,
             Kind.LEAVE: self._on_leave,
         }
@@ -253,7 +262,11 @@ class Agent:
         """Sends a request and waits for the answer's value; see `call_async`."""
         call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
         self._send_call(call, message)
-        call.wait()
+        try:
+            call.wait()
+        except BaseException:
+            self._abandon(call)
+            raise
         return self._decode(call.claim())
 
     def call_async(
@@ -315,6 +328,9 @@ class Agent:
 
     def answer(self, request: Message, value: Any) -> None:
         """Answers a request with a value, or with an error where it can't be pickled."""
+        if request.scope.cancelled:  # nobody waits for it
+            self._executing.end(request)
+            return
         reply = Message(Kind.RESULT, request.call_id)
         try:
             self.encoder(request.sender, request).pack(value, reply)
@@ -322,14 +338,15 @@ class Agent:
             self.answer_error(request, error)
             return
         self.post(request.sender, reply)
-        self._executing.discard(id(request))
+        self._executing.end(request)
 
     def answer_error(self, request: Message, error: BaseException) -> None:
         """Answers a request with an error."""
-        same_main = self.membership.same_main(request.sender)
-        body = dump_exception(error, repr(self.worker_info), same_main)
-        self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
-        self._executing.discard(id(request))
+        if request.scope is None or not request.scope.cancelled:
+            same_main = self.membership.same_main(request.sender)
+            body = dump_exception(error, repr(self.worker_info), same_main)
+            self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
+        self._executing.end(request)
 
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
@@ -356,9 +373,9 @@ class Agent:
         self.encoder(to.id).pack(obj, message)
         if extension is not None:
             message.extensions = [*message.extensions, extension]
-        remaining = remaining_time()
-        if remaining is not None:
-            timeout = min(timeout or remaining, remaining)
+        scope = current_scope()
+        if scope is not None:
+            timeout = scope.bounded(timeout)
         message.deadline = timeout
         call = self._calls.new(to.id, timeout, holds, died)
         message.call_id = call.call_id
@@ -367,10 +384,28 @@ class Agent:
     def _send_call(self, call: PendingCall, message: Message) -> None:
         try:
             self._calls.enter(call)
+            scope = current_scope()
+            # The value of an RRef may be waited for by others than this handler.
+            if scope is not None and message.kind != Kind.REMOTE:
+                scope.adopt(call)
             self._send_entered(call, message)
-        except BaseException as error:  # Ctrl-C: nobody will ask for the outcome
-            call.give_up(RpcError(f"the call was interrupted: {error!r}"))
+        except BaseException:  # Ctrl-C: nobody will ask for the outcome
+            self._abandon(call)
             raise
+
+    def _abandon(self, call: PendingCall) -> None:
+        """The thread that made a call is interrupted, and does not wait for it any more."""
+        held = hold_interrupts()  # it may not be taken from the table and then not be settled
+        try:
+            call.cancel()
+        finally:
+            if held:
+                release_interrupts()
+
+    def _tell_cancelled(self, call: PendingCall) -> None:
+        """Tells the callee that nobody waits for its answer any more; in any thread."""
+        if not self.closed:
+            self.post(call.peer, Message(Kind.CANCEL, call.call_id))
 
     def _send_entered(self, call: PendingCall, message: Message) -> None:
         lost = self.membership.lost
@@ -380,6 +415,9 @@ class Agent:
                 caller = threading.get_ident() if in_handler() else None
                 if not self._window.enter(call, caller, message.nbytes):
                     return
+            call.sent = True
+            if call.settled:
+                return  # cancelled already, by the thread that looks at `sent` afterwards
             try:
                 self._transmit(call.peer, message)
             except zmq.ZMQError:
@@ -458,20 +496,16 @@ class Agent:
         self, request: Message, outlet: Outlet, resolve: Callable[[], tuple[Any, Any, Any]]
     ) -> None:
         """Runs a function for a request, in the pool; see `Execution`."""
-        self.accept(request)
-        execution = Execution(outlet, self._loop, self.run, request.deadline, resolve)
+        scope = request.scope or self.accept(request)
+        if scope.cancelled:
+            return  # before it came, or while it waited for an RRef's value
         scopes = [self.scopes[tag] for tag in request.attachments or () if tag in self.scopes]
         if scopes:
-            self.run(partial(self._run_in_scopes, scopes, request, execution))
+            within = ExecutionWithin(outlet, self._loop, self.run, scope, resolve)
+            within.within = [partial(enter, request) for enter in scopes]
+            self.run(within)
         else:
-            self.run(execution)
-
-    @staticmethod
-    def _run_in_scopes(scopes: Sequence[Scope], request: Message, execution: Execution) -> None:
-        with ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope(request))
-            execution()
+            self.run(Execution(outlet, self._loop, self.run, scope, resolve))
 
     def run(self, job: Callable[[], None]) -> None:
         """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
@@ -483,9 +517,9 @@ class Agent:
         if not self._io.take(self._completions, job):
             self._completions.submit(job)
 
-    def accept(self, request: Message) -> None:
+    def accept(self, request: Message) -> CancelScope:
         """Notes that a request will be answered: until then this worker is not idle."""
-        self._executing.add(id(request))
+        return self._executing.accept(request, self.membership.infos[request.sender])
 
     def answering(self, request: Message) -> Outlet:
         """An outlet that answers the request with the function's outcome."""
@@ -505,6 +539,14 @@ class Agent:
 
     def _on_call(self, request: Message) -> None:
         self.execute(request, self.answering(request), partial(self.unpack, request))
+
+    def _on_cancel(self, message: Message) -> None:
+        self._executing.cancel(message.sender, message.call_id)
+
+    def _drop_abandoned(self) -> None:
+        """Takes requests out of the pool's queue for which nobody waits any more."""
+        if self._executing.expire(time.monotonic()):
+            self.pool.discard(lambda job: isinstance(job, Execution) and job.useless)
 
     def _on_answer(self, message: Message) -> None:
         call = self._calls.pop(message.call_id)
@@ -633,6 +675,7 @@ class Agent:
         logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._assembler.forget(rank)
         self._calls.fail(self._died, rank)
+        self._executing.lose(rank)
         # Not here: a thread may be copying what it sends.
         self._completions.submit(partial(self._network.drop, rank))
         for layer in self.layers:
@@ -727,6 +770,7 @@ class Agent:
 
     def _close(self) -> None:
         self._shutdown.leave_all_the_same()
+        self._executing.close()
         if not self._shutdown.done:
             for rank in self.membership.living:
                 known = self._network.knows(rank) or self._received[rank]
@@ -765,5 +809,8 @@ class _Answer:
         self._agent.answer(self._request, value)
 
     def error(self, error: BaseException) -> None:
-        self._agent.log_failure(error)
+        # Of the end of a call that it has cancelled, nobody needs to be told.
+        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
+        if not (expected and self._request.scope.cancelled):
+            self._agent.log_failure(error)
         self._agent.answer_error(self._request, error)

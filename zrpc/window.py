@@ -62,7 +62,11 @@ class Window:
                 return bool(taken)
             waiter = _Waiter(call, size)
             self._waiting.setdefault(key, deque()).append(waiter)
+            # First the note, then the look, as in _let_in: whoever settles it opens the gate.
+            call.room = (key, waiter)
         try:
+            if call.settled:
+                return False
             if not acquire(waiter.gate, call.remaining()):
                 call.give_up(no_room(call, self._limit))
         except BaseException:
@@ -73,13 +77,17 @@ class Window:
         return not call.settled
 
     def leave(self, call: PendingCall) -> None:
-        """A call is settled: there is room for others."""
+        """A call is settled: there is room for others, or it need not wait for room."""
         with self._lock:
             if call.room is None:
                 return
-            key, size = call.room
+            key, taken = call.room
             call.room = None
-            self._free(key, size)
+            if isinstance(taken, _Waiter):
+                self._remove(key, taken)
+                taken.gate.release()
+            else:
+                self._free(key, taken)
 
     def __len__(self) -> int:
         """How many bytes are under way."""
@@ -114,11 +122,15 @@ class Window:
     def _forget(self, key: Hashable, waiter: _Waiter) -> None:
         """A call waits no more, whatever the reason."""
         with self._lock:
-            waiting = self._waiting.get(key)
-            if waiting is not None and waiter in waiting:
-                waiting.remove(waiter)
-                if not waiting:
-                    del self._waiting[key]
+            self._remove(key, waiter)
+
+    def _remove(self, key: Hashable, waiter: _Waiter) -> None:
+        """Takes a waiter out, where it is there; the lock is held."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and waiter in waiting:
+            waiting.remove(waiter)
+            if not waiting:
+                del self._waiting[key]
 
 
 class _Waiter:
