@@ -104,14 +104,14 @@ class Future(torch.futures.Future[T]):
     def value(self) -> T:
         """The value of a future that is done, or raises what the call failed with."""
         self.done()
-        return super().value()
+        return self.wait() if self._cancelled else super().value()
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
         call = self._call
         if call is not None and call.settled:
             self._complete(call)
-        return super().done()
+        return self._cancelled or super().done()
 
     def cancel(self) -> bool:
         """Ends the call, and has the callee told: one that still waits there for its turn never
@@ -135,7 +135,10 @@ class Future(torch.futures.Future[T]):
             return source.cancel()
         call = self._call
         if call is not None:
-            return call.cancel()
+            cancelled = call.cancel()
+            # Another thread may be about to complete it with that.
+            self._cancelled |= cancelled
+            return cancelled
         if self.done():
             return False
 
@@ -151,7 +154,8 @@ class Future(torch.futures.Future[T]):
 
     def cancelled(self) -> bool:
         """Whether this future was cancelled, by `cancel` or with the call that it is part of."""
-        return self.done() and self._cancelled
+        self.done()
+        return self._cancelled
 
     def set_result(self, result: T) -> None:
         """Completes the future with ``result``; an error where it is complete already."""
