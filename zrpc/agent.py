@@ -415,6 +415,8 @@ class Agent:
                 caller = threading.get_ident() if in_handler() else None
                 if not self._window.enter(call, caller, message.nbytes):
                     return
+            if call.delayed and call.timeout:
+                message.deadline = call.remaining()
             call.sent = True
             if call.settled:
                 return  # cancelled already, by the thread that looks at `sent` afterwards

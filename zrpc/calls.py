@@ -39,6 +39,7 @@ class PendingCall:
         "begun",
         "call_id",
         "deadline",
+        "delayed",
         "died",
         "group",
         "holds",
@@ -70,6 +71,8 @@ class PendingCall:
         self.room: tuple[Hashable, Any] | None = None
         # Those that end with the same handler, this one too; see `zrpc.cancel_scope`.
         self.group: set[Any] | None = None
+        # Whether it had to wait for room in a window.
+        self.delayed = False
         # Whether it is being sent, or has been.
         self.sent = False
         # Whether it is waited for by a thread that may receive the answer itself.

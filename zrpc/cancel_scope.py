@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
-import time
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.pool import acquire
@@ -60,34 +60,29 @@ class CancelScope:
         cancelled: whether nobody waits any more; its answer is not sent.
     """
 
-    __slots__ = (
-        "_children",
-        "_gate",
-        "_task",
-        "begun",
-        "caller",
-        "cancelled",
-        "deadline",
-        "lasting",
-    )
+    # One is made for each call, and most never need more than the first two of these.
+    deadline = NEVER
+    begun = False
+    cancelled = False
+    lasting = False
+    _task: Any = None
+    _children: set[Child] | None = None
+    # Opens with the end; made where somebody waits for that.
+    _gate: threading.Lock | None = None
 
     def __init__(self, caller: WorkerInfo, timeout: float, lasting: bool = False) -> None:
         self.caller = caller
-        self.deadline = time.monotonic() + timeout if timeout else NEVER
-        self.lasting = lasting
-        self.begun = False
-        self.cancelled = False
-        self._task: Any = None
-        self._children: set[Child] | None = None
-        # Opens with the end; made where somebody waits for that.
-        self._gate: threading.Lock | None = None
+        if timeout:
+            self.deadline = monotonic() + timeout
+        if lasting:
+            self.lasting = True
 
     def begin(self) -> bool:
         """The handler is about to run; False where it is not to."""
         # First the note, then the look: `cancel` does this the other way round, so that at least
         # one of the two sees the other.
         self.begun = True
-        if not self.over:
+        if not self.cancelled and (monotonic() < self.deadline or self.lasting):
             return True
         self.cancelled = True
         return False
@@ -95,7 +90,7 @@ class CancelScope:
     @property
     def over(self) -> bool:
         """Whether nobody waits any more, as far as is known here."""
-        return self.cancelled or (self.deadline <= time.monotonic() and not self.lasting)
+        return self.cancelled or (self.deadline <= monotonic() and not self.lasting)
 
     def cancel(self) -> bool:
         """Nobody waits any more: ends what can be ended.
@@ -143,13 +138,13 @@ class CancelScope:
 
     def remaining(self) -> float | None:
         """The seconds until the deadline, 0 after it; None where there is none."""
-        return None if self.deadline == NEVER else max(0.0, self.deadline - time.monotonic())
+        return None if self.deadline == NEVER else max(0.0, self.deadline - monotonic())
 
     def bounded(self, timeout: float) -> float:
         """The timeout of a nested call that is to have ``timeout`` seconds; 0 for no limit."""
         if self.deadline == NEVER:
             return timeout
-        remaining = max(_LEAST, self.deadline - time.monotonic())
+        remaining = max(_LEAST, self.deadline - monotonic())
         return min(timeout or remaining, remaining)
 
     def wait(self, timeout: float | None) -> bool:

@@ -52,7 +52,7 @@ class Requests:
         if scope.deadline < self._earliest:
             with self._lock:
                 self._earliest = min(self._earliest, scope.deadline)
-        if self._early and key in self._early:
+        if key in self._early:
             self._early.pop(key, None)
             self._drop(key, request)
         return scope

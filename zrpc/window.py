@@ -64,6 +64,7 @@ class Window:
             self._waiting.setdefault(key, deque()).append(waiter)
             # First the note, then the look, as in _let_in: whoever settles it opens the gate.
             call.room = (key, waiter)
+            call.delayed = True
         try:
             if call.settled:
                 return False

@@ -82,6 +82,21 @@ def test_a_handler_may_call_more_than_fits(mesh):
     assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * SIZE // 4
 
 
+def remaining():
+    return rpc.current_call().time_remaining()
+
+
+def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh):
+    """Also for the callee, which else would work on when nobody waits."""
+    opener = threading.Timer(0.3, gate.set)
+    with mesh.agent(0).as_current():
+        first = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
+        opener.start()
+        assert rpc.rpc_sync(1, remaining, timeout=20) < 19.8
+        first.wait()
+    opener.join()
+
+
 async def flood_from_a_coroutine(count):
     tensor = torch.zeros(SIZE // 4)
     futures = [rpc.rpc_async(0, slow, (tensor,)) for _ in range(count)]
