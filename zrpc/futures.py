@@ -126,7 +126,7 @@ class Future(torch.futures.Future[T]):
             Whether it took effect; False where the future is done.
 
         Example:
-            >>> future = rpc_async("worker1", time.sleep, args=(0.01,))
+            >>> future = rpc_async("worker1", lambda: current_call().wait_cancelled(10))
             >>> future.cancel(), future.cancelled(), future.cancel()
             (True, True, False)
         """
