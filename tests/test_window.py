@@ -4,10 +4,10 @@ import pytest
 
 from zrpc import RpcCancelledError, RpcTimeoutError
 from zrpc.calls import PendingCalls
-from zrpc.window import Window
+from zrpc.window import OVERHEAD, Window
 
 LONG = 30.0
-KIB = 1024  # what a call takes beside its message
+KIB = OVERHEAD  # what a call takes beside its message
 
 
 class Peers:

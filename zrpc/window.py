@@ -1,6 +1,7 @@
 """Flow control: how many bytes of calls may be under way to each peer.
 
-No I/O in here. A call that does not fit waits until answers have made room, so that neither the
+No I/O in here. A call takes as much as its message and, for its other parts, 2 KiB, so that small
+calls are bounded as well. A call that does not fit waits until answers have made room, so that neither the
 caller's queue nor the callee's grows without end where the callee is slower.
 
 Calls from a handler have a window of their own for as long as they come from the same thread:
@@ -19,8 +20,9 @@ from zrpc.pool import acquire
 
 __all__ = ["Window"]
 
-# What the parts of a call other than its message occupy, in bytes, here and at the callee.
-_OVERHEAD = 1024
+# What the parts of a call other than its message occupy, in bytes, at the caller and at the callee;
+# measured: 1.8 and 1.5 kB. So it bounds the number of small calls.
+OVERHEAD = 2048
 
 
 class Window:
@@ -52,7 +54,7 @@ class Window:
         if not self._limit:
             return True
         key = (call.peer, caller)
-        size += _OVERHEAD
+        size += OVERHEAD
         with self._lock:
             used = self._used.get(key, 0)
             if not used or (used + size <= self._limit and key not in self._waiting):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from zrpc.window import OVERHEAD
 
 LIMIT = 1 << 20
 SIZE = LIMIT // 16  # of one argument
@@ -58,6 +59,30 @@ def test_calls_wait_rather_than_pile_up(mesh):
             assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
         gate.set()
         assert flooding.result(30) == 40 * SIZE // 4
+    assert len(window) == 0
+
+
+def pause(number):
+    assert gate.wait(30)
+    return number
+
+
+def flood_with_small_ones(count):
+    return [future.wait() for future in [rpc.rpc_async(1, pause, (i,)) for i in range(count)]]
+
+
+def test_also_small_calls_wait(mesh):
+    """So that their number is bounded, at the caller and at the callee."""
+    window, most = mesh.agent(0)._window, LIMIT // OVERHEAD
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
+        while not window._waiting:
+            assert not flooding.done()
+            time.sleep(0.001)
+        assert most // 2 < len(mesh.agent(0)._calls) <= most + 1
+        assert len(mesh.agent(1)._executing) <= most
+        gate.set()
+        assert flooding.result(30) == list(range(4 * most))
     assert len(window) == 0
 
 
