@@ -1,8 +1,8 @@
 """Flow control: how many bytes of calls may be under way to each peer.
 
 No I/O in here. A call takes as much as its message and, for its other parts, 2 KiB, so that small
-calls are bounded as well. A call that does not fit waits until answers have made room, so that neither the
-caller's queue nor the callee's grows without end where the callee is slower.
+calls are bounded as well. One that does not fit waits until answers have made room, so that neither
+the caller's queue nor the callee's grows without end where the callee is slower.
 
 Calls from a handler have a window of their own for as long as they come from the same thread:
 what a handler calls must never wait for the calls that wait for this handler.
