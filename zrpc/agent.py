@@ -16,6 +16,7 @@ messages of their own kinds, and are told when a peer is lost and when the agent
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import struct
 import threading
@@ -43,6 +44,7 @@ from zrpc.errors import (
 )
 from zrpc.event_loop import EventLoop, in_event_loop
 from zrpc.execution import Execution, ExecutionWithin, Outlet
+from zrpc.exhaustion import advice, out_of_descriptors
 from zrpc.failure_detector import Loss, Reason
 from zrpc.futures import Future
 from zrpc.graceful_shutdown import GracefulShutdown
@@ -55,6 +57,7 @@ from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.requests import Requests
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, is_chunk
+from zrpc.transport.inbox import OutOfMemory
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
 from zrpc.window import Window
@@ -158,7 +161,7 @@ class Agent:
         self.scopes: dict[int, Scope] = {}
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
-        self.tickers: list[Callable[[], None]] = [self._drop_abandoned]
+        self.tickers: list[Callable[[], None]] = [self._drop_abandoned, self._send_again]
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
@@ -172,6 +175,9 @@ class Agent:
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
         self._executing = Requests()
+        # What this worker had no descriptors to send: rank, message, whether it counts.
+        self._unsent: deque[tuple[int, Message, bool]] = deque()
+        self._short = False  # of descriptors
         self._handlers: dict[int, Handler] = {
             Kind.CALL: self._on_call,
             Kind.RESULT: self._on_answer,
@@ -318,13 +324,33 @@ class Agent:
         self._send_call(call, message)
 
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
-        """Sends a message that has no answer; does nothing where the peer or we are gone."""
+        """Sends a message that has no answer; does nothing where the peer or we are gone.
+
+        Where there is no file descriptor left for it, it is sent when there is.
+
+        Raises:
+            MemoryError: there is no memory for it; only where it is large.
+        """
         if rank in self.membership.lost:
             return
         try:
             self._transmit(rank, message, counted)
         except zmq.ZMQError as error:
-            logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            if out_of_descriptors(error) and not self.closed:
+                self._unsent.append((rank, message, counted))
+            else:
+                logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
+
+    def _send_again(self) -> None:
+        """Sends what could not be sent when this worker had no descriptors left."""
+        short = self._network.look_after_descriptors()
+        if short and not self._short:
+            logger.error("%s: %s", self.worker_info, advice(OSError(errno.EMFILE, "")))
+        self._short = short
+        for _ in range(len(self._unsent)):
+            self.post(*self._unsent.popleft())
 
     def answer(self, request: Message, value: Any) -> None:
         """Answers a request with a value, or with an error where it can't be pickled."""
@@ -334,10 +360,10 @@ class Agent:
         reply = Message(Kind.RESULT, request.call_id)
         try:
             self.encoder(request.sender, request).pack(value, reply)
+            self.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
             self.answer_error(request, error)
             return
-        self.post(request.sender, reply)
         self._executing.end(request)
 
     def answer_error(self, request: Message, error: BaseException) -> None:
@@ -347,6 +373,8 @@ class Agent:
             body = dump_exception(error, repr(self.worker_info), same_main)
             self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
         self._executing.end(request)
+        if out_of_descriptors(error):
+            self.in_io_thread(self._send_again)  # which looks for them at once
 
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
@@ -370,7 +398,8 @@ class Agent:
             raise has_shut_down()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
-        self.encoder(to.id).pack(obj, message)
+        encoder = self.encoder(to.id)
+        encoder.pack(obj, message)
         if extension is not None:
             message.extensions = [*message.extensions, extension]
         scope = current_scope()
@@ -379,6 +408,8 @@ class Agent:
         message.deadline = timeout
         call = self._calls.new(to.id, timeout, holds, died)
         message.call_id = call.call_id
+        if encoder.undoable:
+            call.undo = encoder.abort
         return call, message
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
@@ -392,6 +423,10 @@ class Agent:
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             self._abandon(call)
             raise
+        finally:
+            # What went to a worker that is lost is the layers' business.
+            if call.undo is not None and not call.sent and call.peer not in self.membership.lost:
+                call.undo()
 
     def _abandon(self, call: PendingCall) -> None:
         """The thread that made a call is interrupted, and does not wait for it any more."""
@@ -419,10 +454,17 @@ class Agent:
                 message.deadline = call.remaining()
             call.sent = True
             if call.settled:
-                return  # cancelled already, by the thread that looks at `sent` afterwards
+                call.sent = False  # cancelled, by a thread that looks at `sent` afterwards
+                return
             try:
                 self._transmit(call.peer, message)
-            except zmq.ZMQError:
+            except zmq.ZMQError as error:
+                hint = advice(error)
+                if hint is not None:
+                    call.sent = False
+                    if error.errno == errno.ENOMEM:
+                        raise MemoryError(f"the call can't be sent: {hint}") from error
+                    raise OSError(error.errno, f"the call can't be sent: {hint}") from error
                 # The peer's mailbox is closed when it is lost, and all are at the end.
                 if call.peer not in lost:
                     self._calls.fail(lambda _: has_shut_down())
@@ -572,7 +614,11 @@ class Agent:
         In one thread at a time: the leading I/O thread, or one that sits for it.
         """
         wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
-        received = self._network.receive(max(0.0, wait), spin)
+        try:
+            received = self._network.receive(max(0.0, wait), spin)
+        except OutOfMemory as error:
+            received = None
+            self._errands.append(partial(self._on_lost_message, error))
         try:
             if received is not None:
                 self._dispatch(*received)
@@ -622,14 +668,34 @@ class Agent:
             # Whatever it is, the caller must not wait for it until its deadline.
             if message.kind in REQUESTS:
                 self.answer_error(message, error)
-            elif (call := self._calls.pop(message.call_id)) is not None:
+            elif (
+                message.kind in (Kind.RESULT, Kind.ERROR)
+                and (call := self._calls.pop(message.call_id)) is not None
+            ):
                 # A segment of shared memory that isn't there any more has gone with its owner.
                 gone = isinstance(error, FileNotFoundError)
-                unreadable = ProtocolError(f"the answer can't be read: {error}")
+                hint = advice(error)
+                why = f"{error}; {hint}" if hint else error
+                unreadable = ProtocolError(f"the answer can't be read: {why}")
                 call.settle(self._died(call) if gone else unreadable)
                 if gone:
                     return
             raise
+
+    def _on_lost_message(self, error: OutOfMemory) -> None:
+        """Tells whoever waits for it, where so much of it is known."""
+        logger.error("%s: %s", self.worker_info, advice(error))
+        sender = self.membership.rank_of(error.identity)
+        if sender is None:
+            return
+        self._received[sender] += 1  # what is large is counted
+        if error.first is None:
+            return
+        message = parse(error.first, (), sender)
+        if message.kind in REQUESTS:
+            self.answer_error(message, error)
+        elif (call := self._calls.pop(message.call_id)) is not None:
+            call.settle(MemoryError(f"{error}, an answer of {call.peer}: {advice(error)}"))
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         handlers = self._extension_handlers
@@ -696,6 +762,7 @@ class Agent:
         """Whether this worker does nothing and waits for nothing."""
         return not (
             self._executing
+            or self._unsent
             or len(self._calls)
             or self.pool.active
             or self._completions.active
@@ -813,6 +880,8 @@ class _Answer:
     def error(self, error: BaseException) -> None:
         # Of the end of a call that it has cancelled, nobody needs to be told.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
-        if not (expected and self._request.scope.cancelled):
-            self._agent.log_failure(error)
-        self._agent.answer_error(self._request, error)
+        try:
+            if not (expected and self._request.scope.cancelled):
+                self._agent.log_failure(error)
+        finally:  # there may be no memory for a log
+            self._agent.answer_error(self._request, error)

@@ -49,6 +49,7 @@ class PendingCall:
         "room",
         "sent",
         "timeout",
+        "undo",
         "waited_for",
     )
 
@@ -73,6 +74,8 @@ class PendingCall:
         self.group: set[Any] | None = None
         # Whether it had to wait for room in a window.
         self.delayed = False
+        # Undoes what was done for the message, where it is not sent.
+        self.undo: Callable[[], None] | None = None
         # Whether it is being sent, or has been.
         self.sent = False
         # Whether it is waited for by a thread that may receive the answer itself.
