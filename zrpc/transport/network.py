@@ -171,7 +171,7 @@ class Network:
             lost: workers that are gone, for which no message waits.
         """
         with self._lock:
-            self._closed = True
+            again, self._closed = self._closed, True
             for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
                 mailbox.close(0 if rank in lost else linger)
         self.heartbeats.close()
@@ -180,7 +180,8 @@ class Network:
         if self._gatekeeper is not None:
             self._gatekeeper.close()
         self._context.term()
-        reserve.leave()
+        if not again:
+            reserve.leave()
         # Only now, when the last message has left: a peer takes a worker without its
         # directory for gone.
         if self.directory is not None:
