@@ -54,6 +54,14 @@ def test_other_errors(error):
     assert not out_of_descriptors(error)
 
 
+def test_an_error_that_can_not_tell():
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no text")
+
+    assert advice(Mute()) is None
+
+
 def test_it_travels_with_the_error():
     sent = load_exception(dump_exception(MemoryError("big"), "worker1", True))
     assert type(sent) is MemoryError

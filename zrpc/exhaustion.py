@@ -16,7 +16,10 @@ def advice(error: BaseException) -> str | None:
     An error counts as well by what it was raised from.
     """
     for one in _with_causes(error):
-        number = getattr(one, "errno", None)
+        try:
+            number, text = getattr(one, "errno", None), str(one)
+        except Exception:  # an error of the user's, which can't tell
+            continue
         if number == errno.EMFILE:
             return (
                 f"the process has no file descriptors left{_limit()}: close what is not needed, or "
@@ -24,7 +27,6 @@ def advice(error: BaseException) -> str | None:
             )
         if number == errno.ENFILE:
             return "the system has no file descriptors left: raise fs.file-max"
-        text = str(one)
         if isinstance(one, MemoryError) or number == errno.ENOMEM or "allocate memory" in text:
             return (
                 "the process has no memory left: send or keep less at once, or give it more "
