@@ -551,6 +551,21 @@ def watch_with(watched: Watched, padding: bytes) -> None:
     watched.watch()
 
 
+def wait_for_own_value(gate: Gate, watched: Watched) -> None:
+    """At the owner, of a value that is still being made."""
+    rref = rpc.remote(1, gate.wait_inside)
+    watched.entered.release()
+    with watched_end(watched):
+        rref.to_here(timeout=0)
+
+
+def test_a_deadline_reaches_the_wait_for_a_value_here(shared: Mesh, watched: Watched) -> None:
+    with Gate() as gate:
+        call_until_it_begins(watched, wait_for_own_value, (gate, watched))
+        assert watched.await_end() == [rpc.RpcTimeoutError]
+    until(lambda: not busy(shared))
+
+
 # -- what may go wrong -------------------------------------------------------------------------
 
 
