@@ -358,21 +358,25 @@ class Agent:
             self._executing.end(request)
             return
         reply = Message(Kind.RESULT, request.call_id)
+        encoder = self.encoder(request.sender, request)
         try:
-            self.encoder(request.sender, request).pack(value, reply)
+            encoder.pack(value, reply)
             self.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
+            encoder.abort()
             self.answer_error(request, error)
             return
         self._executing.end(request)
 
     def answer_error(self, request: Message, error: BaseException) -> None:
         """Answers a request with an error."""
-        if request.scope is None or not request.scope.cancelled:
-            same_main = self.membership.same_main(request.sender)
-            body = dump_exception(error, repr(self.worker_info), same_main)
-            self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
-        self._executing.end(request)
+        try:
+            if request.scope is None or not request.scope.cancelled:
+                same_main = self.membership.same_main(request.sender)
+                body = dump_exception(error, repr(self.worker_info), same_main)
+                self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
+        finally:
+            self._executing.end(request)
         if out_of_descriptors(error):
             self.in_io_thread(self._send_again)  # which looks for them at once
 

@@ -119,8 +119,8 @@ class Future(torch.futures.Future[T]):
 
         The future is done at once: `wait`, ``await`` and callbacks get a `RpcCancelledError`. What
         the callee did already is not undone. A future of `then` cancels the call that it was made
-        of; its own value is still what the callback makes of that. Awaiting in an asyncio task that
-        is cancelled does the same.
+        of; its own value is still what the callback makes of that. An asyncio task that is
+        cancelled while it awaits the future of a call does the same.
 
         Returns:
             Whether it took effect; False where the future is done.
@@ -231,7 +231,9 @@ class Future(torch.futures.Future[T]):
         try:
             yield from arrived
         except asyncio.CancelledError:
-            self.cancel()
+            # But not a future that somebody else completes, for which others may wait as well.
+            if self._call is not None or self._source() is not None:
+                self.cancel()
             raise
         return self.value()
 

@@ -333,6 +333,19 @@ def test_a_cancelled_future_does_not_cancel_the_task_that_awaits_it(
     assert watched.await_end() == [True]
 
 
+def test_a_cancelled_task_leaves_a_future_of_ones_own_to_others() -> None:
+    future: rpc.Future[int] = rpc.Future()
+
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future, 0.01)
+
+    asyncio.run(main())
+    assert not future.cancelled()
+    future.set_result(5)
+    assert future.wait() == 5
+
+
 # -- deadlines ---------------------------------------------------------------------------------
 
 

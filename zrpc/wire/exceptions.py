@@ -23,7 +23,10 @@ def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
         where: who it was raised by, for the text.
         same_main: whether a name in ``__main__`` means the same at the receiver.
     """
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except MemoryError:
+        lines = ["(there is no memory for its traceback)"]
     hint = advice(error)
     text = f"On {where}:\n{_safe_repr(error)}\n{''.join(lines)}"
     if hint is not None:
