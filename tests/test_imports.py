@@ -36,12 +36,15 @@ LAYERS: list[list[str]] = [
         "zrpc.current",
         "zrpc.execution",
         "zrpc.futures",
+        "zrpc.incoming_call",
         "zrpc.membership",
+        "zrpc.requests",
         "zrpc.termination",
         "zrpc.window",
     ],
     [
         "zrpc.calls",
+        "zrpc.cancel_scope",
         "zrpc.event_loop",
         "zrpc.functions",
         "zrpc.interrupts",
@@ -53,7 +56,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.card", "zrpc.entries"],
     ["zrpc.pool", "zrpc.secret", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
-    ["zrpc.context_thread", "zrpc.errors"],
+    ["zrpc.context_thread", "zrpc.errors", "zrpc.exhaustion"],
 ]
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

@@ -2,12 +2,12 @@ import threading
 
 import pytest
 
-from zrpc import RpcTimeoutError
+from zrpc import RpcCancelledError, RpcTimeoutError
 from zrpc.calls import PendingCalls
-from zrpc.window import Window
+from zrpc.window import OVERHEAD, Window
 
 LONG = 30.0
-KIB = 1024  # what a call takes beside its message
+KIB = OVERHEAD  # what a call takes beside its message
 
 
 class Peers:
@@ -148,3 +148,34 @@ def test_many_threads():
     assert len(most) == 400
     assert max(most) <= 8 * KIB
     assert len(peers.window) == 0
+
+
+def test_a_call_that_is_cancelled_while_it_waits():
+    peers = Peers(10 * KIB)
+    first, _ = peers.call(9 * KIB)
+    before, cancelled = peers.waiting_call(9 * KIB)[0], peers.waiting_call(9 * KIB)
+    call = list(peers.calls._calls.values())[-1]
+    assert call.cancel()
+    cancelled[0].join(LONG)
+    assert cancelled[1] == [(call, False)]
+    assert peers.queued() == 1
+    assert isinstance(call.claim(), RpcCancelledError)
+    peers.answer(first)
+    before.join(LONG)
+    assert len(peers.window) == 10 * KIB
+
+
+def test_cancellations_that_race_with_room_that_comes():
+    peers = Peers(KIB)
+    for _ in range(100):
+        first, _ = peers.call(0)
+        thread, found = peers.waiting_call(0)
+        call = list(peers.calls._calls.values())[-1]
+        answering = threading.Thread(target=peers.answer, args=(first,))
+        answering.start()
+        call.cancel()
+        answering.join(LONG)
+        thread.join(LONG)
+        assert found[0][0] is call
+        assert len(peers.window) == 0
+        assert peers.queued() == 0

@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from zrpc.errors import ProtocolError as ProtocolError
     from zrpc.errors import RemoteError as RemoteError
     from zrpc.errors import RendezvousError as RendezvousError
+    from zrpc.errors import RpcCancelledError as RpcCancelledError
     from zrpc.errors import RpcError as RpcError
     from zrpc.errors import RpcTimeoutError as RpcTimeoutError
     from zrpc.errors import SerializationError as SerializationError
     from zrpc.errors import WorkerDied as WorkerDied
     from zrpc.futures import Future as Future
+    from zrpc.incoming_call import Call as Call
+    from zrpc.incoming_call import current_call as current_call
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
@@ -76,12 +79,14 @@ _NAMES = {
         "ProtocolError",
         "RemoteError",
         "RendezvousError",
+        "RpcCancelledError",
         "RpcError",
         "RpcTimeoutError",
         "SerializationError",
         "WorkerDied",
     ),
     "zrpc.futures": ("Future",),
+    "zrpc.incoming_call": ("Call", "current_call"),
     "zrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions", "ZmqRpcBackendOptions"),
     "zrpc.rref.rref": ("RRef",),
     "zrpc.worker_info": ("WorkerInfo",),

@@ -15,6 +15,8 @@ messages of their own kinds, and are told when a peer is lost and when the agent
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import struct
 import threading
@@ -22,7 +24,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -31,10 +33,18 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls, name_of
+from zrpc.cancel_scope import CancelScope, current_scope
 from zrpc.current import as_current, context_of, has_shut_down
-from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.errors import (
+    ProtocolError,
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    WorkerDied,
+)
 from zrpc.event_loop import EventLoop, in_event_loop
-from zrpc.execution import Execution, Outlet, remaining_time
+from zrpc.execution import Execution, ExecutionWithin, Outlet
+from zrpc.exhaustion import advice, out_of_descriptors
 from zrpc.failure_detector import Loss, Reason
 from zrpc.futures import Future
 from zrpc.graceful_shutdown import GracefulShutdown
@@ -44,8 +54,10 @@ from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
+from zrpc.requests import Requests
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, is_chunk
+from zrpc.transport.inbox import OutOfMemory
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
 from zrpc.window import Window
@@ -152,7 +164,7 @@ class Agent:
         self.scopes: dict[int, Scope] = {}
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
-        self.tickers: list[Callable[[], None]] = []
+        self.tickers: list[Callable[[], None]] = [self._drop_abandoned, self._send_again]
         # Takes large buffers out of a message to a worker, to go another way than by frames.
         self.carry: Callable[[int, Message], None] | None = None
         self.shared_memory = options.shared_memory
@@ -161,17 +173,20 @@ class Agent:
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
         self._window = Window(options.max_bytes_in_flight)
-        self._calls = PendingCalls(self._receive_answer, self._window.leave)
         self._assembler = Assembler()  # of the I/O thread
+        self._calls = PendingCalls(self._receive_answer, self._window.leave, self._tell_cancelled)
         self._received = [0] * len(membership.infos)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
-        # Requests that are not answered yet, by id(). Single operations on a dict are atomic.
-        self._executing: dict[int, Message] = {}
+        self._executing = Requests()
+        # What this worker had no descriptors to send: rank, message, whether it counts.
+        self._unsent: deque[tuple[int, Message, bool]] = deque()
+        self._short = False  # of descriptors
         self._handlers: dict[int, Handler] = {
             Kind.CALL: self._on_call,
             Kind.RESULT: self._on_answer,
             Kind.ERROR: self._on_answer,
+            Kind.CANCEL: self._on_cancel,
             Kind.TERMINATION: self._on_termination,
             Kind.LEAVE: self._on_leave,
         }
@@ -239,7 +254,7 @@ class Agent:
 
     def requests(self) -> list[Message]:
         """The requests that came in and are not answered yet."""
-        return list(self._executing.values())
+        return self._executing.all()
 
     # -- plugging in ---------------------------------------------------------------------
 
@@ -273,7 +288,11 @@ class Agent:
         """Sends a request and waits for the answer's value; see `call_async`."""
         call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
         self._send_call(call, message)
-        call.wait()
+        try:
+            call.wait()
+        except BaseException:
+            self._abandon(call)
+            raise
         return self._decode(call.claim())
 
     def call_async(
@@ -325,31 +344,61 @@ class Agent:
         self._send_call(call, message)
 
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
-        """Sends a message that has no answer; does nothing where the peer or we are gone."""
+        """Sends a message that has no answer; does nothing where the peer or we are gone.
+
+        Where there is no file descriptor left for it, it is sent when there is.
+
+        Raises:
+            MemoryError: there is no memory for it; only where it is large.
+        """
         if rank in self.membership.lost:
             return
         try:
             self._transmit(rank, message, counted)
         except zmq.ZMQError as error:
-            logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            if out_of_descriptors(error) and not self.closed:
+                self._unsent.append((rank, message, counted))
+            else:
+                logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
+
+    def _send_again(self) -> None:
+        """Sends what could not be sent when this worker had no descriptors left."""
+        short = self._network.look_after_descriptors()
+        if short and not self._short:
+            logger.error("%s: %s", self.worker_info, advice(OSError(errno.EMFILE, "")))
+        self._short = short
+        for _ in range(len(self._unsent)):
+            self.post(*self._unsent.popleft())
 
     def answer(self, request: Message, value: Any) -> None:
         """Answers a request with a value, or with an error where it can't be pickled."""
+        if request.scope.cancelled:  # nobody waits for it
+            self._executing.end(request)
+            return
         reply = Message(Kind.RESULT, request.call_id)
+        encoder = self.encoder(request.sender, request)
         try:
-            self.encoder(request.sender, request).pack(value, reply)
+            encoder.pack(value, reply)
+            self.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
+            encoder.abort()
             self.answer_error(request, error)
             return
-        self.post(request.sender, reply)
-        self._executing.pop(id(request), None)
+        self._executing.end(request)
 
     def answer_error(self, request: Message, error: BaseException) -> None:
         """Answers a request with an error."""
-        same_main = self.membership.same_main(request.sender)
-        body = dump_exception(error, repr(self.worker_info), same_main)
-        self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
-        self._executing.pop(id(request), None)
+        try:
+            if request.scope is None or not request.scope.cancelled:
+                same_main = self.membership.same_main(request.sender)
+                body = dump_exception(error, repr(self.worker_info), same_main)
+                self.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
+        finally:
+            self._executing.end(request)
+        if out_of_descriptors(error):
+            self.in_io_thread(self._send_again)  # which looks for them at once
 
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
@@ -373,25 +422,50 @@ class Agent:
             raise has_shut_down()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
-        self.encoder(to.id).pack(obj, message)
+        encoder = self.encoder(to.id)
+        encoder.pack(obj, message)
         if extension is not None:
             message.extensions = [*message.extensions, extension]
-        remaining = remaining_time()
-        if remaining is not None:
-            timeout = min(timeout or remaining, remaining)
+        scope = current_scope()
+        if scope is not None:
+            timeout = scope.bounded(timeout)
         message.deadline = timeout
         call = self._calls.new(to.id, timeout, holds, died)
         call.kind, call.what = kind, name_of(obj)
         message.call_id = call.call_id
+        if encoder.undoable:
+            call.undo = encoder.abort
         return call, message
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
         try:
             self._calls.enter(call)
+            scope = current_scope()
+            # The value of an RRef may be waited for by others than this handler.
+            if scope is not None and message.kind != Kind.REMOTE:
+                scope.adopt(call)
             self._send_entered(call, message)
-        except BaseException as error:  # Ctrl-C: nobody will ask for the outcome
-            call.give_up(RpcError(f"the call was interrupted: {error!r}"))
+        except BaseException:  # Ctrl-C: nobody will ask for the outcome
+            self._abandon(call)
             raise
+        finally:
+            # What went to a worker that is lost is the layers' business.
+            if call.undo is not None and not call.sent and call.peer not in self.membership.lost:
+                call.undo()
+
+    def _abandon(self, call: PendingCall) -> None:
+        """The thread that made a call is interrupted, and does not wait for it any more."""
+        held = hold_interrupts()  # it may not be taken from the table and then not be settled
+        try:
+            call.cancel()
+        finally:
+            if held:
+                release_interrupts()
+
+    def _tell_cancelled(self, call: PendingCall) -> None:
+        """Tells the callee that nobody waits for its answer any more; in any thread."""
+        if not self.closed:
+            self.post(call.peer, Message(Kind.CANCEL, call.call_id))
 
     def _send_entered(self, call: PendingCall, message: Message) -> None:
         lost = self.membership.lost
@@ -401,9 +475,21 @@ class Agent:
                 caller = threading.get_ident() if in_handler() else None
                 if not self._window.enter(call, caller, message.nbytes):
                     return
+            if call.delayed and call.timeout:
+                message.deadline = call.remaining()
+            call.sent = True
+            if call.settled:
+                call.sent = False  # cancelled, by a thread that looks at `sent` afterwards
+                return
             try:
                 self._transmit(call.peer, message)
-            except zmq.ZMQError:
+            except zmq.ZMQError as error:
+                hint = advice(error)
+                if hint is not None:
+                    call.sent = False
+                    if error.errno == errno.ENOMEM:
+                        raise MemoryError(f"the call can't be sent: {hint}") from error
+                    raise OSError(error.errno, f"the call can't be sent: {hint}") from error
                 # The peer's mailbox is closed when it is lost, and all are at the end.
                 if call.peer not in lost:
                     self._calls.fail(lambda _: has_shut_down())
@@ -479,20 +565,16 @@ class Agent:
         self, request: Message, outlet: Outlet, resolve: Callable[[], tuple[Any, Any, Any]]
     ) -> None:
         """Runs a function for a request, in the pool; see `Execution`."""
-        self.accept(request)
-        execution = Execution(outlet, self._loop, self.run, request.deadline, resolve)
+        scope = request.scope or self.accept(request)
+        if scope.cancelled:
+            return  # before it came, or while it waited for an RRef's value
         scopes = [self.scopes[tag] for tag in request.attachments or () if tag in self.scopes]
         if scopes:
-            self.run(partial(self._run_in_scopes, scopes, request, execution))
+            within = ExecutionWithin(outlet, self._loop, self.run, scope, resolve)
+            within.within = [partial(enter, request) for enter in scopes]
+            self.run(within)
         else:
-            self.run(execution)
-
-    @staticmethod
-    def _run_in_scopes(scopes: Sequence[Scope], request: Message, execution: Execution) -> None:
-        with ExitStack() as stack:
-            for scope in scopes:
-                stack.enter_context(scope(request))
-            execution()
+            self.run(Execution(outlet, self._loop, self.run, scope, resolve))
 
     def run(self, job: Callable[[], None]) -> None:
         """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
@@ -504,9 +586,9 @@ class Agent:
         if not self._io.take(self._completions, job):
             self._completions.submit(job)
 
-    def accept(self, request: Message) -> None:
+    def accept(self, request: Message) -> CancelScope:
         """Notes that a request will be answered: until then this worker is not idle."""
-        self._executing[id(request)] = request
+        return self._executing.accept(request, self.membership.infos[request.sender])
 
     def answering(self, request: Message) -> Outlet:
         """An outlet that answers the request with the function's outcome."""
@@ -526,6 +608,14 @@ class Agent:
 
     def _on_call(self, request: Message) -> None:
         self.execute(request, self.answering(request), partial(self.unpack, request))
+
+    def _on_cancel(self, message: Message) -> None:
+        self._executing.cancel(message.sender, message.call_id)
+
+    def _drop_abandoned(self) -> None:
+        """Takes requests out of the pool's queue for which nobody waits any more."""
+        if self._executing.expire(time.monotonic()):
+            self.pool.discard(lambda job: isinstance(job, Execution) and job.useless)
 
     def _on_answer(self, message: Message) -> None:
         call = self._calls.pop(message.call_id)
@@ -549,7 +639,11 @@ class Agent:
         In one thread at a time: the leading I/O thread, or one that sits for it.
         """
         wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
-        received = self._network.receive(max(0.0, wait), spin)
+        try:
+            received = self._network.receive(max(0.0, wait), spin)
+        except OutOfMemory as error:
+            received = None
+            self._errands.append(partial(self._on_lost_message, error))
         try:
             if received is not None:
                 self._dispatch(*received)
@@ -599,14 +693,34 @@ class Agent:
             # Whatever it is, the caller must not wait for it until its deadline.
             if message.kind in REQUESTS:
                 self.answer_error(message, error)
-            elif (call := self._calls.pop(message.call_id)) is not None:
+            elif (
+                message.kind in (Kind.RESULT, Kind.ERROR)
+                and (call := self._calls.pop(message.call_id)) is not None
+            ):
                 # A segment of shared memory that isn't there any more has gone with its owner.
                 gone = isinstance(error, FileNotFoundError)
-                unreadable = ProtocolError(f"the answer can't be read: {error}")
+                hint = advice(error)
+                why = f"{error}; {hint}" if hint else error
+                unreadable = ProtocolError(f"the answer can't be read: {why}")
                 call.settle(self._died(call) if gone else unreadable)
                 if gone:
                     return
             raise
+
+    def _on_lost_message(self, error: OutOfMemory) -> None:
+        """Tells whoever waits for it, where so much of it is known."""
+        logger.error("%s: %s", self.worker_info, advice(error))
+        sender = self.membership.rank_of(error.identity)
+        if sender is None:
+            return
+        self._received[sender] += 1  # what is large is counted
+        if error.first is None:
+            return
+        message = parse(error.first, (), sender)
+        if message.kind in REQUESTS:
+            self.answer_error(message, error)
+        elif (call := self._calls.pop(message.call_id)) is not None:
+            call.settle(MemoryError(f"{error}, an answer of {call.peer}: {advice(error)}"))
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         handlers = self._extension_handlers
@@ -654,6 +768,7 @@ class Agent:
         logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._assembler.forget(rank)
         self._calls.fail(self._died, rank)
+        self._executing.lose(rank)
         # Not here: a thread may be copying what it sends.
         self._completions.submit(partial(self._network.drop, rank))
         for layer in self.layers:
@@ -672,6 +787,7 @@ class Agent:
         """Whether this worker does nothing and waits for nothing."""
         return not (
             self._executing
+            or self._unsent
             or len(self._calls)
             or self.pool.active
             or self._completions.active
@@ -748,6 +864,7 @@ class Agent:
 
     def _close(self) -> None:
         self._shutdown.leave_all_the_same()
+        self._executing.close()
         if not self._shutdown.done:
             for rank in self.membership.living:
                 known = self._network.knows(rank) or self._received[rank]
@@ -786,5 +903,10 @@ class _Answer:
         self._agent.answer(self.request, value)
 
     def error(self, error: BaseException) -> None:
-        self._agent.log_failure(error)
-        self._agent.answer_error(self.request, error)
+        # Of the end of a call that it has cancelled, nobody needs to be told.
+        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
+        try:
+            if not (expected and self.request.scope.cancelled):
+                self._agent.log_failure(error)
+        finally:  # there may be no memory for a log
+            self._agent.answer_error(self.request, error)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from zrpc.errors import RpcTimeoutError, WorkerDied
+from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
 from zrpc.pool import acquire
 
 __all__ = ["PendingCall", "PendingCalls", "name_of"]
@@ -56,14 +56,18 @@ class PendingCall:
         "begun",
         "call_id",
         "deadline",
+        "delayed",
         "died",
+        "group",
         "holds",
         "kind",
         "on_settled",
         "peer",
         "received_here",
         "room",
+        "sent",
         "timeout",
+        "undo",
         "waited_for",
         "what",
     )
@@ -83,8 +87,16 @@ class PendingCall:
         self.timeout = timeout
         self.begun = time.monotonic()
         self.deadline = self.begun + timeout if timeout else NEVER
-        # What it takes of a window (see there), and of whose.
-        self.room: tuple[Hashable, int] | None = None
+        # What it takes of a window (see there), and of whose; or what waits there for that.
+        self.room: tuple[Hashable, Any] | None = None
+        # Those that end with the same handler, this one too; see `zrpc.cancel_scope`.
+        self.group: set[Any] | None = None
+        # Whether it had to wait for room in a window.
+        self.delayed = False
+        # Undoes what was done for the message, where it is not sent.
+        self.undo: Callable[[], None] | None = None
+        # Whether it is being sent, or has been.
+        self.sent = False
         # Whether it is waited for by a thread that may receive the answer itself.
         self.received_here = False
         # Whether a thread waits for the answer.
@@ -136,6 +148,8 @@ class PendingCall:
         self._outcome = [outcome]
         self.holds = None
         self._gate.release()
+        if self.group is not None:
+            self.group.discard(self)
         if self.room is not None:
             self._calls.on_leave(self)
         if self.on_settled is not None:
@@ -145,6 +159,16 @@ class PendingCall:
         """Settles the call with an error, where nothing else has done so."""
         if self._calls.pop(self.call_id) is self:
             self.settle(error)
+
+    def cancel(self) -> bool:
+        """Settles the call with an error, and has the callee told; False where it is settled."""
+        if self._calls.pop(self.call_id) is not self:
+            return False
+        self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
+        # First the end, then the look: whoever sends it does this the other way round.
+        if self.sent:
+            self._calls.on_cancel(self)
+        return True
 
     def remaining(self) -> float:
         """The seconds until its deadline, for `zrpc.pool.acquire`."""
@@ -176,6 +200,7 @@ class PendingCalls:
         receive: called by the thread that waits for a call; it may receive the answer itself,
             take the call from the table and settle it.
         on_leave: called with each call that had room in a window, when it is settled.
+        on_cancel: called with each call that was cancelled after it was sent.
 
     Attributes:
         explain: what is known about why a peer does not answer, for error messages: text that
@@ -187,10 +212,12 @@ class PendingCalls:
         self,
         receive: Callable[[PendingCall], None] = lambda _: None,
         on_leave: Callable[[PendingCall], None] = lambda _: None,
+        on_cancel: Callable[[PendingCall], None] = lambda _: None,
     ) -> None:
         self.receive = receive
         self.on_leave = on_leave
         self.explain: Callable[[int], str] = lambda _: ""
+        self.on_cancel = on_cancel
         # Single operations on the dict are atomic; pop decides who settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)

@@ -8,6 +8,7 @@
         ├── AuthenticationError       a peer can't prove that it belongs to the mesh
         ├── RendezvousError           the workers did not find each other
         ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
+        ├── RpcCancelledError         the call was cancelled (also a CancelledError of futures)
         ├── SerializationError        a value can't travel, or can't be rebuilt
         ├── ProtocolError             a peer sent what it must not send
         ├── RemoteError               the callee failed, told as text
@@ -23,6 +24,8 @@ that holds the remote traceback as its ``__cause__``.
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
+
 __all__ = [
     "AuthenticationError",
     "BackwardError",
@@ -31,6 +34,7 @@ __all__ = [
     "ProtocolError",
     "RemoteError",
     "RendezvousError",
+    "RpcCancelledError",
     "RpcError",
     "RpcTimeoutError",
     "SerializationError",
@@ -69,6 +73,14 @@ class RpcTimeoutError(RpcError, TimeoutError):
 
 class SerializationError(RpcError):
     """A value can't be pickled for the wire, or can't be rebuilt where it arrived."""
+
+
+class RpcCancelledError(RpcError, CancelledError):
+    """A call was cancelled: by ``cancel()`` on its future, or with the call that it is part of.
+
+    It is also a ``concurrent.futures.CancelledError``, but not asyncio's, which would end the task
+    that awaits the future. The callee may still be running, or may have run.
+    """
 
 
 class ProtocolError(RpcError):

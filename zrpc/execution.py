@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import CoroutineType
 from typing import Any, Protocol
 
 import torch
 
+from zrpc.cancel_scope import CancelScope, activate, deactivate
+from zrpc.errors import RpcCancelledError
 from zrpc.event_loop import EventLoop
 from zrpc.functions import is_async_execution
 from zrpc.wire.header import Message
 
-__all__ = ["Execution", "remaining_time"]
-
-# The time, on the clock of time.monotonic, at which the caller of the handler that runs here
-# stops waiting. Nested calls take no longer.
-_deadline: contextvars.ContextVar[float] = contextvars.ContextVar("zrpc_deadline")
-
-
-def remaining_time() -> float | None:
-    """What is left of the present handler's deadline, in seconds; None where there is none."""
-    deadline = _deadline.get(None)
-    return None if deadline is None else max(0.001, deadline - time.monotonic())
+__all__ = ["Execution", "ExecutionWithin"]
 
 
 class Outlet(Protocol):
@@ -54,24 +47,24 @@ class Execution:
         schedule: has a job done in a pool thread. What is left to do when a future or a
             coroutine ends is done there: the event loop's thread must not pickle a large
             result, nor the I/O thread.
-        deadline: seconds that the caller still waits from now on; 0 for no limit.
+        scope: of the request; nested calls belong to it.
         resolve: gives function, args and kwargs; it may raise, as the function may.
     """
 
-    __slots__ = ("_deadline", "_loop", "_outlet", "_resolve", "_schedule")
+    __slots__ = ("_loop", "_outlet", "_resolve", "_schedule", "_scope")
 
     def __init__(
         self,
         outlet: Outlet,
         loop: EventLoop,
         schedule: Callable[[Callable[[], None]], None],
-        deadline: float,
+        scope: CancelScope,
         resolve: Callable[[], tuple[Any, Any, Any]],
     ) -> None:
         self._outlet = outlet
         self._loop = loop
         self._schedule = schedule
-        self._deadline = time.monotonic() + deadline if deadline else 0.0
+        self._scope = scope
         self._resolve = resolve
 
     @property
@@ -79,9 +72,17 @@ class Execution:
         """What asked for it."""
         return self._outlet.request
 
+    @property
+    def useless(self) -> bool:
+        """Whether the job has not begun and need not."""
+        return self._scope.cancelled and not self._scope.begun
+
     def __call__(self) -> None:
         """Calls the function in this thread."""
-        token = _deadline.set(self._deadline) if self._deadline else None
+        if not self._scope.begin():
+            self._outlet.error(RpcCancelledError("nobody waits for the answer any more"))
+            return
+        token = activate(self._scope)
         try:
             function, args, kwargs = self._resolve()
             result = function(*args, **kwargs)
@@ -99,8 +100,7 @@ class Execution:
             self._outlet.error(error)
             return
         finally:
-            if token is not None:
-                _deadline.reset(token)
+            deactivate(token)
         self._outlet.value(result)
 
     def _follow_future(self, result: Any) -> None:
@@ -121,10 +121,31 @@ class Execution:
 
     async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """In the event loop's thread: the outcome of an ``async def`` function."""
+        scope = self._scope
         try:
+            if not scope.follow(asyncio.current_task()):
+                coroutine.close()  # cancelled before it could begin
+                raise asyncio.CancelledError
             value = await coroutine
         except BaseException as error:
             # SystemExit would end the loop; of a cancelled task the caller must hear too.
             self._schedule(partial(self._outlet.error, error))
         else:
             self._schedule(partial(self._outlet.value, value))
+        finally:
+            scope.follow(None)  # which refers to the context, and that to the scope
+
+
+class ExecutionWithin(Execution):
+    """An execution within context managers, which are made and entered in the pool thread."""
+
+    __slots__ = ("within",)
+
+    within: Sequence[Callable[[], AbstractContextManager[Any]]]
+
+    def __call__(self) -> None:
+        """Calls the function in this thread."""
+        with ExitStack() as stack:
+            for enter in self.within:
+                stack.enter_context(enter())
+            super().__call__()

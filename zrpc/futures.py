@@ -7,13 +7,14 @@ import contextvars
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from zrpc.calls import PendingCall
-from zrpc.errors import NotInitializedError
+from zrpc.errors import NotInitializedError, RpcCancelledError
 from zrpc.pool import acquire
 
 __all__ = ["Future"]
@@ -32,6 +33,7 @@ class Future(torch.futures.Future[T]):
 
     - ``await future`` gives its value in any asyncio event loop;
     - a handler that waits for it does not hold one of the worker's running threads;
+    - ``cancel`` ends the call, also at the callee;
     - Ctrl-C interrupts ``wait`` in the main thread;
     - an error that nobody asked for is logged when the future is dropped.
 
@@ -51,6 +53,10 @@ class Future(torch.futures.Future[T]):
 
     # Set where the future stands for a call under way; see `of_call`.
     _call: PendingCall | None = None
+    # What this future is made of by `then`, as long as that lives; a strong reference would make
+    # a cycle, by way of torch's list of callbacks.
+    _source: Callable[[], Future[Any] | None] = staticmethod(lambda: None)
+    _cancelled = False
 
     def __init__(self, *, devices: list[Any] | None = None) -> None:
         super().__init__(devices=devices)
@@ -98,14 +104,58 @@ class Future(torch.futures.Future[T]):
     def value(self) -> T:
         """The value of a future that is done, or raises what the call failed with."""
         self.done()
-        return super().value()
+        return self.wait() if self._cancelled else super().value()
 
     def done(self) -> bool:
         """Whether there is a value or an error."""
         call = self._call
         if call is not None and call.settled:
             self._complete(call)
-        return super().done()
+        return self._cancelled or super().done()
+
+    def cancel(self) -> bool:
+        """Ends the call, and has the callee told: one that still waits there for its turn never
+        runs, an ``async def`` handler is cancelled, any other sees ``current_call().cancelled``.
+
+        The future is done at once: `wait`, ``await`` and callbacks get a `RpcCancelledError`. What
+        the callee did already is not undone. A future of `then` cancels the call that it was made
+        of; its own value is still what the callback makes of that. An asyncio task that is
+        cancelled while it awaits the future of a call does the same.
+
+        Returns:
+            Whether it took effect; False where the future is done.
+
+        Example:
+            >>> future = rpc_async("worker1", lambda: current_call().wait_cancelled(10))
+            >>> future.cancel(), future.cancelled(), future.cancel()
+            (True, True, False)
+        """
+        source = self._source()
+        if source is not None:
+            return source.cancel()
+        call = self._call
+        if call is not None:
+            cancelled = call.cancel()
+            # Another thread may be about to complete it with that.
+            self._cancelled |= cancelled
+            return cancelled
+        if self.done():
+            return False
+
+        def fail() -> NoReturn:
+            raise RpcCancelledError("the future was cancelled")
+
+        try:
+            self._fail(fail)
+        except RuntimeError:
+            return False  # completed just now by another thread
+        self._cancelled = True
+        return True
+
+    def cancelled(self) -> bool:
+        """Whether this future was cancelled, by `cancel` or with the call that it is part of."""
+        self.done()
+        return self._cancelled
 
     def set_result(self, result: T) -> None:
         """Completes the future with ``result``; an error where it is complete already."""
@@ -138,6 +188,7 @@ class Future(torch.futures.Future[T]):
         # see _Failure: it is taken out of here when it is used.
         pending: list[Future[S]] = [Future()]
         result = pending.copy()
+        result[0]._source = weakref.ref(self)
 
         def run(done: torch.futures.Future[T]) -> None:
             try:
@@ -177,7 +228,13 @@ class Future(torch.futures.Future[T]):
                 loop.call_soon_threadsafe(arrive)
 
         self.add_done_callback(on_done)
-        yield from arrived
+        try:
+            yield from arrived
+        except asyncio.CancelledError:
+            # But not a future that somebody else completes, for which others may wait as well.
+            if self._call is not None or self._source() is not None:
+                self.cancel()
+            raise
         return self.value()
 
     def __reduce__(self) -> NoReturn:
@@ -197,6 +254,7 @@ class Future(torch.futures.Future[T]):
         outcome = call.claim()
         if outcome is None:
             return
+        self._cancelled = isinstance(outcome, RpcCancelledError)
         decode = functools.partial(self._decode, outcome)  # type: ignore[attr-defined]
         try:
             value = decode()
@@ -235,7 +293,7 @@ class _Failure:
             return
         try:
             self._fail()
-        except NotInitializedError:
-            return  # this worker has shut down, which nobody needs to be told
+        except (NotInitializedError, RpcCancelledError):
+            return  # this worker has shut down, or wanted it so: nobody needs to be told
         except Exception:
             logger.exception("A call failed, and nobody waited for it")

@@ -83,7 +83,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             sockets. Default: an eighth of the machine's memory.
         max_bytes_in_flight: how many bytes of calls to one worker may be under way, that is
             sent and not answered; a call beyond it waits before it is sent, within its
-            timeout. 0: no limit. Calls made in an event loop never wait.
+            timeout. Each counts 2 KiB beside its message, which bounds their number. 0: no
+            limit. Calls made in an event loop never wait.
         heartbeat_timeout: within which time a worker that answers no more is given up, in
             seconds: one whose process is stopped, or whose network is cut. Calls to it then fail
             with `WorkerDied`. It answers also while its Python does not get to run. 0 means

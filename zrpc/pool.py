@@ -208,6 +208,11 @@ class WorkerPool:
                     self._running += 1
                     self._hand_over(self._backlog.popleft())
 
+    def discard(self, useless: Callable[[Job], bool]) -> None:
+        """Drops the queued jobs for which ``useless(job)`` is true; it must be quick."""
+        with self._lock:
+            self._backlog = deque(job for job in self._backlog if not useless(job))
+
     def relieve(self) -> None:
         """Starts threads in place of those that wait unseen; called now and then.
 

@@ -1,7 +1,8 @@
 """Flow control: how many bytes of calls may be under way to each peer.
 
-No I/O in here. A call that does not fit waits until answers have made room, so that neither the
-caller's queue nor the callee's grows without end where the callee is slower.
+No I/O in here. A call takes as much as its message and, for its other parts, 2 KiB, so that small
+calls are bounded as well. One that does not fit waits until answers have made room, so that neither
+the caller's queue nor the callee's grows without end where the callee is slower.
 
 Calls from a handler have a window of their own for as long as they come from the same thread:
 what a handler calls must never wait for the calls that wait for this handler.
@@ -19,8 +20,9 @@ from zrpc.pool import acquire
 
 __all__ = ["Window"]
 
-# What the parts of a call other than its message occupy, in bytes, here and at the callee.
-_OVERHEAD = 1024
+# What the parts of a call other than its message occupy, in bytes, at the caller and at the callee;
+# measured: 1.8 and 1.5 kB. So it bounds the number of small calls.
+OVERHEAD = 2048
 
 
 class Window:
@@ -52,7 +54,7 @@ class Window:
         if not self._limit:
             return True
         key = (call.peer, caller)
-        size += _OVERHEAD
+        size += OVERHEAD
         with self._lock:
             used = self._used.get(key, 0)
             if not used or (used + size <= self._limit and key not in self._waiting):
@@ -62,7 +64,12 @@ class Window:
                 return bool(taken)
             waiter = _Waiter(call, size)
             self._waiting.setdefault(key, deque()).append(waiter)
+            # First the note, then the look, as in _let_in: whoever settles it opens the gate.
+            call.room = (key, waiter)
+            call.delayed = True
         try:
+            if call.settled:
+                return False
             if not acquire(waiter.gate, call.remaining()):
                 call.give_up(no_room(call, self._limit))
         except BaseException:
@@ -73,13 +80,17 @@ class Window:
         return not call.settled
 
     def leave(self, call: PendingCall) -> None:
-        """A call is settled: there is room for others."""
+        """A call is settled: there is room for others, or it need not wait for room."""
         with self._lock:
             if call.room is None:
                 return
-            key, size = call.room
+            key, taken = call.room
             call.room = None
-            self._free(key, size)
+            if isinstance(taken, _Waiter):
+                self._remove(key, taken)
+                taken.gate.release()
+            else:
+                self._free(key, taken)
 
     def __len__(self) -> int:
         """How many bytes are under way."""
@@ -114,11 +125,15 @@ class Window:
     def _forget(self, key: Hashable, waiter: _Waiter) -> None:
         """A call waits no more, whatever the reason."""
         with self._lock:
-            waiting = self._waiting.get(key)
-            if waiting is not None and waiter in waiting:
-                waiting.remove(waiter)
-                if not waiting:
-                    del self._waiting[key]
+            self._remove(key, waiter)
+
+    def _remove(self, key: Hashable, waiter: _Waiter) -> None:
+        """Takes a waiter out, where it is there; the lock is held."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and waiter in waiting:
+            waiting.remove(waiter)
+            if not waiting:
+                del self._waiting[key]
 
 
 class _Waiter:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from zrpc.window import OVERHEAD
 
 LIMIT = 1 << 20
 SIZE = LIMIT // 16  # of one argument
@@ -61,6 +62,30 @@ def test_calls_wait_rather_than_pile_up(mesh):
     assert len(window) == 0
 
 
+def pause(number):
+    assert gate.wait(30)
+    return number
+
+
+def flood_with_small_ones(count):
+    return [future.wait() for future in [rpc.rpc_async(1, pause, (i,)) for i in range(count)]]
+
+
+def test_also_small_calls_wait(mesh):
+    """So that their number is bounded, at the caller and at the callee."""
+    window, most = mesh.agent(0)._window, LIMIT // OVERHEAD
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
+        while not window._waiting:
+            assert not flooding.done()
+            time.sleep(0.001)
+        assert most // 2 < len(mesh.agent(0)._calls) <= most + 1
+        assert len(mesh.agent(1)._executing) <= most
+        gate.set()
+        assert flooding.result(30) == list(range(4 * most))
+    assert len(window) == 0
+
+
 def fill(to):
     padding = torch.zeros(SIZE // 4)
     futures = [rpc.rpc_async(to, call_back, (1 - to, padding)) for _ in range(40)]
@@ -80,6 +105,21 @@ def call_back(to, padding):
 
 def test_a_handler_may_call_more_than_fits(mesh):
     assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * SIZE // 4
+
+
+def remaining():
+    return rpc.current_call().time_remaining()
+
+
+def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh):
+    """Also for the callee, which else would work on when nobody waits."""
+    opener = threading.Timer(0.3, gate.set)
+    with mesh.agent(0).as_current():
+        first = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
+        opener.start()
+        assert rpc.rpc_sync(1, remaining, timeout=20) < 19.8
+        first.wait()
+    opener.join()
 
 
 async def flood_from_a_coroutine(count):

@@ -362,7 +362,7 @@ def test_wait_for_gives_up(shared: Mesh) -> None:
     async def main(gate: Gate) -> Any:
         future = rpc.rpc_async(1, gate.wait_inside, (5,))
         with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(future, 0.01)
+            await asyncio.wait_for(asyncio.shield(future), 0.01)
         gate.open()
         return await future  # it goes on, and can be awaited again
 
@@ -393,18 +393,15 @@ def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (5,))
 
-        async def main() -> None:
-            task = asyncio.ensure_future(_await(future))
-            await asyncio.sleep(0)
-            task.cancel()
+        async def main() -> Any:
+            waiting = future.__await__()
+            next(waiting)
+            return waiting
 
-        asyncio.run(main())
+        waiting = asyncio.run(main())
         gate.open()
         assert future.wait() == 5
-
-
-async def _await(future: Any) -> Any:
-    return await future
+        waiting.close()
 
 
 def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zrpc import RpcTimeoutError, rpc_async, rpc_sync
+from zrpc import RpcTimeoutError, current_call, rpc_async, rpc_sync
 from zrpc.api import start_agent
 from zrpc.options import ZmqRpcBackendOptions
 
@@ -130,6 +130,26 @@ def test_an_interrupted_wait_can_be_taken_up_again(agents, interrupted):
         gate.set()
         assert future.wait() == "done"
     del gates[id(gate)]
+
+
+def test_an_interrupted_call_is_cancelled(agents, interrupted):
+    """Nobody will ask for its outcome."""
+    seen = threading.Event()
+    gates[id(seen)] = seen
+    with agents[0].as_current():
+        sync_call(1)
+        assert interrupted(lambda _: rpc_sync("worker1", watch, args=(id(seen),)), 0.02) == 0
+        assert seen.wait(20)
+        assert len(agents[0]._calls) == 0
+        sync_call(2)
+    del gates[id(seen)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
+
+
+def watch(key):
+    if current_call().wait_cancelled(20):
+        gates[key].set()
 
 
 gates = {}

@@ -6,6 +6,7 @@ import weakref
 from typing import Any, Generic, TypeVar
 
 from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
+from zrpc.cancel_scope import current_scope
 from zrpc.current import find_agent
 from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.rref.ids import ForkId, RRefId
@@ -164,7 +165,9 @@ class RRef(Generic[T]):
         agent = self._layer.agent
         self._check()
         if self._value is not None:
-            return self._value.get(agent.rpc_timeout if timeout < 0 else timeout)  # type: ignore[no-any-return]
+            timeout = agent.rpc_timeout if timeout < 0 else timeout
+            scope = current_scope()
+            return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:

@@ -103,6 +103,12 @@ class PrivateDirectory:
         """The path for the worker's socket."""
         return self.path / "inbox"
 
+    def hide_socket(self, hidden: bool) -> None:
+        """Has nobody find the socket who is not connected yet, or has them find it again."""
+        there, away = self.socket_path, self.path / "hidden"
+        with contextlib.suppress(OSError):  # as it is to be already
+            os.rename(*((there, away) if hidden else (away, there)))
+
     def remove(self) -> None:
         """Gives up the lock and removes the directory with all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -13,7 +13,22 @@ import zmq
 from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.transport.curve import Curve
 
-__all__ = ["Inbox"]
+__all__ = ["Inbox", "OutOfMemory"]
+
+
+class OutOfMemory(MemoryError):
+    """There is no memory for a message, which is lost.
+
+    Attributes:
+        identity: the sender's.
+        first: its first frame; None where that is lost too.
+    """
+
+    def __init__(self, identity: bytes, first: bytes | None = None) -> None:
+        super().__init__("there is no memory for a message that has come")
+        self.identity = identity
+        self.first = first
+
 
 # Lets another thread have this core, if one wants it.
 _yield = getattr(os, "sched_yield", partial(time.sleep, 0))
@@ -72,6 +87,9 @@ class Inbox:
         Returns:
             The sender's identity, the first frame and the buffers, or None where the timeout
             passed first.
+
+        Raises:
+            OutOfMemory: a message is lost.
         """
         if spin > 0:
             self._spin(spin)
@@ -83,10 +101,17 @@ class Inbox:
             identity: bytes = self._socket.recv()
         except zmq.Again:
             return None
-        first: bytes = self._socket.recv()  # after the identity there is always a frame
-        buffers: list[Any] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            buffers.append(self._socket.recv(copy=False))
+        first: bytes | None = None
+        try:
+            first = self._socket.recv()  # after the identity there is always a frame
+            buffers: list[Any] = []
+            while self._socket.getsockopt(zmq.RCVMORE):
+                buffers.append(self._socket.recv(copy=False))
+        except MemoryError as error:
+            # To the end of the message, or the next one would begin with the rest of it.
+            while self._socket.getsockopt(zmq.RCVMORE):
+                self._socket.recv(copy=False)
+            raise OutOfMemory(identity, first) from error
         return identity, first, buffers
 
     def _spin(self, seconds: float) -> None:

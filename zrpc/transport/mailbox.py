@@ -64,17 +64,35 @@ class Mailbox:
             counted: whether `sent` counts it.
 
         Raises:
-            zmq.ZMQError: the mailbox is closed.
+            zmq.ZMQError: the mailbox is closed, or the system has no memory for the message.
         """
         with self._mutex:
             if self._in_chunks and _size(first, buffers) > CHUNK:
                 for chunk in chunks(self.sent, [first, *buffers]):
-                    self._socket.send_multipart(chunk)
+                    self._send_parts(chunk, counted=False)
             elif buffers:
-                self._socket.send_multipart([first, *buffers])
+                self._send_parts([first, *buffers], counted)
             else:
                 self._socket.send(first)
             self.sent += counted
+
+    def _send_parts(self, parts: Sequence[Any], counted: bool) -> None:
+        """Sends a multipart message; where that fails in its midst, it ends there.
+
+        Else the next message would go on with it. The peer finds that it is too short, says so
+        where somebody waits for an answer, and counts it.
+        """
+        begun = False
+        try:
+            for part in parts[:-1]:
+                self._socket.send(part, zmq.SNDMORE)
+                begun = True
+            self._socket.send(parts[-1])
+        except zmq.ZMQError:
+            if begun and not self._socket.closed:
+                self._socket.send(b"")
+                self.sent += counted
+            raise
 
     def close(self, linger: float) -> None:
         """Closes the socket; what is queued has ``linger`` seconds to leave."""

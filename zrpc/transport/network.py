@@ -10,11 +10,13 @@ from typing import Any
 
 import zmq
 
+from zrpc.exhaustion import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox
+from zrpc.transport.reserve import reserve
 
 __all__ = ["Network", "bulk_identity"]
 
@@ -62,6 +64,7 @@ class Network:
         self._bulk: dict[int, Mailbox] = {}  # for large messages
         self._endpoints: Sequence[str] = ()
         self._closed = False
+        self._hidden = False  # whether peers are not to find the Unix socket
         self._curve: Curve | None = None
         self._gatekeeper: Gatekeeper | None = None
         self._inbox = Inbox(self._context)
@@ -73,6 +76,7 @@ class Network:
         self._waker = Mailbox(self._context, waker, self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
+        reserve.join()
 
     def listen_tcp(self, address: str, curve: Curve | None) -> str:
         """Listens on one interface as well; returns the endpoint.
@@ -97,7 +101,7 @@ class Network:
         """Sends one message to a peer, or to this worker itself; see `Mailbox.send`.
 
         Raises:
-            zmq.ZMQError: the network is closed.
+            zmq.ZMQError: the network is closed, or there is no descriptor or memory left.
         """
         large = (buffers or len(first) >= BULK) and self._is_large(rank, first, buffers)
         mailboxes = self._bulk if large else self._mailboxes
@@ -136,6 +140,20 @@ class Network:
             if mailbox is not None:
                 mailbox.close(0)
 
+    def look_after_descriptors(self) -> bool:
+        """Keeps libzmq from accepting a connection that it has no descriptor for; see `reserve`.
+
+        For the thread that receives, some times a second.
+
+        Returns:
+            Whether this worker is short of them.
+        """
+        short = not reserve.look()
+        if short != self._hidden and self.directory is not None:
+            self._hidden = short
+            self.directory.hide_socket(short)
+        return short or reserve.given_up
+
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""
         self._waker.send(b"")
@@ -153,7 +171,7 @@ class Network:
             lost: workers that are gone, for which no message waits.
         """
         with self._lock:
-            self._closed = True
+            again, self._closed = self._closed, True
             for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
                 mailbox.close(0 if rank in lost else linger)
         self.heartbeats.close()
@@ -162,6 +180,8 @@ class Network:
         if self._gatekeeper is not None:
             self._gatekeeper.close()
         self._context.term()
+        if not again:
+            reserve.leave()
         # Only now, when the last message has left: a peer takes a worker without its
         # directory for gone.
         if self.directory is not None:
@@ -176,6 +196,12 @@ class Network:
                 bulk = mailboxes is self._bulk
                 identity = bulk_identity(self._identity) if bulk else self._identity
                 endpoint = self._endpoints[rank]
-                mailbox = Mailbox(self._context, identity, endpoint, self._guard(rank))
+                open_one = partial(Mailbox, self._context, identity, endpoint, self._guard(rank))
+                try:
+                    mailbox = open_one()
+                except zmq.ZMQError as error:
+                    if not (out_of_descriptors(error) and reserve.release()):
+                        raise
+                    mailbox = open_one()
                 mailboxes[rank] = mailbox
             return mailbox

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 
 from zrpc.errors import RemoteError
+from zrpc.exhaustion import advice
 
 __all__ = ["dump_exception", "load_exception"]
 
@@ -22,8 +23,14 @@ def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
         where: who it was raised by, for the text.
         same_main: whether a name in ``__main__`` means the same at the receiver.
     """
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except MemoryError:
+        lines = ["(there is no memory for its traceback)"]
+    hint = advice(error)
     text = f"On {where}:\n{_safe_repr(error)}\n{''.join(lines)}"
+    if hint is not None:
+        text = f"On {where}: {hint}\n{text}"
     return pickle.dumps(
         (_safe_repr(error), text, _pickled(error, same_main)), pickle.HIGHEST_PROTOCOL
     )

@@ -55,6 +55,7 @@ class Message:
         buffers: further frames.
         sender: the rank of the worker that sent it; set by the receiver.
         attachments: by tag, what the receiver's layers made of the extensions.
+        scope: of a request that the receiver has accepted, see `zrpc.cancel_scope`.
     """
 
     kind: int
@@ -66,6 +67,7 @@ class Message:
     buffers: Sequence[Any] = field(default_factory=tuple)
     sender: int = -1
     attachments: dict[int, Any] | None = None
+    scope: Any = None
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,7 @@ class Kind(IntEnum):
     CALL = 1  # (function, args, kwargs): run it and answer
     RESULT = 2  # the answer
     ERROR = 3  # the answer where the function failed
+    CANCEL = 4  # nobody waits any more for the answer to this call id
     TERMINATION = 8  # of a graceful shutdown
     LEAVE = 10  # the sender leaves the mesh now
     BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender

@@ -123,6 +123,11 @@ class Encoder:
         """Has ``action`` called should the message not be sent after all."""
         self._undo.append(action)
 
+    @property
+    def undoable(self) -> bool:
+        """Whether reducers have done something that `abort` undoes."""
+        return bool(self._undo)
+
     def abort(self) -> None:
         """Undoes what reducers have done for the message, which will not be sent."""
         for action in reversed(self._undo):
@@ -134,6 +139,7 @@ class Encoder:
 
         Raises:
             SerializationError: it can't be pickled.
+            MemoryError: there is no memory for that.
         """
         before = getattr(_thread, "encoder", None)
         _thread.encoder = self
@@ -157,14 +163,14 @@ class Encoder:
             body = self._dump(_Pickler, obj)
             if self.same_main or b"__main__" not in body:
                 return body
-        except RpcError:
-            raise  # a reducer's own word
+        except (RpcError, MemoryError):
+            raise  # a reducer's own word, or nothing that cloudpickle could do better
         except Exception:  # cloudpickle can do more, and its error says more
             pass
         self._start_again()
         try:
             return self._dump(_ByValuePickler, obj)
-        except RpcError:
+        except (RpcError, MemoryError):
             raise
         except Exception as error:
             raise SerializationError(
@@ -223,6 +229,7 @@ class Decoder:
 
         Raises:
             SerializationError: the pickle names something that isn't here, or is damaged.
+            MemoryError: there is no memory for the object.
         """
         before = getattr(_thread, "decoder", None)
         _thread.decoder = self
@@ -234,6 +241,8 @@ class Decoder:
                 "imported: ensure that functions and classes are defined in modules that both "
                 "the caller and the callee can import"
             ) from error
+        except MemoryError:
+            raise
         except (Exception, SystemExit) as error:
             raise SerializationError(
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"

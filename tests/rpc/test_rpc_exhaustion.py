@@ -1,0 +1,300 @@
+"""Workers that run out of file descriptors or memory: their callers are told, and they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from rpc_targets import Gate
+
+import zrpc as rpc
+from zrpc.testing import Mesh
+from zrpc.transport import reserve as reserves
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
+
+LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
+
+
+# -- what the workers of a mesh of processes do ------------------------------------------------
+
+
+def held_files() -> list[int]:
+    """Those of this process; each of these functions is sent with globals of its own."""
+    found: list[int] = vars(reserves).setdefault("held_by_test", [])
+    return found
+
+
+def open_too_many() -> None:
+    """Opens files until there are no descriptors left."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    while True:
+        held_files().append(os.open(os.devnull, os.O_RDONLY))
+
+
+def use_up_descriptors() -> None:
+    with contextlib.suppress(OSError):
+        open_too_many()
+
+
+def await_release() -> None:
+    """Waits until the reserve is given up, which is for whoever connects."""
+    until(lambda: reserves.reserve.given_up)
+
+
+def await_hiding(hidden: bool) -> None:
+    """Waits until nobody can connect any more, or everybody again."""
+    network = rpc.api.current_agent()._network
+    until(lambda: network._hidden == hidden)
+
+
+def await_heartbeat(rank: int) -> None:
+    """Waits until all connections to a peer are made: that of the heartbeats comes last."""
+    detector = rpc.api.current_agent()._watch._detector
+    until(lambda: detector.watches(rank) and not detector.suspects(rank))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def close_files() -> None:
+    while held_files():
+        os.close(held_files().pop())
+
+
+def limit_memory(mebibytes: int | None) -> None:
+    """Allows the process so much more memory than it has; None for any amount."""
+    limit = resource.RLIM_INFINITY
+    if mebibytes is not None:
+        with open("/proc/self/statm") as file:
+            limit = int(file.read().split()[0]) * resource.getpagesize() + (mebibytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def allocate_tensor() -> torch.Tensor:
+    return torch.empty(1 << 50)
+
+
+def allocate_bytes() -> bytes:
+    return bytes(1 << 50)
+
+
+def many_bytes(size: int) -> list[bytes]:
+    """Fits into the memory once, but not pickled beside it."""
+    return [bytes(size)]
+
+
+def attempt(to: str, function: Any, *args: Any) -> tuple[str, str, str]:
+    """Calls; returns the type of the error, its text and that of its cause."""
+    try:
+        rpc.rpc_sync(to, function, args)
+    except Exception as error:
+        return type(error).__name__, str(error), str(error.__cause__)
+    return "no error", "", ""
+
+
+def attempt_large(to: str, size: int) -> tuple[str, str, str]:
+    return attempt(to, torch.numel, torch.ones(size))
+
+
+def attempt_bytes(to: str, size: int) -> tuple[str, str, str]:
+    return attempt(to, len, bytes(size))
+
+
+def call(to: str) -> Any:
+    return rpc.rpc_sync(to, max, (1, 2))
+
+
+def send_large(to: str, size: int) -> int:
+    return rpc.rpc_sync(to, torch.numel, (torch.ones(size),))
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=5, processes=True, options={"rpc_timeout": 20})
+def test_no_descriptors_left(mesh: Mesh) -> None:
+    assert mesh.run("worker0", call, "worker1") == 2
+    for _ in range(3):  # the peer is asked first whether it can open segments
+        assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
+    # A handler that needs one too many: its caller is told whose, and what to do.
+    kind, text, cause = mesh.run("worker0", attempt, "worker1", open_too_many)
+    assert (kind, "Too many open files" in text) == ("OSError", True)
+    assert "name=worker1" in cause
+    assert "no file descriptors left (it may have 300)" in cause
+    assert "ulimit -n" in cause
+    # New peers, in both directions.
+    mesh.run("worker1", await_release)
+    assert mesh.run("worker2", call, "worker1") == 2
+    assert mesh.run("worker1", call, "worker3") == 2
+    for name in ("worker0", "worker2", "worker3"):
+        mesh.run(name, await_heartbeat, 1)
+    # None at all. The I/O thread needs one to map a segment that it doesn't know yet.
+    mesh.run("worker1", use_up_descriptors)
+    mesh.run("worker1", await_hiding, True)
+    kind, text, cause = mesh.run("worker0", attempt_large, "worker1", 4 * LARGE)
+    assert kind == "OSError"
+    assert "ulimit -n" in cause
+    kind, text, _ = mesh.run("worker1", attempt, "worker4", max, 1, 2)
+    assert kind == "OSError"
+    assert "ulimit -n" in text
+    waiting = mesh.submit("worker4", call, "worker1")  # can't connect as yet
+    assert mesh.run("worker0", call, "worker1") == 2
+    # And after that all is well again.
+    mesh.run("worker1", close_files)
+    assert waiting.result() == 2
+    mesh.run("worker1", await_hiding, False)
+    assert mesh.run("worker0", send_large, "worker1", 4 * LARGE) == 4 * LARGE
+    assert mesh.run("worker1", call, "worker4") == 2
+
+
+@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20})
+def test_no_memory_left(mesh: Mesh) -> None:
+    for _ in range(3):
+        assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
+    mesh.run("worker1", limit_memory, 100)
+    attempts = [
+        mesh.run("worker0", attempt, "worker1", allocate_tensor),
+        mesh.run("worker0", attempt, "worker1", allocate_bytes),
+        mesh.run("worker0", attempt, "worker1", many_bytes, 60 << 20),
+        mesh.run("worker0", attempt_large, "worker1", 16 * LARGE),  # a segment of 256 MiB
+    ]
+    assert [kind for kind, _, _ in attempts] == [
+        "RuntimeError",
+        "MemoryError",
+        "MemoryError",
+        "OSError",
+    ]
+    for _, _, cause in attempts:
+        assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in cause
+        assert "ulimit -v" in cause
+    # At the caller itself: it can't send, and it can't read an answer.
+    kind, text, _ = mesh.run("worker1", attempt_bytes, "worker0", 60 << 20)
+    assert kind == "MemoryError"
+    kind, text, _ = mesh.run("worker1", attempt, "worker0", torch.ones, 16 * LARGE)
+    assert kind == "ProtocolError"
+    assert "no memory left" in text
+    assert mesh.run("worker0", call, "worker1") == 2
+    mesh.run("worker1", limit_memory, None)
+    assert mesh.run("worker0", send_large, "worker1", 16 * LARGE) == 16 * LARGE
+
+
+@pytest.fixture
+def sends(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes worker1's attempts to send fail, as many as the list says: errors of ZeroMQ."""
+    network = caller.agent(1)._network
+    send, failures = network.send, []  # type: ignore[var-annotated]
+
+    def fail(*args: Any) -> None:
+        if failures:
+            raise zmq.ZMQError(failures.pop())
+        send(*args)
+
+    monkeypatch.setattr(network, "send", fail)
+    return failures
+
+
+def test_an_answer_is_sent_once_there_is_a_descriptor(caller: Mesh, sends: list[int]) -> None:
+    sends += [errno.EMFILE] * 3
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
+    assert not sends
+
+
+def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -> None:
+    sends += [errno.ENOMEM]
+    with pytest.raises(MemoryError, match="no memory to send") as info:
+        rpc.rpc_sync(1, max, (1, 2), timeout=20)
+    assert "name=worker1" in str(info.value.__cause__)
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) -> None:
+    """It fails where it is made; others under way do not, nor do references leak."""
+    with mesh.agent(1).as_current(), Gate() as gate:
+        other = rpc.rpc_async(1, gate.wait_inside, ("done",))
+        rref = rpc.RRef(1)
+        sends += [number]
+        expected = MemoryError if number == errno.ENOMEM else OSError
+        with pytest.raises(expected, match="the call can't be sent"):
+            rpc.rpc_async(0, repr, (rref,))
+        assert rref._layer.holders(rref._rref_id) == []
+        gate.open()
+        assert other.wait() == "done"
+        assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+class Large:
+    """What can't be unpickled for lack of memory."""
+
+    def __reduce__(self) -> Any:
+        return allocate_bytes, ()
+
+
+def test_no_memory_to_unpickle(caller: Mesh) -> None:
+    with pytest.raises(MemoryError) as info:
+        rpc.rpc_sync(1, repr, (Large(),))
+    assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in str(
+        info.value.__cause__
+    )
+    with pytest.raises(MemoryError):
+        rpc.rpc_sync(1, Large)
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2
+
+
+class ShortOfMemory:
+    """A socket that has no memory for one frame, the first that is not copied."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recv(self, *args: Any, copy: bool = True) -> Any:
+        received = self._socket.recv(*args, copy=copy)
+        if not copy and not self.failed:
+            self.failed = True
+            raise MemoryError
+        return received
+
+
+@pytest.mark.zrpc(workers=2, options={"shared_memory": 0})
+@pytest.mark.parametrize("direction", ["call", "answer"])
+def test_no_memory_for_a_frame(
+    caller: Mesh, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """In the inbox: whoever waits for the message is told, and the next ones are read."""
+    rpc.rpc_sync(1, max, (1, 2))
+    inbox = caller.agent(1 if direction == "call" else 0)._network._inbox
+    socket = ShortOfMemory(inbox._socket)
+    monkeypatch.setattr(inbox, "_socket", socket)
+    for _ in range(3):  # the thread may be about to read from the other one
+        if not socket.failed:
+            with pytest.raises(MemoryError, match="no memory for a message that has come"):
+                raise_or_return_sizes(direction)
+    assert socket.failed
+    assert rpc.rpc_sync(1, torch.numel, (torch.ones(LARGE),)) == LARGE
+    assert rpc.rpc_sync(1, torch.ones, (LARGE,)).numel() == LARGE
+
+
+def raise_or_return_sizes(direction: str) -> None:
+    for _ in range(2):
+        if direction == "call":
+            rpc.rpc_sync(1, torch.numel, (torch.ones(LARGE),))
+        else:
+            rpc.rpc_sync(1, torch.ones, (LARGE,))

@@ -1,0 +1,140 @@
+"""The requests that are not answered yet, and which of them are dropped."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from zrpc import requests
+from zrpc.requests import Requests
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
+from zrpc.worker_info import WorkerInfo
+
+CALLER = WorkerInfo("worker0", 0)
+
+
+@pytest.fixture
+def table():
+    return Requests()
+
+
+def request(call_id, sender=0, kind=Kind.CALL, deadline=0.0):
+    return Message(kind, call_id, deadline, b"body", sender=sender, attachments={1: "an RRef"})
+
+
+def test_a_request_is_there_until_it_is_answered(table):
+    first, second = request(1), request(2)
+    assert not table.accept(first, CALLER).cancelled
+    table.accept(second, CALLER)
+    assert len(table) == 2
+    table.end(first)
+    table.end(first)
+    assert len(table) == 1
+
+
+def test_one_that_is_cancelled_in_the_queue_is_freed(table):
+    message, other = request(1), request(1, sender=1)
+    scope = table.accept(message, CALLER)
+    table.accept(other, CALLER)
+    table.cancel(0, 1)
+    assert scope.cancelled
+    assert not scope.begin()
+    assert (message.body, message.attachments) == (b"", None)
+    assert len(table) == 1
+    assert other.body == b"body"  # of another caller, by the same number
+    assert not other.scope.cancelled
+
+
+def test_one_that_runs_keeps_its_message_and_its_place(table):
+    message = request(1)
+    scope = table.accept(message, CALLER)
+    assert scope.begin()
+    table.cancel(0, 1)
+    assert scope.over
+    assert message.body == b"body"
+    assert len(table) == 1  # a shutdown waits for it
+    assert not table.expire(time.monotonic())  # nothing is queued for it
+    table.end(message)
+    assert len(table) == 0
+
+
+def test_a_cancellation_may_overtake_its_request(table):
+    table.cancel(0, 1)
+    table.cancel(0, 2)
+    assert table.accept(request(1), CALLER).cancelled
+    assert not table.accept(request(2, sender=1), CALLER).cancelled
+    assert not table.accept(request(3), CALLER).cancelled
+    assert len(table) == 2
+
+
+def test_not_all_cancellations_that_came_too_late_are_kept(table, monkeypatch):
+    monkeypatch.setattr(requests, "_EARLY_REMEMBERED", 10)
+    for call_id in range(1, 100):
+        table.cancel(0, call_id)
+    assert len(table._early) == 10
+    assert table.accept(request(99), CALLER).cancelled
+    assert not table.accept(request(1), CALLER).cancelled
+
+
+@pytest.mark.parametrize("kind", [Kind.REMOTE, Kind.BACKWARD])
+def test_what_is_never_dropped(table, kind):
+    message = request(1, kind=kind, deadline=1e-9)
+    scope = table.accept(message, CALLER)
+    table.cancel(0, 1)
+    table.expire(time.monotonic())
+    table.lose(0)
+    assert not scope.cancelled
+    assert scope.begin()
+    assert message.body == b"body"
+    assert len(table) == 1
+
+
+def test_what_expires(table):
+    now = time.monotonic()
+    late = [request(1, deadline=50), request(2, deadline=100), request(3)]
+    for message in late:
+        table.accept(message, CALLER)
+    assert not table.expire(now + 40)
+    assert table.expire(now + 60)
+    assert not table.expire(now + 70)  # told once
+    assert [message.scope.cancelled for message in late] == [True, False, False]
+    earlier = request(4, deadline=1)
+    table.accept(earlier, CALLER)
+    assert table.expire(now + 61)
+    assert earlier.scope.cancelled
+    assert table.expire(now + 200)
+    assert len(table) == 1
+
+
+def test_a_caller_that_is_gone(table):
+    mine, others = request(1), request(1, sender=1)
+    for message in (mine, others):
+        table.accept(message, CALLER)
+    table.cancel(0, 7)
+    table.lose(0)
+    assert mine.scope.cancelled
+    assert not others.scope.cancelled
+    assert not table._early
+
+
+def test_the_end_of_one_does_not_end_another_of_the_same_number(table):
+    """As where a worker is started again, and counts from 1 again."""
+    old, new = request(1), request(1)
+    table.accept(old, CALLER)
+    old.scope.begin()
+    table.accept(new, CALLER)
+    table.end(old)
+    assert len(table) == 1
+    table.cancel(0, 1)
+    assert new.scope.cancelled
+
+
+def test_the_worker_leaves(table):
+    messages = [request(1), request(2)]
+    for message in messages:
+        table.accept(message, CALLER)
+    messages[0].scope.begin()
+    table.close()
+    assert all(message.scope.cancelled for message in messages)
