@@ -60,7 +60,7 @@ class Network:
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
         self._bulk: dict[int, Mailbox] = {}  # for large messages
-        self._endpoints: Sequence[str] = ()
+        self._endpoints: dict[int, str] = {}
         self._closed = False
         self._curve: Curve | None = None
         self._gatekeeper: Gatekeeper | None = None
@@ -83,13 +83,37 @@ class Network:
         """
         self._curve = curve
         if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.members)
+            self._gatekeeper = Gatekeeper(self._context, curve.members.values())
         return self._inbox.bind_tcp(address, curve)
 
     def connect(self, endpoints: Sequence[str]) -> None:
-        """Tells where the peers can be reached, by rank."""
-        own = {self._rank: self._inbox.inproc}
-        self._endpoints = [own.get(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        """Tells where the peers can be reached that are there from the start, by rank."""
+        self._endpoints = {**dict(enumerate(endpoints)), self._rank: self._inbox.inproc}
+
+    def connect_itself(self, rank: int) -> None:
+        """Tells the worker's number, where that was not known at first; nobody else is there."""
+        self._rank = rank
+        self.connect(())
+
+    def introduce(self, rank: int, endpoint: str, key: str) -> None:
+        """Tells where one more peer can be reached; it may connect here from now on.
+
+        Args:
+            rank: the peer's number.
+            endpoint: its inbox.
+            key: its public key; empty where it talks in the clear.
+        """
+        if self._curve is not None and key:
+            self._curve.members[rank] = key
+            if self._gatekeeper is not None:
+                self._gatekeeper.admit(key)
+        self._endpoints[rank] = endpoint
+
+    def dismiss(self, rank: int) -> None:
+        """A peer that is gone may not connect any more."""
+        key = self._curve.members.get(rank) if self._curve is not None else None
+        if key is not None and self._gatekeeper is not None:
+            self._gatekeeper.dismiss(key)
 
     def send(
         self, rank: int, first: bytes, buffers: Sequence[Any] = (), counted: bool = True
@@ -146,13 +170,15 @@ class Network:
         return sum(boxes[rank].sent for rank in ranks for boxes in both if rank in boxes)
 
     def close(self, linger: float, lost: Collection[int]) -> None:
-        """Closes all sockets and removes what lies in the file system.
+        """Closes all sockets and removes what lies in the file system. Idempotent.
 
         Args:
             linger: seconds that messages still queued have to leave.
             lost: workers that are gone, for which no message waits.
         """
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
                 mailbox.close(0 if rank in lost else linger)
