@@ -342,7 +342,7 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
     That is one that died, that left without the others, or that did not answer for longer than
     the option ``heartbeat_timeout``; also one that was lost before this call. A graceful shutdown
     of the mesh loses nobody. A worker that is lost does not come back; one that is started again
-    under its name is another one, of the next `incarnation`.
+    under its name is another one, of the next incarnation.
 
     Args:
         callback: is called once for each worker, in a thread of the agent's in which it may make
@@ -368,7 +368,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
     """Has ``callback(worker_info)`` called for each other worker of the mesh.
 
     That is for those that are there already, and for those that join later: workers of an elastic
-    mesh, and those that `zrpc launch --max-restarts` starts again. When it is called, the worker
+    mesh, and those that ``zrpc launch --max-restarts`` starts again. When it is called, the worker
     can be called by its name.
 
     Args:

@@ -1,7 +1,7 @@
 """How a worker joins and leaves a mesh that runs, and hears of others that do.
 
-First it *claims* its name and its rank, in the news (`zrpc.news`, whose rules are
-`zrpc.roster`'s). With the number that it then has, its agent starts, and is introduced to all
+First it *claims* its name and its rank, in the news (``zrpc.news``, whose rules are
+``zrpc.roster``'s). With the number that it then has, its agent starts, and is introduced to all
 members by their own reading. Once all have noted that, it says that it is in, and once all have
 noted that too, it can be found everywhere.
 

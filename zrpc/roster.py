@@ -1,6 +1,6 @@
 """Who is in a mesh that workers join and leave while it runs: the rules. No I/O in here.
 
-Workers tell each other *news*, which all read in the same order (`zrpc.news`). So all come to
+Workers tell each other *news*, which all read in the same order (``zrpc.news``). So all come to
 the same view of who is in the mesh, whatever happens at the same time.
 
 ======= ================== =================================================================
