@@ -649,8 +649,9 @@ class Agent:
     def _lose(self, loss: Loss) -> None:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
-        logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._assembler.forget(rank)
+        if self.membership.was_found(rank):
+            logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._calls.fail(self._died, rank)
         # Not here: a thread may be copying what it sends.
         self._completions.submit(partial(self._network.drop, rank))

@@ -39,6 +39,8 @@ _EVERY = 0.2
 _EVERY_WHEN_AWAITING = 0.05
 # So long after an introduction the worker that is about to come in is worth the shorter one.
 _AWAIT = 10.0
+# So long a worker that is coming in waits for others before it looks after them.
+_IMPATIENT_AFTER = 1.0
 # The pauses of a worker that is coming in itself grow from the first number to the second.
 _PAUSES = (0.002, 0.05)
 # How long somebody else has to say that a worker is gone whose name or rank is asked for.
@@ -164,6 +166,7 @@ class ElasticLayer:
         self._in = threading.Event()
         self._failure: RpcError | None = None
         self._awaiting_until = 0.0
+        self._impatient_at = time.monotonic() + _IMPATIENT_AFTER
         self._pause = _PAUSES[0]
         self._stop = False
         self._wake = threading.Event()
@@ -178,7 +181,6 @@ class ElasticLayer:
             agent.introduce(card, endpoint_of(agent.membership, card))
             if number in roster.admitted:
                 agent.admit(number)
-        agent.expect([number for number in roster.members if number != self._card.number])
         agent.tickers.append(self._tick)
 
     def start(self) -> None:
@@ -279,6 +281,9 @@ class ElasticLayer:
             self._say_farewell()
         except (RuntimeError, OSError) as error:
             self._lose_store(error)
+        except Exception as error:  # nobody is to wait for this thread
+            logger.exception("%s reads no more news", self._card.info)
+            self._fail(RendezvousError(f"the news of the mesh can't be read: {error}"))
 
     def _next_pause(self) -> float:
         if not self._in.is_set():
@@ -365,10 +370,13 @@ class ElasticLayer:
                 self._in.set()
 
     def _all_have_read(self, position: int) -> bool:
-        lost, mine = self.agent.membership.lost, self._card.number
-        members = self._roster.members.items()
-        tokens = [card.token for n, card in members if n != mine and n not in lost]
-        return min(self._news.noted(tokens), default=position) >= position
+        lost, members = self.agent.membership.lost, self._roster.members
+        others = [n for n in members if n != self._card.number and n not in lost]
+        noted = self._news.noted(members[n].token for n in others)
+        late = [n for n, read in zip(others, noted, strict=True) if read < position]
+        if late and time.monotonic() > self._impatient_at:
+            self.agent.expect(late)  # do they live?
+        return not late
 
     def _fail(self, error: RpcError) -> None:
         if not self._in.is_set():

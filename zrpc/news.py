@@ -72,10 +72,14 @@ class News:
         self._entries.set(f"read/{token}", str(position))
 
     def noted(self, tokens: Iterable[str]) -> list[int]:
-        """How far workers have read, all of which must have noted something."""
+        """How far workers have read, all of which must have noted something.
+
+        Returns:
+            0 for a note that is not the worker's.
+        """
         keys = [f"read/{token}" for token in tokens]
         found = zip(keys, self._entries.all_raw(keys), strict=True) if keys else ()
-        return [int(self._entries.opened(key, entry)) for key, entry in found]
+        return [self._position_in(key, entry) for key, entry in found]
 
     def next_rank(self) -> int:
         """A rank that nobody else is given."""
@@ -83,6 +87,13 @@ class News:
 
     def _key(self, place: int) -> str:
         return f"news/{self._mesh}/{place}"
+
+    def _position_in(self, key: str, entry: bytes) -> int:
+        try:
+            return int(self._entries.opened(key, entry))
+        except (AuthenticationError, ValueError) as error:
+            logger.debug("a note is refused: %s", error)
+            return 0
 
     def _opened(self, key: str, entry: bytes) -> Item | None:
         try:

@@ -49,6 +49,8 @@ class WorkerInfo:
     name: str
     id: int
     incarnation: int = field(default=0, compare=False)
+    # Which member of the mesh: unlike the rank, it never means another one.
+    number: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.match(self.name):
@@ -56,14 +58,10 @@ class WorkerInfo:
                 "Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter "
                 f"than 128 chars, but got {self.name!r}"
             )
+        object.__setattr__(self, "number", number_of(self.id, self.incarnation))
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
-
-    @property
-    def number(self) -> int:
-        """Which member of the mesh: unlike the rank, it never means another one."""
-        return self.incarnation << _RANK_BITS | self.id
 
 
 def number_of(rank: int, incarnation: int) -> int:
