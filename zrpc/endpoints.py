@@ -127,11 +127,11 @@ def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
         RpcError: it can't listen.
     """
     transport = meeting.options.transport
-    by_name = meeting.init_method.startswith(("tcp:", "env:"))
+    named = bool(os.environ.get(_IFACE, "").strip())
     interface = "127.0.0.1"
-    if transport != "ipc" and (by_name or os.environ.get(_IFACE, "").strip()):
+    if named or meeting.init_method.startswith(("tcp:", "env:")):
         interface = _interface(meeting.init_method)
-    elsewhere = not interface.startswith("127.") and interface not in ("::1", "lo")
+    elsewhere = named or not (interface.startswith("127.") or interface == "::1")
     if transport == "ipc" or (transport == "auto" and not elsewhere):
         return ""
     if keys is not None and meeting.secret is None:

@@ -174,7 +174,8 @@ class Termination:
         elif (message.step, message.round) == (Step.COUNTS, self._round):
             self._lacking.discard(sender)
             self._counts[sender] = (message.sent, message.received)
-            return self._evaluate() if not self._lacking else []
+            # Where a worker has come to the mesh meanwhile, it has to join first.
+            return self._evaluate() if not self._lacking and self._leads else []
         return []
 
     @property

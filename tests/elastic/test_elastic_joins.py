@@ -13,6 +13,7 @@ import zrpc as rpc
 from zrpc.roster import Departure, Item, Verb
 from zrpc.secret import ClusterSecret
 from zrpc.testing.leaks import lasting
+from zrpc.transport.address import host_key
 from zrpc.transport.curve import supports_curve
 
 
@@ -119,6 +120,18 @@ def test_members_by_tcp_admit_each_other_as_they_come(elastic, until):
     until(lambda: key not in first._network._gatekeeper._members, "its key is no member's")
     third = elastic.join("third", 1)
     assert (call(first, "third"), call(third, "first")) == (2, 2)
+
+
+def test_workers_that_share_no_directory_talk_by_the_interface_that_is_named(elastic, monkeypatch):
+    monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
+    first = elastic.join("first", 0)
+    monkeypatch.setattr("zrpc.joining.host_key", lambda: "another/directory")
+    with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
+        elastic.join("far", 1)  # on another host, by its key
+    monkeypatch.setattr("zrpc.joining.host_key", lambda: f"{host_key().split('/')[0]}/elsewhere")
+    second = elastic.join("near", 1)
+    assert not first.membership.shares_host(second.membership.rank)
+    assert (call(first, "near"), call(second, "first")) == (2, 2)
 
 
 # -- what is wrong ---------------------------------------------------------------------------
