@@ -141,6 +141,22 @@ def test_a_mesh_of_a_fixed_size(roster):
     assert roster.missing == [0]
 
 
+def test_who_has_left_while_another_was_started_again(roster):
+    cards = [card(rank, size=3) for rank in range(3)]
+    read(roster, *map(join, cards), *map(come_in, cards), gone(cards[1], Departure.ENDED))
+    again = card(1, 1, size=3, restarts=1)
+    read(roster, gone(cards[0]), join(again), come_in(again))
+    mine = roster.members[roster.number(again.token)]
+    assert roster.deserters(mine) == [WorkerInfo("w0", 0)]
+    read(roster, gone(cards[2], Departure.ENDED))  # which may be started again, too
+    assert roster.deserters(mine) == [WorkerInfo("w0", 0)]
+    read(roster, join(card(0, 1, size=3)), come_in(card(0, 1)))
+    assert roster.deserters(mine) == []
+    # Where all have left, they may meet anew.
+    read(roster, gone(again), gone(card(0, 1)), join(card(1, 2, size=3)))
+    assert roster.deserters(roster.members[number_of(1, 2)]) == []
+
+
 def test_what_cant_be_read_counts_as_an_item(roster):
     assert read(roster, None, join(card(1))) == [(What.INTRODUCED, 1, None)]
     assert roster.position == 2

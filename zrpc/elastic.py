@@ -41,6 +41,8 @@ _EVERY_WHEN_AWAITING = 0.05
 _AWAIT = 10.0
 # So long a worker that is coming in waits for others before it looks after them.
 _IMPATIENT_AFTER = 1.0
+# So long it waits for those to come back who have left while it was started again.
+_COME_BACK_WITHIN = 5.0
 # The pauses of a worker that is coming in itself grow from the first number to the second.
 _PAUSES = (0.002, 0.05)
 # How long somebody else has to say that a worker is gone whose name or rank is asked for.
@@ -166,6 +168,7 @@ class ElasticLayer:
         self._in = threading.Event()
         self._failure: RpcError | None = None
         self._awaiting_until = 0.0
+        self._patient_until = time.monotonic() + _COME_BACK_WITHIN
         self._impatient_at = time.monotonic() + _IMPATIENT_AFTER
         self._pause = _PAUSES[0]
         self._stop = False
@@ -368,6 +371,19 @@ class ElasticLayer:
             if self._all_have_read(self._complete_at):
                 self.agent.expect(())
                 self._in.set()
+        elif time.monotonic() > self._patient_until:
+            self._give_up_deserters()
+
+    def _give_up_deserters(self) -> None:
+        """Ends the wait for those who were done before this worker came back."""
+        deserters = self._roster.deserters(self._card)
+        if deserters:
+            self._fail(
+                RendezvousError(
+                    f"the mesh of {self._card.info} has ended while it was started again: "
+                    f"{deserters} have shut down and left it"
+                )
+            )
 
     def _all_have_read(self, position: int) -> bool:
         lost, members = self.agent.membership.lost, self._roster.members

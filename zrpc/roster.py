@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from zrpc.card import Card
-from zrpc.worker_info import INCARNATIONS, RANKS
+from zrpc.worker_info import INCARNATIONS, RANKS, WorkerInfo, number_of
 
 __all__ = ["Change", "Departure", "Item", "Roster", "Verb", "What"]
 
@@ -200,6 +200,18 @@ class Roster:
         """In a mesh of a fixed size, the ranks of those that are not in."""
         size = max((card.world_size for card in self.members.values()), default=0)
         return sorted(set(range(size)) - {self.members[number].rank for number in self.admitted})
+
+    def deserters(self, card: Card) -> list[WorkerInfo]:
+        """In a mesh of a fixed size: who has left it, while a worker was on its way back to it.
+
+        None where that worker's predecessor has left as well: then all may meet anew.
+        """
+        _, why = self.departed.get(number_of(card.rank, card.incarnation - 1), (card, None))
+        if why in (None, Departure.LEFT):
+            return []
+        last = [number_of(rank, self._starts[rank] - 1) for rank in self.missing]
+        found = [self.departed[number] for number in last if number in self.departed]
+        return [card.info for card, why in found if why is Departure.LEFT]
 
     def _join(self, card: Card) -> Iterator[Change]:
         if card.token in self._joined:

@@ -234,6 +234,16 @@ def test_a_worker_that_fails_before_the_mesh_is_complete(elastic):
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
 
 
+def test_a_worker_that_comes_back_when_all_is_over(elastic, workers, monkeypatch):
+    monkeypatch.setattr("zrpc.elastic._COME_BACK_WITHIN", 0.2)
+    workers[1].layers[-1]._say_farewell = lambda: None  # as where it is killed
+    workers[1].close()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent.shutdown(), (workers[0], workers[2])))
+    with pytest.raises(rpc.RendezvousError, match=r"has ended while it was started again: .*w0"):
+        elastic.join("w1", 1, restarts=1)
+
+
 def test_ranks_that_are_missing_are_named(elastic):
     elastic.world_size = 3
     with pytest.raises(rpc.RendezvousError, match=r"within 0.5 s, but ranks \[1, 2\] are missing"):
