@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from zrpc.launch import Job
+from zrpc.launch import Job, LaunchError
+from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
-from zrpc.launch.store import Place, parse_place
+from zrpc.launch.store import Place, StoreProcess, parse_place
 from zrpc.launch.worker import Surroundings
+from zrpc.store_host import serve
 
 Write = Callable[..., str]
 Start = Callable[..., Any]
@@ -120,7 +123,7 @@ ELASTIC = """
         rpc.shutdown()
         print("out")
     elif rank == 1:
-        assert stop.wait(20)
+        assert stop.wait(100)
         rpc.shutdown()
     else:
         print(rpc.rpc_sync("worker1", max, (1, 2)))
@@ -147,14 +150,6 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(
     code, out, err = first.finish()
     assert code == 0, err
     assert "[1] in WorkerInfo(id=1, name=worker1)\n" in out
-
-
-def test_a_place_that_is_taken(start: Start, write: Write) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        place = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, out, err = start(write("print(1)"), elastic=True, listen=place).finish()
-    assert (code, out) == (1, "")
-    assert f"LaunchError: could not host a store for the workers at {place}: see above" in err
 
 
 # -- without a process -----------------------------------------------------------------------
@@ -194,3 +189,28 @@ def test_workers_of_a_second_launch_know_their_place() -> None:
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
     assert env["ZRPC_WORKER_NAME"] == "w5"
     assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS"} & env.keys()
+
+
+def test_a_place_that_is_taken() -> None:
+    reading, writing = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
+        with pytest.raises(SystemExit, match="zrpc launch: "):
+            serve("127.0.0.1", taken.getsockname()[1], True, 1, writing)
+        os.close(writing)
+        assert report.read() == b""
+
+
+def test_a_store_that_does_not_come() -> None:
+    class Starter:
+        """Its process ends at once, and what it had open is closed."""
+
+        def spawn(self, task: Any, pass_fds: Any) -> int:
+            return 1
+
+    inbox = SignalInbox()
+    process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(LaunchError, match="could not host a store for the workers at h:9: see"):
+            process.first_rank(Place("h", 9), 1, inbox)
+    finally:
+        inbox.close()
