@@ -404,8 +404,8 @@ class _Meeting:
         """The card in an entry; None, and a protest, where it is no member's."""
         try:
             card = Card.parse(self._entries.opened(self._keys[rank], entry))
-            if card.rank != rank:
-                raise ValueError(f"expected the card of rank {rank}, found that of {card.rank}")
+            if card.number != rank:
+                raise ValueError(f"expected the card of rank {rank}, found that of {card.number}")
         except (AuthenticationError, ValueError) as error:
             self._refuse(rank, entry, error)
             return None

@@ -12,6 +12,8 @@ import zrpc as rpc
 import zrpc.autograd as dist_autograd
 
 PATIENCE = 20.0
+# What a busy machine may take longer.
+SLACK = 4.0
 # Of the handler that runs.
 entered = threading.Event()
 finish = threading.Event()
@@ -59,7 +61,7 @@ def test_all_see_that_a_worker_has_left(elastic, until, graceful):
     first.shutdown(graceful=graceful)  # with which the others have exchanged nothing
     began = time.monotonic()
     until(lambda: gone(second, "w0") and gone(third, "w0"), "both see it")
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 1.0 + SLACK
     until(lambda: told == ["w0"], "the hook is told")
     with third.as_current():
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
@@ -141,7 +143,7 @@ def test_a_flood_of_calls_does_not_keep_a_worker(elastic):
     began = time.monotonic()
     try:
         first.shutdown()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 2.0 + SLACK
     finally:
         stop.set()
         for thread in threads:
