@@ -61,6 +61,24 @@ def _variables(
     help="Fork workers from a process that has imported torch, or start each from nothing. "
     "[default: fork on Linux, spawn elsewhere]",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How often each worker that fails is started again, while the others go on.",
+)
+@click.option("--elastic", is_flag=True, help="Workers join and leave: there is no world size.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="With --elastic: where the workers meet. [default: 127.0.0.1 and a free port]",
+)
+@click.option(
+    "--join",
+    metavar="HOST:PORT",
+    help="With --elastic: add the workers to the mesh that meets there.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -72,6 +90,10 @@ def command(
     log_dir: Path | None,
     timeout: float | None,
     start_method: str | None,
+    max_restarts: int,
+    elastic: bool,
+    listen: str | None,
+    join: str | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -87,6 +109,10 @@ def command(
     Output is shown with the worker's rank. When a worker fails, the others are stopped, its
     traceback is shown last, and its exit code is the launcher's. Ctrl-C stops all workers,
     after 3 seconds less gently, and at once when pressed again.
+
+    With --max-restarts, a worker that fails is started again instead, under its rank, and
+    joins the others that go on; how often is in TORCHELASTIC_RESTART_COUNT. With --elastic,
+    WORLD_SIZE is not set, and more workers can be added by a second launch with --join.
     """
     job = Job(
         script,
@@ -98,6 +124,10 @@ def command(
         log_dir=log_dir,
         timeout=timeout,
         start_method=start_method,
+        max_restarts=max_restarts,
+        elastic=elastic,
+        listen=listen,
+        join=join,
     )
     try:
         code = launch(job)

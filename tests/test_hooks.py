@@ -99,3 +99,14 @@ def test_a_hook_may_remove_itself_and_add_others(hooks, jobs):
     hooks.tell(OTHER)
     jobs.run()
     assert seen == [ONE, OTHER]
+
+
+def test_who_is_forgotten_is_not_told_to_those_that_come_later(hooks, jobs):
+    again = WorkerInfo("one", 1, 1)
+    for info in (ONE, OTHER, again):
+        hooks.tell(info)
+    hooks.forget(ONE.number)
+    seen = []
+    hooks.add(seen.append)
+    jobs.run()
+    assert [info.number for info in seen] == [OTHER.number, again.number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from zrpc.errors import RpcError
@@ -105,3 +107,44 @@ def test_the_lost_can_still_be_found(members):
     # A call to them fails with WorkerDied, which says more than that there is no such worker.
     members.lose(2)
     assert members.find("worker2").id == 2
+
+
+def test_a_worker_that_comes_later(members):
+    late = card(4)
+    members.introduce(late)
+    assert members.awaited == {4}
+    assert members.living == [0, 1, 2, 3]
+    assert members.rank_of(late.identity) is None
+    assert members.awaited_rank_of(late.identity) == 4
+    with pytest.raises(RpcError):
+        members.find("worker4")
+    assert members.infos[4] == WorkerInfo("worker4", 4)
+    assert members.same_main(4)
+    assert [members.admit(4), members.admit(4)] == [True, False]
+    assert members.living == [0, 1, 2, 3, 4]
+    assert members.rank_of(late.identity) == members.find("worker4").number == 4
+    assert members.awaited == set()
+
+
+def test_a_worker_that_never_comes(members):
+    members.introduce(card(4))
+    members.lose(4)
+    assert not members.admit(4)
+    assert not members.was_found(4)
+    assert members.awaited_rank_of(card(4).identity) is None
+    assert members.lost_rank_of(card(4).identity) == 4
+    assert members.living == [0, 1, 2, 3]
+
+
+def test_another_incarnation_takes_the_name_and_the_rank(members):
+    old, new = members.cards[2], replace(card(2), token="f" * 32, incarnation=1)
+    members.introduce(new)
+    assert members.find(2).number == old.number == 2
+    members.lose(2)
+    assert members.find("worker2").number == 2  # which is gone
+    members.admit(new.number)
+    for to in ("worker2", 2, WorkerInfo("worker2", 2), old.info):
+        assert members.find(to).number == new.number
+    assert members.rank_of(old.identity) is None
+    assert members.rank_of(new.identity) == new.number
+    assert members.living == [0, 1, 3, new.number]

@@ -26,6 +26,7 @@ from zrpc.rendezvous import (
     master_host,
     meet,
     resolve_rank,
+    restart_count,
 )
 from zrpc.testing.server import warm_server
 
@@ -256,7 +257,8 @@ def test_identities_are_as_zeromq_wants_them():
 
 @pytest.fixture
 def environment(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZRPC_MAX_RESTARTS")
+    for name in (*names, "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch.setenv
 
@@ -272,15 +274,33 @@ def test_arguments_come_first(environment):
     assert resolve_rank("tcp://h:1?rank=2&world_size=5", 1, 4) == (1, 4)
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "missing"), [(-1, 2, "RANK"), (0, None, "WORLD_SIZE"), (0, -1, "WORLD_SIZE")]
-)
-def test_what_is_missing_is_named(environment, rank, size, missing):
-    with pytest.raises(RendezvousError, match=missing):
-        resolve_rank("env://", rank, size)
+def test_a_missing_rank_is_named(environment):
+    with pytest.raises(RendezvousError, match="RANK"):
+        resolve_rank("env://", -1, 2)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (5, 2), (0, 0)])
+def test_without_a_world_size_a_mesh_is_elastic(environment):
+    assert resolve_rank("env://", 0, None) == (0, None)
+    assert resolve_rank("env://", -1, None) == (None, None)
+    assert resolve_rank("env://", 3, -1) == (3, None)
+    environment("RANK", "2")
+    assert resolve_rank("env://", -1, None) == (2, None)
+
+
+def test_restarts_count_only_where_workers_are_started_again_one_by_one(environment):
+    assert restart_count(4) is None
+    assert restart_count(None) == 0
+    environment("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restart_count(4) is None  # torchrun's: all are started again
+    assert restart_count(None) == 2
+    environment("ZRPC_MAX_RESTARTS", "3")
+    assert restart_count(4) == 2
+    environment("TORCHELASTIC_RESTART_COUNT", "often")
+    with pytest.raises(RendezvousError, match="TORCHELASTIC_RESTART_COUNT, found 'often'"):
+        restart_count(4)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (5, 2), (0, 0), (1 << 15, None)])
 def test_a_rank_must_fit(environment, rank, size):
     with pytest.raises(ValueError, match=f"got rank={rank} and world_size={size}"):
         resolve_rank("env://", rank, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -331,3 +332,20 @@ def test_bytes_that_are_no_message_are_refused(data):
     except ProtocolError:
         return
     assert message.pack() == data
+
+
+def test_a_worker_that_comes_while_the_others_are_asked_is_waited_for():
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    join, counts = TerminationMessage(Step.JOIN), partial(TerminationMessage, Step.COUNTS)
+    assert leader.receive(1, join) == [(1, TerminationMessage(Step.PROBE, 1))]
+    for number in (1, 2):
+        leader.idle(0, 0)
+        if number == 2:
+            leader.admit(2)
+        asked = leader.receive(1, counts(number))
+        assert asked == ([(1, TerminationMessage(Step.PROBE, 2))] if number == 1 else [])
+    assert not leader.done
+    assert leader.missing == [2]
+    probes = leader.receive(2, join)
+    assert probes == [(rank, TerminationMessage(Step.PROBE, 3)) for rank in (1, 2)]

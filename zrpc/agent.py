@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -34,6 +34,7 @@ from torch.distributed import Store
 
 from zrpc.calls import PendingCall, PendingCalls, name_of
 from zrpc.cancel_scope import CancelScope, current_scope
+from zrpc.card import Card
 from zrpc.current import as_current, context_of, has_shut_down
 from zrpc.errors import (
     ProtocolError,
@@ -51,6 +52,7 @@ from zrpc.graceful_shutdown import GracefulShutdown
 from zrpc.hooks import Hooks
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.io_threads import LONGEST_SITTING, IoThreads
+from zrpc.leaving import LeavingAlone
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.pool import WorkerPool, in_handler, in_pool
@@ -65,7 +67,7 @@ from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message, parse
 from zrpc.wire.kind import REQUESTS, Kind
 from zrpc.wire.pickling import Decoder, Encoder
-from zrpc.worker_info import WorkerInfo
+from zrpc.worker_info import WorkerInfo, rank_of
 
 __all__ = ["UNSET_RPC_TIMEOUT", "Agent", "Layer"]
 
@@ -103,6 +105,8 @@ _UNCOUNTED = frozenset(
 # The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
 # seconds.
 _GAVE_UP = b"gave up"
+# That of a worker with nothing left to do: how many messages it has sent.
+_SENT = struct.Struct("<Q")
 _TELL_EVERY = 1.0
 
 Handler = Callable[[Message], None]
@@ -149,6 +153,7 @@ class Agent:
         membership: Membership,
         options: ZmqRpcBackendOptions,
         store: Store,
+        elastic: bool = False,
     ) -> None:
         self.membership = membership
         self.worker_info = membership.info
@@ -175,7 +180,7 @@ class Agent:
         self._window = Window(options.max_bytes_in_flight)
         self._assembler = Assembler()  # of the I/O thread
         self._calls = PendingCalls(self._receive_answer, self._window.leave, self._tell_cancelled)
-        self._received = [0] * len(membership.infos)
+        self._received = dict.fromkeys(membership.infos, 0)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
         self._executing = Requests()
@@ -197,7 +202,7 @@ class Agent:
         self._completions = WorkerPool(1, f"{name}-completion", self.context)
         self.lost = Hooks(self._completions.submit)
         self.joined = Hooks(self._completions.submit)
-        for info in membership.infos:
+        for info in membership.infos.values():
             if info != self.worker_info:
                 self.joined.tell(info)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
@@ -208,7 +213,9 @@ class Agent:
         self._usual_wait = 0.0
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
-        self._shutdown = GracefulShutdown(membership, self._post_termination)
+        self._shutdown: GracefulShutdown | LeavingAlone = LeavingAlone(self._under_way)
+        if not elastic:
+            self._shutdown = GracefulShutdown(membership, self._post_termination)
         # Guards the change to closed.
         self._closing_lock = threading.Lock()
         self.closed = False
@@ -422,7 +429,8 @@ class Agent:
             raise has_shut_down()
         timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
         message = Message(kind)
-        encoder = self.encoder(to.id)
+        peer = to.number
+        encoder = self.encoder(peer)
         encoder.pack(obj, message)
         if extension is not None:
             message.extensions = [*message.extensions, extension]
@@ -430,7 +438,7 @@ class Agent:
         if scope is not None:
             timeout = scope.bounded(timeout)
         message.deadline = timeout
-        call = self._calls.new(to.id, timeout, holds, died)
+        call = self._calls.new(peer, timeout, holds, died)
         call.kind, call.what = kind, name_of(obj)
         message.call_id = call.call_id
         if encoder.undoable:
@@ -506,7 +514,7 @@ class Agent:
         if in_handler():
             return
         call.received_here = True
-        if call.peer == self.worker_info.id or not self._io.resting or not hold_interrupts():
+        if call.peer == self.membership.rank or not self._io.resting or not hold_interrupts():
             return
         try:
             if not self._io.sit():
@@ -544,7 +552,8 @@ class Agent:
 
     def _died(self, call: PendingCall) -> WorkerDied:
         return call.died(
-            f"{self.why_gone(call.peer)}; calls to it fail until the mesh is started anew"
+            f"{self.why_gone(call.peer)}; calls to it fail, unless another one is started under "
+            "its name and joins the mesh"
         )
 
     def why_gone(self, rank: int) -> str:
@@ -626,7 +635,7 @@ class Agent:
         if (
             call.received_here
             and not len(self._calls)
-            and call.peer != self.worker_info.id
+            and call.peer != self.membership.rank
             and time.monotonic() - call.begun < LONGEST_SITTING
         ):
             self._io.rest(self._next_tick)
@@ -659,6 +668,7 @@ class Agent:
                 self._next_tick = min(self._next_tick, now + _TICK_AT_SHUTDOWN)
                 if self._shutdown.asked and self._idle():
                     self._report_idle()
+                self._shutdown.look()
             if now >= self._next_tick:
                 self._tick()
                 self._next_tick = now + _TICK
@@ -668,7 +678,7 @@ class Agent:
     def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
         sender = self.membership.rank_of(identity)
         if sender is None:
-            self._on_outsider(identity, first)
+            self._on_outsider(identity, first, buffers)
             return
         try:
             if is_chunk(first):
@@ -742,17 +752,26 @@ class Agent:
             tick()
 
     def _on_leave(self, message: Message) -> None:
-        gave_up = bytes(message.body) == _GAVE_UP
-        loss = self._watch.leave(message.sender, Reason.GAVE_UP if gave_up else Reason.LEFT)
+        body = bytes(message.body)
+        reason = Reason.GAVE_UP if body == _GAVE_UP else Reason.LEFT
+        sent = _SENT.unpack(body)[0] if len(body) == _SENT.size else 0
+        loss = self._watch.leave(message.sender, reason, sent)
         if loss is not None:
             self._lose(loss)
 
-    def _on_outsider(self, identity: bytes, first: bytes) -> None:
+    def _on_outsider(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
         """The waker's message, or a stranger's, of which nothing is read; or one of a worker that
         was given up too soon, which is told so: it must not wait for us.
         """
         rank = self.membership.lost_rank_of(identity)
-        if rank is None or is_chunk(first):
+        if rank is None:
+            # Whoever sends has joined, even if we have yet to hear of that.
+            awaited = self.membership.awaited_rank_of(identity)
+            if awaited is not None:
+                self.admit(awaited)
+                self._dispatch(identity, first, buffers)
+            return
+        if is_chunk(first):
             return
         message = parse(first, (), rank)
         if message.kind == Kind.TERMINATION:
@@ -765,8 +784,9 @@ class Agent:
     def _lose(self, loss: Loss) -> None:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
-        logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._assembler.forget(rank)
+        if self.membership.was_found(rank):
+            logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self._calls.fail(self._died, rank)
         self._executing.lose(rank)
         # Not here: a thread may be copying what it sends.
@@ -774,7 +794,7 @@ class Agent:
         for layer in self.layers:
             layer.lose(rank)
         self._shutdown.lose(rank)
-        if not self._shutdown.done:
+        if not self._shutdown.done and self.membership.was_found(rank):
             self.lost.tell(self.membership.infos[rank])
 
     def _report_idle(self) -> None:
@@ -782,6 +802,13 @@ class Agent:
         living = self.membership.living
         received = sum(self._received[rank] for rank in living)
         self._shutdown.idle(self._network.sent(living), received)
+
+    def _under_way(self) -> set[Hashable]:
+        """The handlers that run here, and the calls that wait for an answer."""
+        return {
+            *map(id, self._executing.all()),
+            *(("call", call_id) for call_id in self._calls.ids()),
+        }
 
     def _idle(self) -> bool:
         """Whether this worker does nothing and waits for nothing."""
@@ -794,6 +821,49 @@ class Agent:
             or not all(layer.quiet() for layer in self.layers)
         )
 
+    # -- workers that come and go; in the I/O thread, or before the agent serves -----------
+
+    def introduce(self, card: Card, endpoint: str) -> None:
+        """A worker is about to join the mesh; it can be reached at ``endpoint``."""
+        number = card.number
+        self.membership.introduce(card)
+        self._received[number] = 0
+        self._watch.add(number)
+        self._network.introduce(number, endpoint, card.public_key)
+
+    def admit(self, number: int) -> None:
+        """A worker that was introduced has joined, and can be found."""
+        if self.membership.admit(number):
+            self._shutdown.admit(number)
+            self.joined.tell(self.membership.infos[number])
+
+    def part(self, number: int, reason: Reason) -> None:
+        """A worker is gone, as others say."""
+        loss = self._watch.leave(number, reason)
+        if loss is not None:
+            self._lose(loss)
+
+    def expect(self, numbers: Collection[int]) -> None:
+        """Looks after these workers also where nothing was exchanged with them, and no others."""
+        self._watch.expected = set(numbers)
+
+    def shut_out(self, number: int) -> None:
+        """A worker has ended for good: nobody may connect with its key any more."""
+        self._network.dismiss(number)
+
+    def reason_gone(self, number: int) -> Reason | None:
+        """Why a worker is gone, where that was found here."""
+        return self._watch.reason(number)
+
+    @property
+    def has_terminated(self) -> bool:
+        """Whether the whole mesh had nothing left to do, and all leave it."""
+        return self._shutdown.done
+
+    def has_heard(self, number: int) -> bool:
+        """Whether any message of a worker ever came in."""
+        return bool(self._received[number])
+
     # -- the end -------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
@@ -801,7 +871,8 @@ class Agent:
 
         Args:
             graceful: first wait until all workers have called this and nothing is under way
-                anywhere. Otherwise this worker leaves at once, and calls that its peers have
+                anywhere; or in an elastic mesh, until this worker has nothing under way.
+                Otherwise this worker leaves at once, and calls that its peers have
                 under way to it fail.
             timeout: for the graceful wait, in seconds; 0 means none. A worker that dies
                 meanwhile is not waited for.
@@ -831,7 +902,7 @@ class Agent:
     def _terminate(self, timeout: float) -> None:
         self.in_io_thread(self._shutdown.begin)
         if not self._shutdown.wait(timeout):
-            missing = self._shutdown.missing
+            missing = [rank_of(number) for number in self._shutdown.missing]
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
             if self._executing:
                 who += f"; calls of others are still running here: {len(self._executing)}"
@@ -863,13 +934,15 @@ class Agent:
             self._ended.set()
 
     def _close(self) -> None:
+        gracefully = self._shutdown.settled
         self._shutdown.leave_all_the_same()
         self._executing.close()
         if not self._shutdown.done:
             for rank in self.membership.living:
                 known = self._network.knows(rank) or self._received[rank]
-                if known and rank != self.worker_info.id:
-                    self.post(rank, Message(Kind.LEAVE), counted=False)
+                if known and rank != self.membership.rank:
+                    sent = _SENT.pack(self._network.sent([rank])) if gracefully else b""
+                    self.post(rank, Message(Kind.LEAVE, body=sent), counted=False)
         ended = self._io.stop(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT)
         self._calls.fail(lambda _: has_shut_down())
         self._watch.close()
@@ -886,7 +959,7 @@ class Agent:
                 len(self._executing),
             )
         self._store = None  # which closes it, where this worker has hosted it
-        linger = _LINGER if self._shutdown.done else _LINGER_NOT_GRACEFUL
+        linger = _LINGER if self._shutdown.settled else _LINGER_NOT_GRACEFUL
         self._network.close(linger, self.membership.lost)
 
 

@@ -32,7 +32,7 @@ from zrpc.futures import Future
 from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
-from zrpc.rendezvous import connect_store, resolve_rank
+from zrpc.rendezvous import connect_store, resolve_rank, restart_count
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
 from zrpc.secret import ClusterSecret, find_secret
@@ -72,12 +72,13 @@ def is_available() -> bool:
 def start_agent(
     name: str,
     *,
-    rank: int,
-    world_size: int,
+    rank: int | None,
+    world_size: int | None,
     store: Store,
     options: ZmqRpcBackendOptions | None = None,
     init_method: str = "",
     secret: ClusterSecret | None = None,
+    restarts: int | None = None,
 ) -> Agent:
     """Starts an agent with all that zrpc has, without making it the process's default.
 
@@ -93,6 +94,7 @@ def start_agent(
         layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd, plug_in_inspection],
         init_method=init_method,
         secret=secret,
+        restarts=restarts,
     )
 
 
@@ -105,12 +107,17 @@ def init_rpc(
 ) -> None:
     """Joins this process to a mesh of workers; returns when all of them are there.
 
+    Without a world size the mesh is *elastic*: workers join and leave it while it runs. Then it
+    returns when the members that are there know this worker.
+
     Args:
         name: this worker's name, unlike all others': letters, digits, ``-``, ``_`` and ``:``,
             at most 127 characters.
         backend: there is only one; accepted for existing scripts.
-        rank: this worker's number, from 0. Default: the environment variable ``RANK``.
-        world_size: how many workers there are. Default: ``WORLD_SIZE``.
+        rank: this worker's number, from 0. Default: the environment variable ``RANK``, and in an
+            elastic mesh without that any that is free.
+        world_size: how many workers there are. Default: ``WORLD_SIZE``. Without that, an elastic
+            mesh.
         rpc_backend_options: threads, timeouts, and where the workers meet. Default:
             `ZmqRpcBackendOptions`, which meets by ``MASTER_ADDR`` and ``MASTER_PORT``.
 
@@ -145,18 +152,21 @@ def init_rpc(
         if find_agent() is not None:
             raise RpcError("RPC is already initialized")
         WorkerInfo(name, 0)  # checks the name before anybody waits
-        rank, world_size = resolve_rank(options.init_method, rank, world_size)
-        agent = _join(name, rank, world_size, options)
+        place = resolve_rank(options.init_method, rank, world_size)
+        agent = _join(name, *place, options)
         set_default_agent(agent)
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
 
 
-def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) -> Agent:
+def _join(
+    name: str, rank: int | None, world_size: int | None, options: ZmqRpcBackendOptions
+) -> Agent:
     """Connects to the store and starts the agent; anew where the store's host goes away.
 
     The store of a mesh that just shut down may still answer while its host closes it.
     """
+    restarts = restart_count(world_size)
     secret = find_secret()  # an error in there should not have to wait for the others
     deadline = time.monotonic() + options.init_timeout
     while True:
@@ -172,6 +182,7 @@ def _join(name: str, rank: int, world_size: int, options: ZmqRpcBackendOptions) 
                 options=options,
                 init_method=options.init_method,
                 secret=secret,
+                restarts=restarts,
             )
         except RendezvousError as error:
             connection_lost = isinstance(error.__cause__, DistNetworkError)
@@ -184,8 +195,9 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
 
     Args:
         graceful: wait until all workers have called this and nothing is under way: no call,
-            nested ones included, and no reference count. Otherwise this worker leaves at once,
-            and what its peers have under way to it fails.
+            nested ones included, and no reference count. In an elastic mesh, wait until this
+            worker has nothing under way: no call of its own, no handler. Otherwise it leaves at
+            once, and what its peers have under way to it fails.
         timeout: of that wait, in seconds; 0 means none. Workers that die are not waited for.
 
     Raises:
@@ -330,7 +342,8 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
 
     That is one that died, that left without the others, or that did not answer for longer than
     the option ``heartbeat_timeout``; also one that was lost before this call. A graceful shutdown
-    of the mesh loses nobody. A worker that is lost does not come back.
+    of the mesh loses nobody. A worker that is lost does not come back; one that is started again
+    under its name is another one, of the next incarnation.
 
     Args:
         callback: is called once for each worker, in a thread of the agent's in which it may make
@@ -355,7 +368,9 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
 def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
     """Has ``callback(worker_info)`` called for each other worker of the mesh.
 
-    That is for those that are there already, by rank; in a mesh of a fixed size these are all.
+    That is for those that are there already, and for those that join later: workers of an elastic
+    mesh, and those that ``zrpc launch --max-restarts`` starts again. When it is called, the worker
+    can be called by its name.
 
     Args:
         callback: as for `on_worker_lost`.

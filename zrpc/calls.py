@@ -228,6 +228,10 @@ class PendingCalls:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def ids(self) -> list[int]:
+        """The numbers of the calls under way."""
+        return list(self._calls)
+
     def add(
         self,
         peer: int,

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, fields
 
-from zrpc.worker_info import WorkerInfo
+from zrpc.worker_info import WorkerInfo, number_of
 
 __all__ = ["Card", "claimed_token"]
 
@@ -29,6 +29,9 @@ class Card:
         ipc: whether it listens on that socket.
         public_key: by which it proves over tcp that it is this member; empty where it talks
             in the clear.
+        endpoint: where it listens on tcp, where it does before it meets the others.
+        restarts: how often it was started again under its name and rank.
+        incarnation: how many members have had its rank before; the others know that.
     """
 
     name: str
@@ -40,6 +43,9 @@ class Card:
     main: str
     ipc: bool = True
     public_key: str = ""
+    endpoint: str = ""
+    restarts: int = 0
+    incarnation: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Card:
@@ -73,7 +79,20 @@ class Card:
     @property
     def info(self) -> WorkerInfo:
         """The worker's name and rank."""
-        return WorkerInfo(self.name, self.rank)
+        return WorkerInfo(self.name, self.rank, self.incarnation)
+
+    @property
+    def number(self) -> int:
+        """Which member of the mesh it is; see `zrpc.worker_info`."""
+        return number_of(self.rank, self.incarnation)
+
+    def shares_host(self, other: Card) -> bool:
+        """Whether the two workers can see each other's private directories."""
+        return bool(self.directory and other.directory) and self.host_key == other.host_key
+
+    def reaches_by_ipc(self, other: Card) -> bool:
+        """Whether the two workers talk by Unix sockets."""
+        return self.shares_host(other) and self.ipc and other.ipc
 
     @property
     def identity(self) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +25,9 @@ from zrpc.secret import ClusterSecret
 from zrpc.transport.address import check_private, interface_towards
 from zrpc.transport.curve import Curve, KeyPair, supports_curve
 from zrpc.transport.network import Network
+from zrpc.worker_info import WorkerInfo
 
-__all__ = ["Meeting", "find_endpoints", "make_keys"]
+__all__ = ["Meeting", "endpoint_of", "find_endpoints", "listen", "make_keys", "tell_of_listening"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def find_endpoints(
             secret where there must be one.
         RpcError: a worker can't be reached.
     """
-    cards = membership.cards
+    cards = list(membership.cards.values())
     for card in cards:
         if card.rank != membership.rank and membership.reaches_by_ipc(card.rank):
             check_private(Path(card.directory))
@@ -112,11 +113,69 @@ def find_endpoints(
     ]
 
 
+def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
+    """Listens on tcp where workers may come that don't share this host; returns the endpoint.
+
+    For a worker that does not know yet whom it will meet. They may come where the master is
+    reached by a network, where an interface is named, and with ``transport="tcp"``.
+
+    Returns:
+        The empty string where it does not listen on tcp.
+
+    Raises:
+        AuthenticationError: there is no secret where there must be one.
+        RpcError: it can't listen.
+    """
+    transport = meeting.options.transport
+    named = bool(os.environ.get(_IFACE, "").strip())
+    interface = "127.0.0.1"
+    if named or meeting.init_method.startswith(("tcp:", "env:")):
+        interface = _interface(meeting.init_method)
+    elsewhere = named or not (interface.startswith("127.") or interface == "::1")
+    if transport == "ipc" or (transport == "auto" and not elsewhere):
+        return ""
+    if keys is not None and meeting.secret is None:
+        raise AuthenticationError(
+            "expected a cluster secret, found none. Workers of other hosts can join this mesh by "
+            f"{interface}, and without it can't be told from strangers: {_WHAT_TO_DO}. For workers "
+            "of one host only, let them meet at 127.0.0.1"
+        )
+    return _listen(network, interface, None if keys is None else Curve(keys, []))
+
+
+def endpoint_of(membership: Membership, card: Card) -> str:
+    """Where a worker can be reached that this one has not met before.
+
+    Raises:
+        AuthenticationError: the worker's directory or key is not what it must be.
+        RpcError: it can't be reached.
+    """
+    mine = membership.cards[membership.rank]
+    if mine.reaches_by_ipc(card):
+        check_private(Path(card.directory))
+        return f"ipc://{Path(card.directory) / 'inbox'}"
+    local = _is_loopback(mine.endpoint) or _is_loopback(card.endpoint)
+    if not (mine.endpoint and card.endpoint) or (local and _hosts([mine, card]) > 1):
+        deaf = card.info if mine.endpoint and not _is_loopback(mine.endpoint) else mine.info
+        raise RpcError(
+            f"{mine.info} and {card.info} share no host, or no directory for sockets, and {deaf} "
+            f"listens on no network: set {_IFACE} there to the name or the address of the network "
+            "interface that leads to the others, or let all meet at an address of a network"
+        )
+    if bool(mine.public_key) != bool(card.public_key):
+        clear, other = (mine, card) if card.public_key else (card, mine)
+        raise AuthenticationError(
+            f"{clear.info} talks in the clear (security='none'), but {other.info} does not: give "
+            "all workers the same security"
+        )
+    return card.endpoint
+
+
 def _all_by_ipc(cards: Sequence[Card]) -> bool:
     return all(card.ipc for card in cards) and len({card.host_key for card in cards}) == 1
 
 
-def _hosts(cards: Sequence[Card]) -> int:
+def _hosts(cards: Iterable[Card]) -> int:
     return len({_system(card) for card in cards})
 
 
@@ -126,7 +185,7 @@ def _system(card: Card) -> str:
 
 def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | None) -> None:
     """Refuses tcp that is not secured alike, or whose keys nobody vouches for."""
-    for card in membership.cards:
+    for card in membership.cards.values():
         if bool(card.public_key) != (keys is not None):
             clear, other = (membership.info, card.info)[:: 1 if keys is None else -1]
             raise AuthenticationError(
@@ -135,9 +194,10 @@ def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | No
             )
     if keys is not None and meeting.secret is None:
         # On one host too: other users of it can reach the store, and pose as a worker there.
+        hosts = _hosts(membership.cards.values())
         raise AuthenticationError(
             f"expected a cluster secret, found none. The workers use tcp (they are on "
-            f"{_hosts(membership.cards)} host(s)), and without it can't tell a member from a "
+            f"{hosts} host(s)), and without it can't tell a member from a "
             f"stranger: {_WHAT_TO_DO}. `zrpc launch` makes one for its own workers"
         )
 
@@ -146,14 +206,8 @@ def _exchange_tcp(
     network: Network, membership: Membership, meeting: Meeting, curve: Curve | None
 ) -> list[str]:
     """Listens on tcp; returns the endpoints of all."""
-    cards, interface = membership.cards, _interface(meeting.init_method)
-    try:
-        mine = network.listen_tcp(interface, curve)
-    except zmq.ZMQError as error:
-        raise RpcError(
-            f"{membership.info} can't listen on {interface} ({error}): set {_IFACE} to the name "
-            "or the address of a network interface of this host"
-        ) from error
+    cards = list(membership.cards.values())
+    mine = _listen(network, _interface(meeting.init_method), curve)
     timeout = meeting.options.init_timeout
     found = exchange(meeting.store, cards, membership.rank, mine, timeout, meeting.secret)
     for card, endpoint in zip(cards, found, strict=True):
@@ -162,11 +216,26 @@ def _exchange_tcp(
                 f"{card.info} listens on {endpoint}, which other hosts can't reach: set {_IFACE} "
                 "there to the name or the address of the network interface that leads to them"
             )
-    text = f"{membership.info} listens on {mine} ({'CURVE' if curve else 'in the clear'})"
-    logger.info(text)
-    if not all(map(_is_loopback, found)) and not logger.isEnabledFor(logging.INFO):
-        print(f"zrpc: {text}", file=sys.stderr)
+    tell_of_listening(membership.info, mine, curve is not None)
     return found
+
+
+def _listen(network: Network, interface: str, curve: Curve | None) -> str:
+    try:
+        return network.listen_tcp(interface, curve)
+    except zmq.ZMQError as error:
+        raise RpcError(
+            f"can't listen on {interface} ({error}): set {_IFACE} to the name or the address of a "
+            "network interface of this host"
+        ) from error
+
+
+def tell_of_listening(info: WorkerInfo, endpoint: str, curve: bool) -> None:
+    """Tells the user where a worker listens on tcp, where that is no secret of this host's."""
+    text = f"{info} listens on {endpoint} ({'CURVE' if curve else 'in the clear'})"
+    logger.info(text)
+    if not _is_loopback(endpoint) and not logger.isEnabledFor(logging.INFO):
+        print(f"zrpc: {text}", file=sys.stderr)
 
 
 def _interface(init_method: str) -> str:

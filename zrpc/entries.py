@@ -40,10 +40,25 @@ class Entries:
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
-        signature = _UNSIGNED
-        if self._secret is not None:
-            signature = self._secret.signature(key, value.encode())
-        self._store.set(key, f"{signature.decode()} {value}")
+        self._store.set(key, self._signed(key, value))
+
+    def claim(self, key: str, value: str) -> bool:
+        """Writes an entry unless there is one under this key; returns whether that was done."""
+        entry = self._signed(key, value)
+        return bytes(self._store.compare_set(key, "", entry)) == entry.encode()
+
+    def first(self, key: str, value: str) -> str:
+        """The entry under a key that was written first, now or before.
+
+        Raises:
+            AuthenticationError: it is not signed as it must be.
+        """
+        entry = self._store.compare_set(key, "", self._signed(key, value))
+        return self.opened(key, bytes(entry))
+
+    def count(self, key: str, more: int) -> int:
+        """Adds to a number, which begins at 0 and is not signed; returns the sum."""
+        return int(self._store.add(key, more))
 
     def get(self, key: str) -> str:
         """Reads an entry that is there.
@@ -85,6 +100,12 @@ class Entries:
             return value.decode()
         except UnicodeDecodeError as error:
             raise AuthenticationError(f"the entry {key} is damaged: {error}") from error
+
+    def _signed(self, key: str, value: str) -> str:
+        signature = _UNSIGNED
+        if self._secret is not None:
+            signature = self._secret.signature(key, value.encode())
+        return f"{signature.decode()} {value}"
 
     def all_raw(self, keys: Sequence[str]) -> list[bytes]:
         """Entries that are there, unread: with one request, where the store can do that."""

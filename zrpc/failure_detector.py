@@ -42,6 +42,8 @@ class Reason(Enum):
     ENDED = "its process has ended, or has closed its agent"
     LEFT = "it left the mesh"
     GAVE_UP = "it has given up this worker, of which it had heard nothing, and takes no more calls"
+    REPLACED = "it has ended, and was started again"
+    REFUSED = "it is not trusted"
     SILENT = "it answers no more: its process is stopped, or the network to it is cut"
 
 

@@ -40,6 +40,11 @@ class GracefulShutdown:
         return self._done.is_set()
 
     @property
+    def settled(self) -> bool:
+        """Whether this worker has nothing left to do, or to say."""
+        return self._done.is_set()
+
+    @property
     def under_way(self) -> bool:
         """Whether any worker shuts down."""
         return self._termination is not None
@@ -75,6 +80,9 @@ class GracefulShutdown:
         """This worker shuts down."""
         self._send(self._rules().begin())
 
+    def look(self) -> None:
+        """To be called often while it is `under_way`."""
+
     def receive(self, sender: int, body: bytes | bytearray | memoryview) -> None:
         """A termination message came in.
 
@@ -92,6 +100,11 @@ class GracefulShutdown:
             received: messages that it ever received from them.
         """
         self._send(self._rules().idle(sent, received))
+
+    def admit(self, rank: int) -> None:
+        """A worker has come to the mesh."""
+        if self._termination is not None:
+            self._termination.admit(rank)
 
     def lose(self, rank: int) -> None:
         """A worker is gone."""

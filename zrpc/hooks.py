@@ -54,6 +54,11 @@ class Hooks:
         for key in keys:
             self._submit(partial(self._run, key, info))
 
+    def forget(self, number: int) -> None:
+        """Hooks that are added later are not told of this worker."""
+        with self._lock:
+            self._told = [info for info in self._told if info.number != number]
+
     def _run(self, key: int, info: WorkerInfo) -> None:
         hook = self._hooks.get(key)
         if hook is None:

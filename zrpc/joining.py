@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch.distributed import Store
 
 from zrpc.agent import Agent, Layer
-from zrpc.endpoints import Meeting, find_endpoints, make_keys
+from zrpc.elastic import ElasticLayer, claim
+from zrpc.endpoints import Meeting, find_endpoints, listen, make_keys, tell_of_listening
+from zrpc.entries import Entries
+from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership import Membership
+from zrpc.news import News
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.rendezvous import Card, meet
+from zrpc.roster import Departure, Item, Roster, Verb
 from zrpc.secret import ClusterSecret, find_secret
 from zrpc.transport.address import host_key, supports_ipc
 from zrpc.transport.network import Network
@@ -21,29 +29,36 @@ from zrpc.worker_info import WorkerInfo
 
 __all__ = ["join_mesh"]
 
+# How many workers an elastic mesh may have, for the limits of ZeroMQ.
+_MANY = 4096
+
 
 def join_mesh(
     name: str,
     *,
-    rank: int,
-    world_size: int,
+    rank: int | None,
+    world_size: int | None,
     store: Store,
     options: ZmqRpcBackendOptions | None = None,
     layers: Sequence[Callable[[Agent], Layer]] = (),
     init_method: str = "",
     secret: ClusterSecret | None = None,
+    restarts: int | None = None,
 ) -> Agent:
     """Meets the other workers and starts an agent that serves them.
 
     Args:
         name: this worker's name, unlike all others'.
-        rank: from 0 to ``world_size - 1``, unlike all others'.
-        world_size: how many workers there are.
+        rank: from 0 to ``world_size - 1``, unlike all others'; None for one that is free, where
+            there is no world size.
+        world_size: how many workers there are; None where they come and go.
         store: the store that they all use.
         options: default: those of `ZmqRpcBackendOptions`.
         layers: what to plug in before the first message is read.
         init_method: where the store is, for the choice of a network interface.
         secret: signs what is written to the store. Default: that of the environment.
+        restarts: how often this worker was started again, in a mesh of a fixed size in which
+            workers are; None where they are not.
 
     Raises:
         AuthenticationError: the secrets of the workers differ, or can't be used.
@@ -54,30 +69,73 @@ def join_mesh(
     options = options or ZmqRpcBackendOptions()
     meeting = Meeting(store, init_method, secret or find_secret(), options)
     keys = make_keys(meeting)
-    info = WorkerInfo(name, rank)
+    WorkerInfo(name, rank or 0)  # checks the name
     ipc = supports_ipc() and options.transport != "tcp"
     token = secrets.token_hex(16)
-    network = Network(Card.identity_of(token), rank, world_size, ipc)
+    network = Network(Card.identity_of(token), rank or 0, world_size or _MANY, ipc)
     try:
         card = Card(
-            name=info.name,
-            rank=rank,
-            world_size=world_size,
+            name=name,
+            rank=-1 if rank is None else rank,
+            world_size=world_size or 0,
             token=token,
             host_key=host_key(),
             directory=str(network.directory.path) if network.directory else "",
             ipc=ipc,
             main=_main_key(),
             public_key="" if keys is None else keys.public,
+            restarts=restarts or 0,
         )
+        if world_size is None or restarts is not None:
+            card = replace(card, endpoint=listen(network, meeting, keys))
+            return _join_running(card, network, meeting, layers)
         cards = meet(store, card, options.init_timeout, meeting.secret)
-        membership = Membership(cards, rank)
+        membership = Membership(cards, card.rank)
         network.connect(find_endpoints(network, membership, meeting, keys))
         agent = Agent(network, membership, options, store)
     except BaseException:
         network.close(linger=0, lost=())
         raise
     agent.serve(layers)
+    return agent
+
+
+def _join_running(
+    card: Card,
+    network: Network,
+    meeting: Meeting,
+    layers: Sequence[Callable[[Agent], Layer]],
+) -> Agent:
+    """Joins a mesh that may run already.
+
+    Raises:
+        As `join_mesh`; the network is closed then where there was an agent.
+    """
+    deadline = time.monotonic() + meeting.options.init_timeout
+    roster = Roster()
+    try:
+        news = News(Entries(meeting.store, meeting.secret))
+        card = claim(news, roster, card, deadline)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, (RendezvousError, AuthenticationError)):
+            raise
+        raise RendezvousError(f"the store failed during the rendezvous: {error}") from error
+    network.connect_itself(card.number)
+    if card.endpoint:
+        tell_of_listening(card.info, card.endpoint, bool(card.public_key))
+    membership = Membership([card], card.number)
+    elastic = not card.world_size
+    agent = Agent(network, membership, meeting.options, meeting.store, elastic)
+    try:
+        agent.serve([*layers, lambda agent: ElasticLayer(agent, news, roster)])
+        layer = agent.layer(ElasticLayer)
+        layer.start()
+        layer.await_admission(deadline, meeting.options.init_timeout)
+    except BaseException:
+        agent.close()
+        with contextlib.suppress(RuntimeError, OSError):
+            news.post(Item(Verb.GONE, card.token, why=Departure.LEFT))
+        raise
     return agent
 
 

@@ -27,14 +27,22 @@ from datetime import timedelta
 from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
-from torch.distributed import Store, TCPStore, rendezvous
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.card import Card, claimed_token
 from zrpc.entries import Entries
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.secret import ClusterSecret
+from zrpc.worker_info import RANKS
 
-__all__ = ["Card", "connect_store", "meet", "resolve_rank"]
+__all__ = [
+    "Card",
+    "connect_store",
+    "meet",
+    "resolve_rank",
+    "restart_count",
+    "tcp_store",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -47,43 +55,73 @@ _PAUSES = (0.001, 0.05)
 _READ_WITHIN = 5.0
 # How often a worker looks at the cards that are there while others are missing, in seconds.
 _LOOK = 0.5
+# What torchrun, and `zrpc launch` where it restarts workers, say by the environment.
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# Set by `zrpc launch` alone: how often a worker may be started again by itself.
+MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 _BACKLOG = 4096  # a whole mesh may connect at once
 
 
-def resolve_rank(init_method: str, rank: int, world_size: int | None) -> tuple[int, int]:
+def resolve_rank(
+    init_method: str, rank: int, world_size: int | None
+) -> tuple[int | None, int | None]:
     """The rank and the world size: from the arguments, the URL, or the environment.
 
+    Without a world size the mesh is elastic, and there need be no rank either.
+
     Raises:
-        RendezvousError: one of them is missing.
+        RendezvousError: there is a world size and no rank, or something that is no number.
         ValueError: they don't fit together.
     """
     query = dict(
         part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
     )
-    values: dict[str, int] = {}
+    values: dict[str, int | None] = {}
     for name, given in (("rank", rank), ("world_size", world_size)):
         if given is None or given < 0:
-            text = query.get(name, os.environ.get(name.upper(), ""))
-            if not text.strip():
-                raise RendezvousError(
-                    f"expected a {name}, found none: pass {name}= to init_rpc, or set the "
-                    f"environment variable {name.upper()} (`zrpc launch` and torchrun do)"
-                )
+            text = query.get(name, os.environ.get(name.upper(), "")).strip()
             try:
-                given = int(text)
+                given = int(text) if text else None
             except ValueError:
                 raise RendezvousError(f"expected a number as {name}, found {text!r}") from None
-        values[name] = int(given)
-    if values["world_size"] < 1 or not 0 <= values["rank"] < values["world_size"]:
-        raise ValueError(
-            f"expected a rank from 0 to world_size - 1, but got rank={values['rank']} and "
-            f"world_size={values['world_size']}"
+        values[name] = given
+    found, size = values["rank"], values["world_size"]
+    if size is not None and found is None:
+        raise RendezvousError(
+            "expected a rank, found none: pass rank= to init_rpc, or set the environment variable "
+            "RANK (`zrpc launch` and torchrun do)"
         )
-    return values["rank"], values["world_size"]
+    limit = RANKS if size is None else size
+    if limit < 1 or not 0 <= (found or 0) < limit:
+        raise ValueError(
+            f"expected a rank from 0 to {'world_size' if size is not None else RANKS} - 1, but got "
+            f"rank={found} and world_size={size}"
+        )
+    return found, size
 
 
-def connect_store(init_method: str, rank: int, world_size: int, timeout: float) -> Store:
+def restart_count(world_size: int | None) -> int | None:
+    """How often this worker was started again; None in a mesh in which nobody is.
+
+    `zrpc launch --max-restarts` says it in the environment, by torchrun's variable. torchrun itself
+    starts all workers again together, which then meet anew.
+    """
+    if world_size is not None and not os.environ.get(MAX_RESTARTS):
+        return None
+    text = os.environ.get(RESTART_COUNT, "") or "0"
+    if not text.isdecimal():
+        raise RendezvousError(f"expected a number in {RESTART_COUNT}, found {text!r}")
+    return int(text)
+
+
+def connect_store(
+    init_method: str, rank: int | None, world_size: int | None, timeout: float
+) -> Store:
     """Opens the store that ``init_method`` names; rank 0 hosts it where it needs a host.
+
+    In an elastic mesh (without a world size) it does so only where nobody else does: it may be
+    back.
 
     Raises:
         RendezvousError: the master can't be reached within ``timeout`` seconds, an address is
@@ -93,20 +131,30 @@ def connect_store(init_method: str, rank: int, world_size: int, timeout: float) 
     parts = urlsplit(init_method)
     try:
         if parts.scheme in ("tcp", "env"):
-            return _tcp_store(*_master(init_method), rank, deadline, timeout)
+            master = _master(init_method)
+            hosts = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
+            if hosts and world_size is None:
+                hosts = not _listens(master, timeout)
+            return tcp_store(*master, hosts, deadline, timeout)
         if parts.scheme == "file":
             _check_directory(parts.path)
             # torch takes rank and size from its arguments or from here, but not from both.
             init_method = parts._replace(query="").geturl()
+            if world_size is None:
+                return FileStore(parts.path, -1)
+        if rank is None or world_size is None:
+            raise RendezvousError(
+                "expected env://, tcp://host:port or file:///path as the init_method of an elastic "
+                f"mesh (without a world size), found {init_method}"
+            )
         left = timedelta(seconds=timeout)
         store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
         return store
     except RendezvousError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
-        raise RendezvousError(
-            f"worker {rank} can't use the store of {init_method}: {error}"
-        ) from error
+        who = "a worker" if rank is None else f"worker {rank}"
+        raise RendezvousError(f"{who} can't use the store of {init_method}: {error}") from error
 
 
 def _check_directory(path: str) -> None:
@@ -119,14 +167,18 @@ def _check_directory(path: str) -> None:
         )
 
 
-def _tcp_store(host: str, port: int, rank: int, deadline: float, timeout: float) -> Store:
-    """Connects to the TCPStore at an address, which rank 0 hosts unless torchrun does.
+def _listens(master: tuple[str, int], timeout: float) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(master, timeout):
+        return True
+    return False
+
+
+def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float) -> Store:
+    """Connects to the TCPStore at an address, which rank 0 or the launcher hosts.
 
     Made here and not by torch's ``rendezvous``, by which rank 0 waits for all others and then
     does not say who is missing.
     """
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    hosts = rank == 0 and not by_torchrun
     if not hosts:
         _await_listener((host, port), deadline, timeout)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
@@ -141,7 +193,7 @@ def _tcp_store(host: str, port: int, rank: int, deadline: float, timeout: float)
                 hosts,
                 left,
                 wait_for_workers=False,
-                multi_tenant=not by_torchrun,
+                multi_tenant=os.environ.get(_AGENT_STORE) != "True",
                 master_listen_fd=_listen(host, port) if hosts else None,
             )
         except BaseException as error:
@@ -352,8 +404,8 @@ class _Meeting:
         """The card in an entry; None, and a protest, where it is no member's."""
         try:
             card = Card.parse(self._entries.opened(self._keys[rank], entry))
-            if card.rank != rank:
-                raise ValueError(f"expected the card of rank {rank}, found that of {card.rank}")
+            if card.number != rank:
+                raise ValueError(f"expected the card of rank {rank}, found that of {card.number}")
         except (AuthenticationError, ValueError) as error:
             self._refuse(rank, entry, error)
             return None

@@ -114,7 +114,7 @@ class SharedMemoryLayer:
 
     def _offer(self, rank: int) -> None:
         """Asks a peer, once, whether it can open segments of ours."""
-        if rank in self._offered or rank == self.agent.worker_info.id:
+        if rank in self._offered or rank == self.agent.membership.rank:
             return
         self._offered.add(rank)
         with self._lock:

@@ -129,6 +129,11 @@ class Termination:
         self.asked = None
         return self._deliver([(leader, TerminationMessage(Step.COUNTS, number, sent, received))])
 
+    def admit(self, rank: int) -> None:
+        """A worker has come to the mesh: it has to shut down as well."""
+        if not self.done:
+            self._members.add(rank)
+
     def lose(self, rank: int) -> Outgoing:
         """A worker is gone."""
         if rank not in self._members or rank == self._rank:
@@ -169,7 +174,8 @@ class Termination:
         elif (message.step, message.round) == (Step.COUNTS, self._round):
             self._lacking.discard(sender)
             self._counts[sender] = (message.sent, message.received)
-            return self._evaluate() if not self._lacking else []
+            # Where a worker has come to the mesh meanwhile, it has to join first.
+            return self._evaluate() if not self._lacking and self._leads else []
         return []
 
     @property

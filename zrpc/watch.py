@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import zmq
@@ -40,21 +40,36 @@ class Watch:
     """
 
     def __init__(
-        self, network: Network, membership: Membership, limit: float, received: Sequence[int]
+        self, network: Network, membership: Membership, limit: float, received: Mapping[int, int]
     ) -> None:
         self._network = network
         self._membership = membership
         self._received = received
-        self._counted = list(received)
+        self._counted = dict(received)
         self._detector = FailureDetector(limit)
         self._next = 0.0
         self._retry_at = 0.0
         self._leading_since: float | None = None
-        self._neighbours = [info.id for info in membership.infos if self._is_neighbour(info.id)]
+        self._neighbours = [rank for rank in membership.infos if self._is_neighbour(rank)]
+        # Those to be watched before anything was sent to them or came from them.
+        self.expected: set[int] = set()
         self._probes: dict[int, ListenerProbe] = {}
-        # By rank, written before the membership marks the worker as lost.
+        # By number, written before the membership marks the worker as lost.
         self._epitaphs: dict[int, str] = {}
+        self._reasons: dict[int, Reason] = {}
+        # What those said that are gone when all is in that they have sent.
+        self._farewells: dict[int, tuple[Reason, int]] = {}
         network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
+
+    def add(self, rank: int) -> None:
+        """One more worker is introduced."""
+        self._counted[rank] = 0
+        if self._is_neighbour(rank):
+            self._neighbours.append(rank)
+
+    def reason(self, rank: int) -> Reason | None:
+        """Why a worker is gone; None where that was not found here. From any thread."""
+        return self._reasons.get(rank)
 
     def tick(self, leading: bool) -> list[Loss]:
         """Looks after the peers; returns those found gone, each once. To be called often.
@@ -71,17 +86,35 @@ class Watch:
             (self._detector.connected if answers else self._detector.disconnected)(rank, now)
         self._watch_new_ones(now, self._waits_for_all(leading, now))
         self._look(now)
-        losses = self._detector.tick(now)
+        losses = self._detector.tick(now) + self._last_words_heard(now)
         for loss in losses:
             self._bury(loss)
         return losses
 
-    def leave(self, rank: int, reason: Reason) -> Loss | None:
-        """A peer has said that it is gone; None where that was known."""
+    def leave(self, rank: int, reason: Reason, sent: int = 0) -> Loss | None:
+        """A peer has said that it is gone.
+
+        Args:
+            rank: which.
+            reason: why.
+            sent: how many messages it has sent here. They may still come in, as large ones are
+                overtaken; then it is gone in a later `tick`.
+
+        Returns:
+            None where that was known, or is not to be believed yet.
+        """
+        if self._received[rank] < sent:
+            self._farewells[rank] = (reason, sent)
+            return None
         loss = self._detector.lose(rank, reason, time.monotonic())
         if loss is not None:
             self._bury(loss)
         return loss
+
+    def _last_words_heard(self, now: float) -> list[Loss]:
+        heard = [n for n, (_, sent) in self._farewells.items() if self._received[n] >= sent]
+        found = [self._detector.lose(n, self._farewells.pop(n)[0], now) for n in heard]
+        return [loss for loss in found if loss is not None]
 
     def epitaph(self, rank: int) -> str:
         """Who is gone, why, and when it was last heard."""
@@ -99,7 +132,7 @@ class Watch:
         return rank != self._membership.rank and self._membership.shares_host(rank)
 
     def _note_messages(self, now: float) -> None:
-        for rank, count in enumerate(self._received):
+        for rank, count in self._received.items():
             if count != self._counted[rank]:
                 self._counted[rank] = count
                 self._detector.heard(rank, now)
@@ -114,12 +147,12 @@ class Watch:
         return False
 
     def _watch_new_ones(self, now: float, everyone: bool) -> None:
-        """Watches who was ever sent to, and who has sent anything."""
+        """Watches who was ever sent to, who has sent anything, and who is expected to."""
         if not self._detector.limit or now < self._retry_at:
             return
-        for rank, count in enumerate(self._received):
+        for rank, count in self._received.items():
             if (
-                (count or everyone or self._network.knows(rank))
+                (count or everyone or rank in self.expected or self._network.knows(rank))
                 and rank != self._membership.rank
                 and not self._detector.watches(rank)
             ):
@@ -166,7 +199,11 @@ class Watch:
             clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
             last = f"it was last heard at {clock}, {ago:.1f} s before this was known"
         self._epitaphs[loss.rank] = f"{why}; {last}"
+        self._reasons[loss.rank] = loss.reason
+        self._farewells.pop(loss.rank, None)
         self._membership.lose(loss.rank)
+        if loss.rank in self._neighbours:
+            self._neighbours.remove(loss.rank)
         self._network.heartbeats.forget(loss.rank)
         probe = self._probes.pop(loss.rank, None)
         if probe is not None:

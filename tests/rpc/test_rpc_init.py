@@ -196,11 +196,30 @@ def test_ranks_that_do_not_fit(alone: int, rank: int, world_size: int) -> None:
         rpc.init_rpc("me", rank=rank, world_size=world_size)
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_variable_is_missing(alone: int, monkeypatch: Any, name: str) -> None:
-    monkeypatch.delenv(name)
-    with pytest.raises(rpc.RendezvousError, match=name):
+def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:
+    monkeypatch.delenv("RANK")
+    with pytest.raises(rpc.RendezvousError, match="RANK"):
         rpc.init_rpc("me")
+
+
+def test_without_a_world_size_the_mesh_is_elastic(
+    alone: int, monkeypatch: Any, tmp_path: Any
+) -> None:
+    """Rank 0 hosts the store where it has to, and it ends with it."""
+    monkeypatch.delenv("WORLD_SIZE")
+    for method in ("env://", f"tcp://127.0.0.1:{alone}", f"file://{tmp_path}/store"):
+        with no_leaks():
+            rpc.init_rpc("me", rpc_backend_options=options(init_method=method))
+            assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
+            assert rpc.rpc_sync("me", max, (1, 2)) == 2
+            rpc.shutdown()
+
+
+def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeypatch: Any) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match="found nobody"):
+        rpc.init_rpc("me", rpc_backend_options=options(SHORT))
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])

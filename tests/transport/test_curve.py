@@ -153,6 +153,34 @@ def test_nobody_is_admitted_where_no_authenticator_answers(context):
         gatekeeper.close()
 
 
+def test_members_come_and_go(context):
+    keys = [KeyPair.new() for _ in range(2)]
+    curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
+    gatekeeper = Gatekeeper(context, [])
+
+    def reaches(port):
+        with context.socket(zmq.DEALER) as mailbox:
+            mailbox.linger = 0
+            curves[1].guard_mailbox(mailbox, 0)
+            mailbox.connect(f"tcp://127.0.0.1:{port}")
+            mailbox.send(b"a message")
+            if not inbox.poll(int(QUIET * 1000)):
+                return False
+            inbox.recv_multipart()
+            return True
+
+    with context.socket(zmq.ROUTER) as inbox:
+        inbox.linger = 0
+        curves[0].guard_inbox(inbox)
+        port = inbox.bind_to_random_port("tcp://127.0.0.1")
+        assert not reaches(port)
+        gatekeeper.admit(keys[1].public)
+        assert reaches(port)
+        gatekeeper.dismiss(keys[1].public)
+        assert not reaches(port)
+    gatekeeper.close()
+
+
 def test_the_gatekeeper_ends_with_its_thread(context):
     before = threading.active_count()
     gatekeeper = Gatekeeper(context, [])

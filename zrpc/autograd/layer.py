@@ -41,7 +41,7 @@ from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import Decoder, Encoder
-from zrpc.worker_info import WorkerInfo
+from zrpc.worker_info import INCARNATIONS, WorkerInfo, incarnation_of, number_of, rank_of
 
 __all__ = ["AutogradLayer", "plug_in"]
 
@@ -57,6 +57,9 @@ _NUMBER = struct.Struct("<Q")
 # Contexts that have ended, remembered so that a message that comes late does not begin them
 # anew. One that comes later than this many ends is taken for one of a new context.
 _ENDED_REMEMBERED = 4096
+
+# Of an id of a context or a pass: what is left of 48 bits by the incarnation.
+_COUNT_BITS = 32
 
 _context_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "zrpc_autograd_context", default=None
@@ -75,7 +78,8 @@ class AutogradLayer:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self.rank = agent.worker_info.id
+        self.rank = agent.worker_info.number
+        self._base = _first_id(self.rank)
         self._numbers = itertools.count()
         self._sends = itertools.count(1)
         # Guards the contexts that live and the ids of those that have ended.
@@ -102,7 +106,7 @@ class AutogradLayer:
             raise RpcError(
                 "Already have an autograd context id for this thread: contexts can't be nested"
             )
-        context_id = (self.rank << 48) + next(self._numbers)
+        context_id = self._base + next(self._numbers)
         with self._lock:
             self._contexts[context_id] = ContextState(context_id)
         token = _context_id.set(context_id)
@@ -285,7 +289,7 @@ class AutogradLayer:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
         engine.check_roots(roots)
         state = self.find(context_id)
-        pass_ = state.find_pass((self.rank << 48) + next(self._numbers))
+        pass_ = state.find_pass(self._base + next(self._numbers))
         state.engage(pass_, retain_graph)
         self._run(state, pass_, roots, retain_graph, parent=self.rank)
 
@@ -293,7 +297,7 @@ class AutogradLayer:
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
         """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
-        if owner.id == self.rank:
+        if owner.number == self.rank:
             _backward_at_owner(rref, context_id, retain_graph)
             return
         if context_id < 0:
@@ -447,8 +451,10 @@ class AutogradLayer:
     def _fail(self, state: ContextState, pass_: Pass, error: Exception) -> None:
         """This worker's part has failed: so does the whole pass."""
         linked = pass_.events.linked - {self.rank} if pass_.events is not None else set()
-        if pass_.pass_id >> 48 != self.rank and not isinstance(error, BackwardError):
-            error = BackwardError(f"Error on Node {self.rank}: {type(error).__name__}: {error}")
+        if _creator(pass_.pass_id) != self.rank and not isinstance(error, BackwardError):
+            error = BackwardError(
+                f"Error on Node {self.agent.worker_info.id}: {type(error).__name__}: {error}"
+            )
         if not pass_.fail(lambda: error):
             return  # told by the one who failed first
         body = dump_exception(error, repr(self.agent.worker_info), same_main=False)
@@ -470,9 +476,9 @@ class AutogradLayer:
         with self._lock:
             states = list(self._contexts.values())
         why = self.agent.why_gone(rank)
-        error = WorkerDied(f"Error on Node {rank}: during a backward pass, {why}")
+        error = WorkerDied(f"Error on Node {rank_of(rank)}: during a backward pass, {why}")
         for state in states:
-            if state.context_id >> 48 == rank:
+            if _creator(state.context_id) == rank:
                 self._release(state.context_id, but=rank)  # nobody else would
                 continue
             with state.lock:
@@ -534,6 +540,18 @@ def _backward_at_owner(rref: Any, context_id: int, retain_graph: bool) -> None:
         value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     else:
         current_agent().layer(AutogradLayer).backward(context_id, [value], retain_graph)
+
+
+def _first_id(number: int) -> int:
+    """The first id of a context or a pass that a member draws: as torch's, the rank above 48 bits
+    of a count, which begins anew with each incarnation, and elsewhere.
+    """
+    return (rank_of(number) << 48) + (incarnation_of(number) << _COUNT_BITS)
+
+
+def _creator(drawn: int) -> int:
+    """The number of the member that has drawn an id."""
+    return number_of(drawn >> 48, (drawn >> _COUNT_BITS) & (INCARNATIONS - 1))
 
 
 def _graph_of(message: Message) -> _Graph | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zrpc.agent import Agent
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import ProtocolError
 from zrpc.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.inspection.listener import OTHERS, SELF, Listener, Visitor
 from zrpc.inspection.stuck import StuckCalls
@@ -56,12 +56,12 @@ class InspectionLayer:
     def explain(self, rank: int) -> str:
         """For the errors of calls to a worker: what is known of its pool. From any thread."""
         membership = self.agent.membership
-        try:
-            name = f"{membership.find(rank).name} (rank {rank})"
-        except RpcError:
+        info = membership.infos.get(rank)
+        if info is None:
             return ""
+        name = f"{info.name} (rank {info.id})"
         now = time.monotonic()
-        if rank == self.agent.worker_info.id:
+        if rank == self.agent.membership.rank:
             reports = [self._report(place, now) for place in Place]
             texts = [report.text() for report in reports if report is not None]
             return f"; {name} is this worker: {'; '.join(texts)}" if texts else ""
@@ -101,7 +101,7 @@ class InspectionLayer:
 
     def _tell(self, place: Place, requests: Iterable[Message], now: float) -> None:
         """Tells peers whose requests wait that they do, or that they don't any more."""
-        waiting = {request.sender for request in requests} - {self.agent.worker_info.id}
+        waiting = {request.sender for request in requests} - {self.agent.membership.rank}
         said = self._queues[place].tell(now, waiting, self._report(place, now))
         for rank, body in said.items():
             self.agent.post(rank, Message(Kind.BUSY, body=body), counted=False)
@@ -143,7 +143,7 @@ class InspectionLayer:
     def _ask_other_hosts(self, visitor: Visitor) -> None:
         membership = self.agent.membership
         ranks = {rank for rank in membership.living if not membership.shares_host(rank)}
-        ranks.discard(self.agent.worker_info.id)
+        ranks.discard(self.agent.membership.rank)
         if not ranks:
             visitor.finish()
             return

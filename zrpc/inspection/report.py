@@ -11,6 +11,7 @@ from zrpc.inspection.meshes import MeshView
 from zrpc.inspection.snapshot import Call, Doing, Frame, Request, Snapshot
 from zrpc.inspection.stack_text import stack_text
 from zrpc.inspection.wait_graph import Link, Node, WaitGraph
+from zrpc.worker_info import rank_of
 
 __all__ = ["Report"]
 
@@ -131,7 +132,7 @@ class Report:
             "workers": [snapshot.as_dict() for snapshot in self._mesh.snapshots.values()],
             "silent": [
                 {
-                    "rank": rank,
+                    "rank": rank_of(rank),
                     "name": self._mesh.names[rank],
                     "pid": self._mesh.pids.get(rank),
                     "why": why,
@@ -147,7 +148,7 @@ class Report:
         return snapshot.rank == min(same)
 
     def _name(self, rank: int) -> str:
-        return f"{self._mesh.names.get(rank, 'a worker')} (rank {rank})"
+        return f"{self._mesh.names.get(rank, 'a worker')} (rank {rank_of(rank)})"
 
     def _call(self, call: Call) -> str:
         left = "without a timeout" if call.left is None else f"times out in {call.left:.1f} s"

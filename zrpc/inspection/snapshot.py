@@ -141,7 +141,8 @@ class Snapshot:
     """One worker at one moment.
 
     Attributes:
-        rank, name: who.
+        rank, name: who; its rank as a number that tells incarnations apart, see
+            `zrpc.worker_info`, as all ranks here.
         pid: of its process.
         host: the name of its host.
         directory: its private one.

@@ -74,7 +74,7 @@ class StuckCalls:
         said = [self._explain(rank).lstrip("; ") for rank in sorted({call.peer for call in calls})]
         return "\n".join(
             [
-                f"{_named(self._agent, self._agent.worker_info.id)} waits for {_count(calls)}:",
+                f"{_named(self._agent, self._agent.membership.rank)} waits for {_count(calls)}:",
                 *(f"- {line}" for line in lines),
                 *([f"- and others, in {rest} more places"] if rest else []),
                 *(f"{text[:1].upper()}{text[1:]}." for text in said if text),
@@ -109,7 +109,8 @@ def _count(calls: Sequence[PendingCall]) -> str:
 
 def _named(agent: Agent, rank: int) -> str:
     """Who that is."""
-    return f"{agent.membership.find(rank).name} (rank {rank})"
+    info = agent.membership.infos[rank]
+    return f"{info.name} (rank {info.id})"
 
 
 def _clock(at: float) -> str:

@@ -47,7 +47,7 @@ def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapsh
     requests.sort(key=lambda request: id(request) not in names)
     cards = agent.membership.cards
     return Snapshot(
-        rank=agent.worker_info.id,
+        rank=agent.membership.rank,
         name=agent.worker_info.name,
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -93,13 +93,14 @@ def _members(agent: Agent) -> list[Member]:
     membership = agent.membership
     return [
         Member(
-            rank=info.id,
+            rank=number,
             name=info.name,
-            directory=membership.cards[info.id].directory,
-            same_host=membership.shares_host(info.id),
-            lost=agent.why_gone(info.id) if info.id in membership.lost else "",
+            directory=membership.cards[number].directory,
+            same_host=membership.shares_host(number),
+            lost=agent.why_gone(number) if number in membership.lost else "",
         )
-        for info in membership.infos
+        for number, info in sorted(membership.infos.items())
+        if membership.was_found(number)
     ]
 
 

@@ -20,8 +20,16 @@ from .output import Output
 from .port import ReservedPort
 from .signals import SignalInbox
 from .starter import DEFAULT_PRELOAD, Starter
+from .store import Place, StoreProcess, parse_place
 from .task import Task
-from .worker import Worker, base_environment, check_name_prefix, worker_environment
+from .worker import (
+    SECRET,
+    SECRET_FILE,
+    Surroundings,
+    Worker,
+    base_environment,
+    check_name_prefix,
+)
 
 TIMED_OUT = 124  # as coreutils' timeout
 _INTERRUPTED = 128 + signal.SIGINT
@@ -47,6 +55,11 @@ class Job:
         grace: Seconds between a gentle request to stop and force.
         start_method: ``fork`` or ``spawn``; None for what suits the system.
         preload: Modules to import once, before the workers are forked.
+        max_restarts: How often each worker is started again where it fails.
+        elastic: Whether workers may join and leave, so that there is no world size.
+        listen: ``HOST:PORT`` where the workers of an elastic mesh meet; None for a free port
+            that only this machine reaches.
+        join: ``HOST:PORT`` of an elastic mesh that runs, to which the workers are added.
     """
 
     target: str
@@ -60,6 +73,10 @@ class Job:
     grace: float = 3.0
     start_method: str | None = None
     preload: Sequence[str] = DEFAULT_PRELOAD
+    max_restarts: int = 0
+    elastic: bool = False
+    listen: str | None = None
+    join: str | None = None
 
     def check(self) -> None:
         """Refuse what can't be launched.
@@ -72,9 +89,31 @@ class Job:
             raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
+        if self.max_restarts < 0:
+            raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
+        self._check_place()
         check_name_prefix(self.name_prefix)
         if not self.module and not os.path.exists(self.target):
             raise FileNotFoundError(f"there is no script {self.target!r} in {os.getcwd()}")
+
+    def _check_place(self) -> None:
+        if (self.listen or self.join) and not self.elastic:
+            raise ValueError("only workers of an elastic mesh can listen somewhere or join others")
+        if self.listen and self.join:
+            raise ValueError("workers that join a mesh meet where it does: nobody can listen too")
+        if place := self.listen or self.join:
+            parse_place(place)
+        env = {**os.environ, **self.env}
+        if self.join and not (env.get(SECRET) or env.get(SECRET_FILE)):
+            raise ValueError(
+                f"workers that join a mesh need its secret: set {SECRET_FILE} for both launches; "
+                "`zrpc secret FILE` makes a file for it"
+            )
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store is hosted beside the workers, any of whom may end."""
+        return self.elastic or self.max_restarts > 0
 
 
 def launch(job: Job) -> int:
@@ -115,9 +154,14 @@ def launch(job: Job) -> int:
         except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
             return _INTERRUPTED
         stack.enter_context(inbox)
-        port = stack.enter_context(ReservedPort())
-        run = _Run(job, starter, inbox, console)
-        run.start(base, output, port)
+        run = _Run(job, starter, inbox, console, base, output)
+        if named := job.listen or job.join:
+            place = parse_place(named)
+        else:
+            port = stack.enter_context(ReservedPort())
+            port.workers_start()
+            place = Place(port=port.number)
+        run.start(place)
         code = run.watch()
         starter.close()
         output.drain(_STRAY, give_up=lambda: bool(inbox.take()))
@@ -128,8 +172,19 @@ def launch(job: Job) -> int:
 class _Run:
     """The workers of one launch. One thread."""
 
-    def __init__(self, job: Job, starter: Starter, inbox: SignalInbox, console: Console) -> None:
+    def __init__(
+        self,
+        job: Job,
+        starter: Starter,
+        inbox: SignalInbox,
+        console: Console,
+        base: Mapping[str, str],
+        output: Output,
+    ) -> None:
         self._job = job
+        self._base = base
+        self._output = output
+        self._store: StoreProcess | None = None
         self._starter = starter
         self._inbox = inbox
         self._console = console
@@ -140,36 +195,49 @@ class _Run:
         self._deadline = float("inf")
         self._give_up = float("inf")
 
-    def start(self, base: Mapping[str, str], output: Output, port: ReservedPort) -> None:
-        """Start all workers, with a port for their rendezvous."""
+    def start(self, place: Place) -> None:
+        """Start all workers, which meet at this place, and the store there where it is ours."""
         job = self._job
-        make = Task.module if job.module else Task.script
-        program = make(job.target, job.argv)
-        runtime_dir = self._starter.make_directory()
-        port.workers_start()
-        for rank in range(job.nprocs):
-            env = worker_environment(
-                base,
-                rank,
-                job.nprocs,
-                prefix=job.name_prefix,
-                port=port.number,
-                runtime_dir=runtime_dir,
-            )
-            task = program.within(cwd=os.getcwd(), env=env, line_buffered=True)
-            self._start_worker(rank, task, output)
+        first = 0
+        if job.keeps_store:
+            self._store = StoreProcess(self._starter, self._base, hosts=not job.join)
+            found = self._store.first_rank(place, job.nprocs, self._inbox)
+            if found is None:
+                return  # a signal came: `watch` sees to it
+            first = found
+        if job.elastic and not job.join:
+            self._console.notice(f"zrpc launch: the mesh can be joined at {place}")
+        self._surroundings = Surroundings(
+            job.nprocs,
+            job.name_prefix,
+            place.host,
+            place.port,
+            # Workers of other launches have to find the sockets of these.
+            None if job.elastic else self._starter.make_directory(),
+            first,
+            job.elastic,
+            job.max_restarts,
+        )
+        for rank in range(first, first + job.nprocs):
+            self._start_worker(rank)
         if job.timeout is not None:
             self._deadline = time.monotonic() + job.timeout
 
-    def _start_worker(self, rank: int, task: Task, output: Output) -> None:
-        stdout, stderr = output.open(rank)
-        stdin = 0 if rank == 0 and _is_open(0) else None
+    def _start_worker(self, rank: int, restarts: int = 0) -> None:
+        job, surroundings = self._job, self._surroundings
+        make = Task.module if job.module else Task.script
+        env = surroundings.environment(self._base, rank, restarts)
+        task = make(job.target, job.argv).within(cwd=os.getcwd(), env=env, line_buffered=True)
+        stdout, stderr = self._output.open(rank)
+        reads = rank == surroundings.first_rank and not restarts and _is_open(0)
         try:
-            pid = self._starter.spawn(task, stdin=stdin, stdout=stdout, stderr=stderr)
+            pid = self._starter.spawn(
+                task, stdin=0 if reads else None, stdout=stdout, stderr=stderr
+            )
         finally:
             os.close(stdout)
             os.close(stderr)
-        self._workers[pid] = Worker(rank, pid)
+        self._workers[pid] = Worker(rank, pid, restarts)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.returncode is None]
@@ -183,6 +251,7 @@ class _Run:
         with selectors.DefaultSelector() as selector:
             selector.register(self._starter, selectors.EVENT_READ)
             selector.register(self._inbox, selectors.EVENT_READ)
+            self._on_wakeup()  # a signal may have come before there were workers
             while alive := self._alive():
                 now = time.monotonic()
                 if now >= self._give_up:
@@ -202,12 +271,28 @@ class _Run:
 
     def _on_exits(self) -> None:
         for ended in self._starter.exits():
+            if self._store is not None and ended.pid == self._store.pid:
+                self._on_store_end(self._store)
+                continue
             worker = self._workers[ended.pid]
             worker.returncode = ended.returncode
             if ended.returncode != 0 and self._stop is None:
-                self._failed = worker
-                text = f"rank {worker.rank} failed ({worker.end()})"
-                self._begin_stop(worker.exit_code, text, escalation.terminate(self._job.grace))
+                self._on_failure(worker)
+
+    def _on_failure(self, worker: Worker) -> None:
+        text = f"rank {worker.rank} failed ({worker.end()})"
+        if worker.restarts < self._job.max_restarts:
+            count = f"restart {worker.restarts + 1} of {self._job.max_restarts}"
+            self._console.notice(f"zrpc launch: {text}; starting it again ({count})")
+            self._start_worker(worker.rank, worker.restarts + 1)
+            return
+        self._failed = worker
+        self._begin_stop(worker.exit_code, text, escalation.terminate(self._job.grace))
+
+    def _on_store_end(self, store: StoreProcess) -> None:
+        if store.hosts and self._stop is None:
+            steps = escalation.terminate(self._job.grace)
+            self._begin_stop(1, "the store of the workers has ended", steps)
 
     def _on_wakeup(self) -> None:
         signals = self._inbox.take()

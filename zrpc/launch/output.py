@@ -35,6 +35,7 @@ class Output:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
+        self._begun: set[str] = set()
         self._tails: dict[int, deque[bytes]] = {}
         if log_dir is not None:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,10 @@ class Output:
         log: BinaryIO | None = None
         if self._log_dir is not None:
             name = f"rank{rank}.{'err' if error else 'out'}"
-            log = open(self._log_dir / name, "wb", buffering=0)  # noqa: SIM115
+            if name not in self._begun:  # of a worker that is started again it goes on
+                (self._log_dir / name).write_bytes(b"")
+                self._begun.add(name)
+            log = open(self._log_dir / name, "ab", buffering=0)  # noqa: SIM115
         reading, writing = os.pipe()
         self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
         return writing

@@ -18,6 +18,7 @@ RESERVED = (
     "MASTER_PORT",
     "ZRPC_WORKER_NAME",
     "ZRPC_RUNTIME_DIR",
+    "ZRPC_MAX_RESTARTS",
 )
 # Where the workers' common secret stands, or the file with it; see zrpc.secret.
 SECRET = "ZRPC_SECRET"
@@ -32,11 +33,13 @@ class Worker:
     Attributes:
         rank: Its rank, from 0.
         pid: Its process id.
+        restarts: How often it was started again.
         returncode: None while it runs; then its exit code, or minus the signal that killed it.
     """
 
     rank: int
     pid: int
+    restarts: int = 0
     returncode: int | None = None
 
     @property
@@ -77,8 +80,9 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
         )
     if taken := sorted(set(extra).intersection(RESERVED)):
         raise ValueError(f"{', '.join(taken)} can't be set: each worker is told its own value")
-    # An outer torchrun's variables would have workers look for a store that isn't theirs.
-    base = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC_")}
+    # An outer launcher's variables would have workers look for a store that isn't theirs.
+    outer = ("TORCHELASTIC_", "ZRPC_MAX_RESTARTS")
+    base = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
     if nprocs > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers with all cores each crawl
     env = {**base, **extra}
@@ -95,21 +99,59 @@ def run_secret(env: Mapping[str, str]) -> dict[str, str]:
     return {SECRET: secrets.token_hex(32)}
 
 
-def worker_environment(
-    base: Mapping[str, str], rank: int, nprocs: int, *, prefix: str, port: int, runtime_dir: str
-) -> dict[str, str]:
-    """The environment of one worker: `base` and what differs or belongs to this run."""
-    return {
-        **base,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ZRPC_WORKER_NAME": f"{prefix}{rank}",
-        "ZRPC_RUNTIME_DIR": runtime_dir,
-    }
+@dataclass(frozen=True)
+class Surroundings:
+    """What all workers of one launch find.
+
+    Attributes:
+        nprocs: How many they are.
+        prefix: Of their names.
+        host: Where they meet.
+        port: Likewise.
+        runtime_dir: For their sockets; None for where the system has temporary files.
+        first_rank: Of this launch.
+        elastic: Whether their number is not fixed.
+        max_restarts: How often each is started again where it fails.
+    """
+
+    nprocs: int
+    prefix: str
+    host: str
+    port: int
+    runtime_dir: str | None
+    first_rank: int = 0
+    elastic: bool = False
+    max_restarts: int = 0
+
+    def environment(self, base: Mapping[str, str], rank: int, restarts: int) -> dict[str, str]:
+        """The environment of one worker: `base` and what differs or belongs to this run.
+
+        Args:
+            base: What all have in common.
+            rank: The worker's.
+            restarts: How often it was started again.
+        """
+        env = {
+            **base,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank - self.first_rank),
+            "WORLD_SIZE": str(self.nprocs),
+            "LOCAL_WORLD_SIZE": str(self.nprocs),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+            "ZRPC_WORKER_NAME": f"{self.prefix}{rank}",
+        }
+        if self.runtime_dir is not None:
+            env["ZRPC_RUNTIME_DIR"] = self.runtime_dir
+        if self.elastic:
+            del env["WORLD_SIZE"]
+        if self.elastic or self.max_restarts:  # there is a store beside the workers
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            env["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+            env["TORCHELASTIC_MAX_RESTARTS"] = str(self.max_restarts)
+        if self.max_restarts:
+            env["ZRPC_MAX_RESTARTS"] = str(self.max_restarts)
+        return env
 
 
 def check_name_prefix(prefix: str) -> None:

@@ -57,7 +57,7 @@ class RRefLayer:
     ) -> None:
         self.agent = agent
         self._make_handle = make_handle
-        self.rank = agent.worker_info.id
+        self.rank = agent.worker_info.number
         self.dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._numbers = itertools.count()
         # Guards the two that follow. Nothing is sent and no user code runs under it.
@@ -134,7 +134,7 @@ class RRefLayer:
             worker is the owner, and no value where it is not.
         """
         rref_id, fork_id = self.new_id(), self.new_id()
-        own = owner.id == self.rank
+        own = owner.number == self.rank
         value = None
         with self._lock:
             if own:
@@ -142,7 +142,7 @@ class RRefLayer:
                 self._references.hold(rref_id)  # for the call, which may outlive it
                 value = self._value(rref_id)
             else:
-                self._references.create(rref_id, fork_id, owner.id)
+                self._references.create(rref_id, fork_id, owner.number)
 
         def settled(call: PendingCall) -> None:
             outcome = call.claim()
@@ -175,10 +175,10 @@ class RRefLayer:
 
     def check_owner(self, owner: WorkerInfo) -> None:
         """Raises OwnerDied where the owner of a value is gone."""
-        if owner.id in self.agent.membership.lost:
+        if owner.number in self.agent.membership.lost:
             raise OwnerDied(
-                f"{self.agent.why_gone(owner.id)}; it owned the value of this RRef, which is gone "
-                "with it: make it anew on a worker that lives"
+                f"{self.agent.why_gone(owner.number)}; it owned the value of this RRef, which is "
+                "gone with it: make it anew on a worker that lives"
             )
 
     # -- the handlers, in the I/O thread -------------------------------------------------

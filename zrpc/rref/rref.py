@@ -306,7 +306,7 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
             f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
             f"the worker that has it ({layer.agent.worker_info})"
         )
-    fork = layer.hand_on(rref._rref_id, rref._fork_id, rref._owner.id, message.destination)
+    fork = layer.hand_on(rref._rref_id, rref._fork_id, rref._owner.number, message.destination)
     message.undo(lambda: layer.take_back(fork))
     forks = message.extension(FORKS)
     forks.extend(fork.pack())

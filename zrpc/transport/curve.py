@@ -1,18 +1,20 @@
 """CURVE: between hosts, workers prove who they are by their keys, and nobody else can listen.
 
 Each worker makes a pair of keys when it starts, and puts the public one on its card, which is
-signed with the cluster's secret. So a worker knows the keys of all members before it listens. A
-connection shows that it holds the secret half of its key in ZMTP's handshake, before any message;
-then pyzmq's authenticator asks here whether that key is a member's. Each mailbox checks the key
-of the inbox that it connects to in the same handshake.
+signed with the cluster's secret. So a worker knows the keys of all members before it listens, and
+of those that come later before they connect. A connection shows that it holds the secret half of
+its key in ZMTP's handshake, before any message; then pyzmq's authenticator asks here whether that
+key is a member's. Each mailbox checks the key of the inbox that it connects to in the same
+handshake.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +54,19 @@ class KeyPair:
 
 
 class Curve:
-    """One worker's keys, and the public keys of all members, by rank."""
+    """One worker's keys, and the public keys of all members.
+
+    Args:
+        keys: the worker's own.
+        members: those that are there from the start, by rank.
+
+    Attributes:
+        members: all there are, by number (`zrpc.worker_info`).
+    """
 
     def __init__(self, keys: KeyPair, members: Sequence[str]) -> None:
         self._keys = keys
-        self.members = members
+        self.members = dict(enumerate(members))
 
     def guard_inbox(self, inbox: zmq.Socket[Any]) -> None:
         """Makes what the socket binds from now on accept members only."""
@@ -81,11 +91,14 @@ class Gatekeeper:
     Args:
         context: the agent's.
         members: their public keys.
+
+    `admit` and `dismiss` may be called from any thread.
     """
 
-    def __init__(self, context: zmq.Context[Any], members: Collection[str]) -> None:
-        # Read in the authenticator's thread.
+    def __init__(self, context: zmq.Context[Any], members: Iterable[str]) -> None:
+        # Read in the authenticator's thread, and replaced as a whole, under the lock.
         self._members = frozenset(member.encode() for member in members)
+        self._lock = threading.Lock()
         self._refused = 0
         self._next_telling = 0.0
         self._authenticator = _Authenticator(context)
@@ -106,6 +119,16 @@ class Gatekeeper:
             )
             self._refused, self._next_telling = 0, time.monotonic() + _TELL_EVERY
         return False
+
+    def admit(self, member: str) -> None:
+        """Admits connections with this key from now on."""
+        with self._lock:
+            self._members |= {member.encode()}
+
+    def dismiss(self, member: str) -> None:
+        """Admits no more connections with this key; those that stand go on."""
+        with self._lock:
+            self._members -= {member.encode()}
 
     def close(self) -> None:
         """Ends the thread, and waits for its end."""

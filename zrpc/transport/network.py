@@ -62,7 +62,7 @@ class Network:
         self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
         self._bulk: dict[int, Mailbox] = {}  # for large messages
-        self._endpoints: Sequence[str] = ()
+        self._endpoints: dict[int, str] = {}
         self._closed = False
         self._hidden = False  # whether peers are not to find the Unix socket
         self._curve: Curve | None = None
@@ -87,13 +87,37 @@ class Network:
         """
         self._curve = curve
         if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.members)
+            self._gatekeeper = Gatekeeper(self._context, curve.members.values())
         return self._inbox.bind_tcp(address, curve)
 
     def connect(self, endpoints: Sequence[str]) -> None:
-        """Tells where the peers can be reached, by rank."""
-        own = {self._rank: self._inbox.inproc}
-        self._endpoints = [own.get(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        """Tells where the peers can be reached that are there from the start, by rank."""
+        self._endpoints = {**dict(enumerate(endpoints)), self._rank: self._inbox.inproc}
+
+    def connect_itself(self, rank: int) -> None:
+        """Tells the worker's number, where that was not known at first; nobody else is there."""
+        self._rank = rank
+        self.connect(())
+
+    def introduce(self, rank: int, endpoint: str, key: str) -> None:
+        """Tells where one more peer can be reached; it may connect here from now on.
+
+        Args:
+            rank: the peer's number.
+            endpoint: its inbox.
+            key: its public key; empty where it talks in the clear.
+        """
+        if self._curve is not None and key:
+            self._curve.members[rank] = key
+            if self._gatekeeper is not None:
+                self._gatekeeper.admit(key)
+        self._endpoints[rank] = endpoint
+
+    def dismiss(self, rank: int) -> None:
+        """A peer that is gone may not connect any more."""
+        key = self._curve.members.get(rank) if self._curve is not None else None
+        if key is not None and self._gatekeeper is not None:
+            self._gatekeeper.dismiss(key)
 
     def send(
         self, rank: int, first: bytes, buffers: Sequence[Any] = (), counted: bool = True
@@ -164,14 +188,16 @@ class Network:
         return sum(boxes[rank].sent for rank in ranks for boxes in both if rank in boxes)
 
     def close(self, linger: float, lost: Collection[int]) -> None:
-        """Closes all sockets and removes what lies in the file system.
+        """Closes all sockets and removes what lies in the file system. Idempotent.
 
         Args:
             linger: seconds that messages still queued have to leave.
             lost: workers that are gone, for which no message waits.
         """
         with self._lock:
-            again, self._closed = self._closed, True
+            if self._closed:
+                return
+            self._closed = True
             for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
                 mailbox.close(0 if rank in lost else linger)
         self.heartbeats.close()
@@ -180,8 +206,7 @@ class Network:
         if self._gatekeeper is not None:
             self._gatekeeper.close()
         self._context.term()
-        if not again:
-            reserve.leave()
+        reserve.leave()
         # Only now, when the last message has left: a peer takes a worker without its
         # directory for gone.
         if self.directory is not None:

@@ -1,0 +1,216 @@
+"""Workers that are started again, and workers that come and go, as a user launches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrpc.launch import Job, LaunchError
+from zrpc.launch.signals import SignalInbox
+from zrpc.launch.starter import DEFAULT_PRELOAD
+from zrpc.launch.store import Place, StoreProcess, parse_place
+from zrpc.launch.worker import Surroundings
+from zrpc.store_host import serve
+
+Write = Callable[..., str]
+Start = Callable[..., Any]
+PRELOAD = list(DEFAULT_PRELOAD)
+
+KEYS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "ZRPC_MAX_RESTARTS",
+)
+
+FAILS = f"""
+    import json, os, sys, time
+    print(json.dumps([os.environ.get(key) for key in {KEYS!r}]))
+    if os.environ["RANK"] == "1":
+        sys.exit("attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"])
+    time.sleep(1000)
+    """
+
+
+def test_a_worker_is_started_again_until_its_restarts_are_used_up(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    outer = {"TORCHELASTIC_RESTART_COUNT": "9", "ZRPC_MAX_RESTARTS": "9"}
+    launched = start(
+        write(FAILS), nprocs=2, max_restarts=2, log_dir=str(tmp_path / "logs"), environ=outer
+    )
+    code, out, err = launched.finish()
+    assert code == 1
+    rows = [dict(zip(KEYS, json.loads(line[4:]), strict=True)) for line in out.splitlines()]
+    assert sorted(row["TORCHELASTIC_RESTART_COUNT"] for row in rows) == ["0", "0", "1", "2"]
+    assert len({row["MASTER_PORT"] for row in rows}) == 1
+    for row in rows:
+        assert (row["WORLD_SIZE"], row["LOCAL_RANK"]) == ("2", row["RANK"])
+        assert row["TORCHELASTIC_MAX_RESTARTS"] == row["ZRPC_MAX_RESTARTS"] == "2"
+        assert row["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+    for count in (1, 2):
+        assert f"rank 1 failed (exit code 1); starting it again (restart {count} of 2)" in err
+    assert "zrpc launch: rank 1 failed (exit code 1); stopping 1 worker" in err
+    assert err.endswith("its standard error ends with:\nattempt 2\n")  # of the last attempt alone
+    log = (tmp_path / "logs" / "rank1.err").read_text()
+    assert log.splitlines() == ["attempt 0", "attempt 1", "attempt 2"]
+
+
+RESTARTED = """
+    import os, signal, sys, threading
+    import zrpc as rpc
+
+    rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rpc.init_rpc(f"worker{rank}")
+    back = threading.Event()
+    rpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
+    if rank == 1:
+        kept = rpc.remote("worker0", dict, (), {"of": "the first"})
+        assert kept.to_here() == {"of": "the first"}
+        try:
+            rpc.rpc_sync("worker0", os.kill, (rpc.rpc_sync("worker0", os.getpid), signal.SIGKILL))
+        except rpc.WorkerDied as error:
+            print("died:", error)
+        assert back.wait(20)
+        print("incarnation", rpc.rpc_sync("worker0", lambda: rpc.get_worker_info().incarnation))
+        fresh = rpc.remote("worker0", dict, (), {"of": "the second"})
+        print(fresh.to_here())
+        try:
+            kept.to_here()
+        except rpc.OwnerDied:
+            print("the old value is gone")
+    if rank == 0:
+        print("count", count)
+    rpc.shutdown()
+    """
+
+
+def test_the_others_call_a_worker_that_was_killed_and_started_again(
+    start: Start, write: Write
+) -> None:
+    """It is rank 0, which would host the store."""
+    launched = start(write(RESTARTED), nprocs=3, max_restarts=1, preload=PRELOAD)
+    code, out, err = launched.finish()
+    assert code == 0, err
+    assert "rank 0 failed (SIGKILL" in err
+    assert re.search(r"\[1\] died: worker worker0 \(rank 0\) is gone", out)
+    assert "[0] count 1" in out
+    for line in ("incarnation 1", "{'of': 'the second'}", "the old value is gone"):
+        assert f"[1] {line}\n" in out
+
+
+ELASTIC = """
+    import os, sys, threading
+    import zrpc as rpc
+
+    stop = threading.Event()
+    rank = int(os.environ["RANK"])
+    assert "WORLD_SIZE" not in os.environ
+    rpc.init_rpc(f"worker{rank}")
+    print("in", rpc.get_worker_info())
+    if rank == 0:
+        rpc.shutdown()
+        print("out")
+    elif rank == 1:
+        assert stop.wait(100)
+        rpc.shutdown()
+    else:
+        print(rpc.rpc_sync("worker1", max, (1, 2)))
+        rpc.rpc_sync("worker1", lambda: sys.modules["__main__"].stop.set())
+        rpc.shutdown()
+    """
+
+
+def test_a_second_launch_adds_workers_to_an_elastic_mesh(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    script, secret = write(ELASTIC), tmp_path / "secret"
+    secret.write_text("5ec7e7" * 12)
+    secret.chmod(0o600)
+    job = {"elastic": True, "preload": PRELOAD, "environ": {"ZRPC_SECRET_FILE": str(secret)}}
+    first = start(script, nprocs=2, **job)
+    first.read_until("[0] out\n")
+    place = re.search(rb"can be joined at (\S+)\n", first.process.stderr.readline())
+    assert place is not None
+    second = start(script, join=place[1].decode(), **job)
+    code, out, err = second.finish()
+    assert code == 0, err
+    assert out == "[2] in WorkerInfo(id=2, name=worker2)\n[2] 2\n"
+    code, out, err = first.finish()
+    assert code == 0, err
+    assert "[1] in WorkerInfo(id=1, name=worker1)\n" in out
+
+
+# -- without a process -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"max_restarts": -1}, "0 or more restarts, but got -1"),
+        ({"listen": "h:1"}, "only workers of an elastic mesh"),
+        ({"join": "h:1"}, "only workers of an elastic mesh"),
+        ({"elastic": True, "listen": "h:1", "join": "h:1"}, "nobody can listen too"),
+        ({"elastic": True, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
+        ({"elastic": True, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),
+    ],
+)
+def test_jobs_that_cant_be(
+    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], words: str
+) -> None:
+    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=words):
+        Job(__file__, **job).check()
+
+
+def test_a_place() -> None:
+    assert parse_place("host:80") == Place("host", 80)
+    assert parse_place("[::1]:80") == Place("::1", 80)
+    for text in ("", "host", "host:", ":80", "host:x", "host:0", "host:70000"):
+        with pytest.raises(ValueError, match="expected HOST:PORT"):
+            parse_place(text)
+
+
+def test_workers_of_a_second_launch_know_their_place() -> None:
+    env = Surroundings(2, "w", "host", 80, None, first_rank=4, elastic=True).environment({}, 5, 0)
+    assert (env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
+    assert env["ZRPC_WORKER_NAME"] == "w5"
+    assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS"} & env.keys()
+
+
+def test_a_place_that_is_taken() -> None:
+    reading, writing = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
+        with pytest.raises(SystemExit, match="zrpc launch: "):
+            serve("127.0.0.1", taken.getsockname()[1], True, 1, writing)
+        os.close(writing)
+        assert report.read() == b""
+
+
+def test_a_store_that_does_not_come() -> None:
+    class Starter:
+        """Its process ends at once, and what it had open is closed."""
+
+        def spawn(self, task: Any, pass_fds: Any) -> int:
+            return 1
+
+    inbox = SignalInbox()
+    process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(LaunchError, match="could not host a store for the workers at h:9: see"):
+            process.first_rank(Place("h", 9), 1, inbox)
+    finally:
+        inbox.close()
