@@ -24,7 +24,7 @@ kept: dict[str, zrpc.Future[int]] = {}
 
 
 def look(mesh: Mesh) -> MeshView:
-    cards = mesh.agent(0).membership.cards
+    cards = mesh.agent(0).membership.cards.values()
     [view], rest = meshes(ask([Path(card.directory) for card in cards], PATIENCE))
     assert rest == []
     return view
