@@ -6,15 +6,12 @@ of the soak test to do so.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
-import os
+import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +20,8 @@ from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
 from zrpc.rref.layer import RRefLayer
 from zrpc.shared_memory import SharedMemoryLayer
-from zrpc.soak import gradients, targets
+from zrpc.soak import gradients, memory, targets
+from zrpc.testing.proc import descriptors
 
 if TYPE_CHECKING:
     from zrpc.agent import Agent
@@ -40,15 +38,20 @@ class Inventory:
 
     Attributes:
         left: what should not be there, a line for each.
-        memory: bytes of its own that are resident; those shared with other processes and those
-            of files are not counted.
+        memory: bytes that malloc has given out; 0 where the C library does not tell.
+        blocks: how many Python has given out for its objects.
+        resident: bytes of its own that are resident: those, what malloc can't give back because
+            they lie scattered, and stacks. Memory that is shared is not counted.
         threads: how many.
-        descriptors: how many.
+        descriptors: how many, less those of segments of shared memory, which are kept for a while
+            and of which there is a fixed number at most.
         objects: how many of each type of zrpc's, and tensors.
     """
 
     left: list[str]
     memory: int
+    blocks: int
+    resident: int
     threads: int
     descriptors: int
     objects: Counter[str]
@@ -67,13 +70,13 @@ def take() -> Inventory:
         gc.collect()
         time.sleep(_LOOK_EVERY)  # no event tells of all of these
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
     return Inventory(
         left=left,
-        memory=_own_memory(),
+        memory=memory.in_use(),
+        blocks=sys.getallocatedblocks(),
+        resident=memory.resident(),
         threads=threading.active_count(),
-        descriptors=len(os.listdir("/proc/self/fd")),
+        descriptors=sum("/memfd:zrpc-" not in target for target in descriptors().values()),
         objects=_objects(),
     )
 
@@ -91,7 +94,7 @@ def _has_ipc() -> bool:
 
 def _left(agent: Agent) -> list[str]:
     rrefs = agent.layer(RRefLayer)
-    memory = agent.layer(SharedMemoryLayer)
+    shared = agent.layer(SharedMemoryLayer)
     counts = {
         "calls without an answer": len(agent._calls),
         "requests that are not answered": len(agent._executing),
@@ -102,18 +105,11 @@ def _left(agent: Agent) -> list[str]:
         "forks that wait for their owner": int(not rrefs._references.quiet),
         "accounts": targets.Account.alive,
         "autograd contexts": len(agent.layer(AutogradLayer)),
-        "segments that peers have": memory.pool.lent,
-        "segments of peers in use": len(memory.loans._open),
+        "segments that peers have": shared.pool.lent,
+        "segments of peers in use": len(shared.loans._open),
         "bytes that the window takes for under way": sum(agent._window._used.values()),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
-
-
-def _own_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _objects() -> Counter[str]:

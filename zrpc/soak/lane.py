@@ -66,6 +66,7 @@ class Lane(threading.Thread):
         doomed: the worker that may die meanwhile.
         until: when to stop, on the clock of ``time.monotonic``.
         actions: what there is to do, each with its weight.
+        all_once: whether to do each of them once, first of all.
 
     Attributes:
         rng: random numbers, from the seed.
@@ -83,6 +84,7 @@ class Lane(threading.Thread):
         doomed: str | None,
         until: float,
         actions: Sequence[tuple[Action, int]],
+        all_once: bool,
     ) -> None:
         super().__init__(name=f"zrpc-soak-{name}", daemon=True)
         self.caller = name
@@ -96,10 +98,14 @@ class Lane(threading.Thread):
         self._until = until
         self._actions = [action for action, _ in actions]
         self._weights = [weight for _, weight in actions]
+        self._all_once = all_once
         self._count = 0
 
     def run(self) -> None:
         """The life of the thread."""
+        if self._all_once:
+            for action in self.rng.sample(self._actions, len(self._actions)):
+                self.do(action)
         while time.monotonic() < self._until and not self.tally.violations:
             (action,) = self.rng.choices(self._actions, self._weights)
             self.do(action)

@@ -102,7 +102,15 @@ class _Mesh:
         self._tell(f"shift {self._number + 1} of {life.healthy + 2}, {what}")
         names = self._mesh.names
         doomed = None if self._doomed is None else names[self._doomed]
-        task = Shift(f"{life.name}.{self._number}", life.seconds, life.lanes, names, doomed, dead)
+        task = Shift(
+            f"{life.name}.{self._number}",
+            life.seconds,
+            life.lanes,
+            names,
+            doomed,
+            dead,
+            not self._number,
+        )
         self._number += 1
         futures = self._submit(shift.work, task)
         if doomed is not None and not dead:

@@ -22,7 +22,8 @@ class Record:
         tally: what the workers did, all together.
         counts: what was done to them.
         told_in: after how many seconds each survivor was told of a death.
-        growth: by how many bytes each survivor grew, from its first quiet moment to its last.
+        growth: by how many bytes in use, and resident ones, each survivor grew, from its first
+            quiet moment to its last.
         outputs: of workers, where something went wrong.
         began: on the clock of ``time.monotonic``.
     """
@@ -32,7 +33,7 @@ class Record:
     tally: Tally = field(default_factory=Tally)
     counts: Counter[str] = field(default_factory=Counter)
     told_in: list[float] = field(default_factory=list)
-    growth: list[int] = field(default_factory=list)
+    growth: list[tuple[int, int]] = field(default_factory=list)
     outputs: dict[str, str] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
@@ -66,8 +67,10 @@ class Record:
         if self.told_in:
             rows.append(f"survivors were told of a death after {max(self.told_in):.2f} s at most")
         if self.growth:
-            most = max(self.growth) / 2**20
-            rows.append(f"a survivor grew by {most:.1f} MiB of memory of its own at most")
+            used, resident = (max(each) / 2**20 for each in zip(*self.growth, strict=True))
+            rows.append(
+                f"a survivor grew by {used:.1f} MiB in use at most, {resident:.0f} MiB resident"
+            )
         for text in self.tally.violations:
             rows += ["", f"violation: {text}"]
         for name, output in self.outputs.items():

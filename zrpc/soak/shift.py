@@ -36,6 +36,8 @@ class Shift:
         names: all workers of the mesh, those that are dead included.
         doomed: who may die meanwhile, or is dead.
         dead: whether it is dead already.
+        all_once: whether each lane begins with each action once: the first time it is slow, and
+            what it makes is kept.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Shift:
     names: Sequence[str]
     doomed: str | None = None
     dead: bool = False
+    all_once: bool = False
 
 
 @dataclass
@@ -105,6 +108,7 @@ def work(shift: Shift) -> Tally:
             shift.doomed,
             until,
             _ACTIONS,
+            shift.all_once,
         )
         for number in range(shift.lanes)
     ]
