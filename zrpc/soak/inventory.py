@@ -26,7 +26,7 @@ from zrpc.testing.proc import descriptors
 if TYPE_CHECKING:
     from zrpc.agent import Agent
 
-__all__ = ["Inventory", "socket_directory", "take"]
+__all__ = ["Inventory", "socket_directory", "take", "under_way"]
 
 _SETTLES_WITHIN = 20.0
 _LOOK_EVERY = 0.02
@@ -79,6 +79,26 @@ def take() -> Inventory:
         descriptors=sum("/memfd:zrpc-" not in target for target in descriptors().values()),
         objects=_objects(),
     )
+
+
+def under_way() -> str:
+    """What this worker waits for and has to do, for an account of what does not go on.
+
+    What was sent to a worker, and what that has received from this one, are counts of messages
+    since the mesh began: where they differ for long, messages are stuck or lost.
+    """
+    agent = current_agent()
+    ranks = range(len(agent.membership.infos))
+    now = time.monotonic()
+    lines = _left(agent)
+    lines += [
+        f"call {call.call_id} to rank {call.peer} for {now - call.begun:.1f} s"
+        for call in sorted(agent._calls._calls.values(), key=lambda call: call.begun)
+    ]
+    sent = {rank: agent._network.sent([rank]) for rank in ranks}
+    lines.append(f"messages sent, by rank: {sent}")
+    lines.append(f"messages received, by rank: {dict(zip(ranks, agent._received, strict=True))}")
+    return "\n".join(lines)
 
 
 def socket_directory() -> str:

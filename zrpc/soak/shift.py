@@ -13,7 +13,7 @@ from typing import Any
 
 import zrpc
 from zrpc.soak import calls, gradients, references, targets
-from zrpc.soak.inventory import socket_directory
+from zrpc.soak.inventory import socket_directory, under_way
 from zrpc.soak.lane import Lane, Tally
 
 __all__ = ["Shift", "prepare", "work"]
@@ -21,6 +21,7 @@ __all__ = ["Shift", "prepare", "work"]
 _ACTIONS = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS]
 # After a shift's time each lane ends its action: within the time of a call and some more.
 _ENDS_WITHIN = 90.0
+_STUCK_AFTER = 20.0
 # For how long a call that is to be cut off by a death would take, in seconds.
 _LONGER_THAN_ALL = 3600.0
 
@@ -114,11 +115,14 @@ def work(shift: Shift) -> Tally:
     ]
     for lane in lanes:
         lane.start()
+    _join(lanes, until + _STUCK_AFTER)
+    if any(lane.is_alive() for lane in lanes):
+        tally.violations.append(f"{me} is stuck:\n{under_way()}")
+        _join(lanes, until + _ENDS_WITHIN)
     for lane in lanes:
-        lane.join(until + _ENDS_WITHIN - time.monotonic())
         if lane.is_alive():
             tally.violations.append(f"{me}: {lane.caller} does not end: {_stack(lane)}")
-        else:
+        elif not tally.violations:  # else there would be more of the same
             lane.do(calls.count_marks)
         tally.add(lane.tally)
     if waits is not None:
@@ -126,6 +130,11 @@ def work(shift: Shift) -> Tally:
     texts, _trouble.texts = _trouble.texts, []
     tally.violations += [f"{me}: {text}" for text in texts if not _by_death(text, shift.doomed)]
     return tally
+
+
+def _join(lanes: Sequence[Lane], until: float) -> None:
+    for lane in lanes:
+        lane.join(max(0.0, until - time.monotonic()))
 
 
 def _by_death(text: str, doomed: str | None) -> bool:
