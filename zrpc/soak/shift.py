@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import threading
@@ -90,6 +91,9 @@ def prepare() -> str:
 
     sys.unraisablehook = unraisable
     threading.excepthook = in_thread
+    # Each quiet moment collects garbage, which takes long with all of torch's objects.
+    gc.collect()
+    gc.freeze()
     return socket_directory()
 
 
