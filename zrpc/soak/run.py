@@ -13,6 +13,9 @@ from zrpc.testing.startup import warm_up
 
 __all__ = ["run"]
 
+# What each worker would import else, for seconds: the soak test, and what optimizers need.
+_PRELOAD = ("torch._dynamo", "zrpc.soak.shift")
+
 
 def run(record: Record, seconds: float, tell: Callable[[str], None]) -> None:
     """Runs until the time is over, or something went wrong; at least one mesh lives.
@@ -26,7 +29,7 @@ def run(record: Record, seconds: float, tell: Callable[[str], None]) -> None:
     Raises:
         LaunchError: processes can't be started at all.
     """
-    warm_up(processes=True)
+    warm_up(processes=True, preload=_PRELOAD)
     number = 0
     while not record.tally.violations:
         left = seconds - (time.monotonic() - record.began)
