@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .soak import soak
+
 if TYPE_CHECKING:
     from zrpc.bench.row import Group
     from zrpc.bench.settings import Settings
@@ -150,6 +152,9 @@ def _measure(
         click.echo("interrupted", err=True)
         return _INTERRUPTED
     return int(any(result.failures("zrpc") for result in run.results))
+
+
+command.add_command(soak)
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:

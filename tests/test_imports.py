@@ -24,7 +24,9 @@ FILES = {
 # From the top to the bottom; what stands in one line may not import each other, except where
 # one package or module is named (its own modules may, as long as there is no cycle).
 LAYERS: list[list[str]] = [
-    ["zrpc.cli", "zrpc.testing"],
+    ["zrpc.cli"],
+    ["zrpc.soak"],
+    ["zrpc.testing"],
     ["zrpc.bench"],
     ["zrpc.launch", "zrpc.nn", "zrpc.optim"],
     ["zrpc.api"],

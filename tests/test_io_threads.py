@@ -1,6 +1,7 @@
 import contextvars
 import threading
-from collections import deque
+import time
+from collections import Counter, deque
 
 import pytest
 
@@ -178,3 +179,46 @@ def test_they_can_be_stopped_before_the_second_has_started():
     for thread in (first, second):
         thread.join(LONG)
         assert not thread.is_alive()
+
+
+class SlowGate:
+    """A lock at which the threads in ``slow`` take long to notice that it is open."""
+
+    def __init__(self, lock, slow, looks):
+        self.lock, self.slow, self.looks = lock, slow, looks
+        self.locked, self.release = lock.locked, lock.release
+
+    def acquire(self, timeout):
+        me, end = threading.current_thread(), time.monotonic() + timeout
+        while me in self.slow or not self.lock.acquire(blocking=False):
+            self.looks[me] += 1
+            if timeout >= 0 and time.monotonic() > end:
+                return False
+            time.sleep(0.0001)
+        return True
+
+
+def test_who_gives_away_the_lead_does_not_take_the_call_that_wakes_the_other(desk):
+    """It is back before the other one is awake."""
+    slow, looks = set(), Counter()
+    desk.io._gates = [SlowGate(gate, slow, looks) for gate in desk.io._gates]
+    first, second = desk.io._threads
+    while not looks[first] or not looks[second]:  # both use these gates now
+        desk.do(lambda: time.sleep(0.005))
+    settled(desk)
+    end = time.monotonic() + LONG
+    while not any(desk.io._asleep):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    sleeper = desk.io._asleep.index(True)
+    slow.add(desk.io._threads[sleeper])
+    giver = desk.io._threads[1 - sleeper]
+    locked = threading.Lock()
+    locked.acquire()
+    while desk.do(lambda: acquire(locked, 1e-6)) is not giver:
+        pass
+    before = looks[giver]
+    while looks[giver] < before + 50:
+        time.sleep(0.001)
+    slow.clear()
+    settled(desk)

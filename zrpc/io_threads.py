@@ -62,11 +62,15 @@ class IoThreads:
         self._stopping = False
         self._jobs = 0  # begun so far
         self._busy = False  # the leader is in a job
-        self._ready = False  # the follower is there, to take the lead where need be
-        # The follower waits here, for ever where it sleeps; open where it is to look at once.
-        self._gate = threading.Lock()
-        self._gate.acquire()
-        self._asleep = False
+        # Of each thread: whether it is there, to take the lead where need be; whether it sleeps;
+        # and the gate at which it waits as a follower, for ever where it sleeps, which is open
+        # where it is to look at once. Not of both together: who has given away the lead may be
+        # back as a follower before the other one has woken, and must not take its wake-up call.
+        self._ready = [False, False]
+        self._asleep = [False, False]
+        self._gates = [threading.Lock(), threading.Lock()]
+        for gate in self._gates:
+            gate.acquire()
         self._job: Callable[[], None] | None = None
         self._in_turn = 0  # the ident of the thread that is in a turn
         # Whoever receives holds the seat.
@@ -96,7 +100,8 @@ class IoThreads:
         """
         with self._lock:
             self._stopping = True
-            self._wake()
+            for each in range(2):
+                self._wake(each)
             self._end_rest()
         self._interrupt()
         deadline = time.monotonic() + timeout
@@ -116,7 +121,7 @@ class IoThreads:
         """
         if (
             self._in_turn == threading.get_ident()
-            and self._ready
+            and self._ready[1 - self._leader]
             and self._job is None
             and pool.admit(self._in_turn)
         ):
@@ -130,7 +135,7 @@ class IoThreads:
         with self._lock:
             if self._leader == me and self._busy:
                 self._leader, self._busy = 1 - me, False
-                self._wake()
+                self._wake(self._leader)
 
     def rest(self, until: float) -> None:
         """Has the leader rest after its turn, as long as others sit; of use in its turn only.
@@ -198,8 +203,8 @@ class IoThreads:
         with self._lock:
             self._jobs += 1
             self._busy = True
-            if self._asleep:
-                self._wake()
+            if self._asleep[1 - me]:
+                self._wake(1 - me)
         try:
             job()
         finally:
@@ -220,20 +225,22 @@ class IoThreads:
         looks = 0
         while True:
             with self._lock:
-                jobs, self._asleep = self._jobs, looks >= _LOOKS_UNTIL_SLEEP and not self._busy
-                self._ready = True
-                asleep = self._asleep
-            woken = self._gate.acquire(timeout=-1 if asleep else _LOOK_EVERY)
+                jobs, asleep = self._jobs, looks >= _LOOKS_UNTIL_SLEEP and not self._busy
+                if self._leader == me or self._stopping:
+                    return
+                self._asleep[me] = asleep
+                self._ready[me] = True
+            woken = self._gates[me].acquire(timeout=-1 if asleep else _LOOK_EVERY)
             with self._lock:
-                self._asleep = False
+                self._asleep[me] = False
                 if self._busy and self._jobs == jobs and not woken:
                     self._leader, self._busy = me, False
                 if self._leader == me or self._stopping:
-                    self._ready = False
+                    self._ready[me] = False
                     return
                 looks = looks + 1 if self._jobs == jobs else 0
 
-    def _wake(self) -> None:
-        """Has the follower look at once; the lock is held."""
-        if self._gate.locked():
-            self._gate.release()
+    def _wake(self, thread: int) -> None:
+        """Has a follower look at once; the lock is held."""
+        if self._gates[thread].locked():
+            self._gates[thread].release()

@@ -20,6 +20,7 @@ from split_models import (
     layer,
     layers,
     local_gradients,
+    posted,
     settle,
     train,
     until,
@@ -29,6 +30,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
+from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=15)
 
@@ -632,3 +634,73 @@ def test_the_contexts_of_a_worker_that_dies_are_freed(mesh, tmp_path):
     assert mesh.run(1, contexts) == 1
     mesh.kill("worker2")
     until(lambda: mesh.run(1, contexts) == 0, "the context of the dead worker is freed")
+
+
+def sine_by_the_last(x):
+    return zrpc.rpc_sync("worker2", torch.sin, (x,))
+
+
+@pytest.mark.parametrize("ends_first", [False, True])
+def test_a_context_that_went_on_by_a_worker_that_is_gone(mesh, ends_first):
+    """worker0 knows nothing of worker2, and the one who could tell has left the mesh."""
+    far = mesh.agent(2).layer(AutogradLayer)
+    is_told, go = threading.Event(), threading.Event()
+
+    def run():
+        with dist_autograd.context():
+            zrpc.rpc_sync("worker1", sine_by_the_last, (torch.ones(3, requires_grad=True),))
+            assert len(far) == 1
+            is_told.set()
+            assert go.wait(SOON)
+
+    running = mesh.submit(0, run)
+    assert is_told.wait(SOON)
+    if ends_first:  # its end comes to worker1, and not from there to worker2
+        mesh.agent(1).layer(AutogradLayer)._release = lambda *_, **__: None
+        go.set()
+        running.result(SOON)
+        until(lambda: len(mesh.agent(0).layer(AutogradLayer)) == 0)
+    with posted(mesh) as counts:
+        mesh.run(1, zrpc.shutdown, graceful=False)
+        until(lambda: 1 in mesh.agent(2).membership.lost)
+        until(lambda: counts[Kind.ENLIST] == 1)
+        if not ends_first:
+            settle_two(mesh)
+            assert len(far) == 1  # worker0 is not done with it
+            go.set()
+            running.result(SOON)
+        until(lambda: len(far) == 0, "the context is freed at worker2")
+
+
+def settle_two(mesh):
+    for _ in range(3):
+        for rank, to in ((0, 2), (2, 0)):
+            with mesh.agent(rank).as_current():
+                assert zrpc.rpc_sync(to, max, (1, 2)) == 2
+
+
+def test_a_context_whose_maker_was_gone_when_it_came(mesh):
+    """By worker1, which had not learned that yet, and is gone then, too."""
+    far = mesh.agent(2).layer(AutogradLayer)
+    mesh.agent(1).layer(AutogradLayer).lose = lambda rank: None
+    here_too, go = threading.Event(), threading.Event()
+
+    def pass_on(x):
+        here_too.set()
+        assert go.wait(SOON)
+        return sine_by_the_last(x)
+
+    def run():
+        with dist_autograd.context():
+            future = zrpc.rpc_async("worker1", here(pass_on), (torch.ones(3, requires_grad=True),))
+            assert here_too.wait(SOON)
+            zrpc.shutdown(graceful=False)
+            with pytest.raises(zrpc.RpcError):
+                future.wait()
+
+    mesh.run(0, run)
+    until(lambda: 0 in mesh.agent(2).membership.lost)
+    go.set()
+    until(lambda: len(far) == 1, "the context comes to worker2")
+    mesh.run(1, zrpc.shutdown, graceful=False)
+    until(lambda: len(far) == 0, "the context is freed at worker2")

@@ -287,12 +287,14 @@ def test_a_future_and_its_result_are_freed(shared: Mesh) -> None:
         pass
 
     future = rpc.rpc_async(1, Big)
-    value = weakref.ref(future.wait())
-    alive = weakref.ref(future)
+    gone, value_gone = threading.Event(), threading.Event()
+    value = weakref.ref(future.wait(), lambda _: value_gone.set())
+    alive = weakref.ref(future, lambda _: gone.set())
     assert value() is not None
     del future
-    assert alive() is None
-    assert value() is None
+    # The thread that has settled the call, and with that ended our wait, may have it for a moment.
+    assert gone.wait(PATIENCE), alive()
+    assert value_gone.wait(PATIENCE)
 
 
 # -- many threads, one future ------------------------------------------------------------------

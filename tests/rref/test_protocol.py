@@ -482,7 +482,7 @@ class ListsForksOnArrivalOnly(References):
 class NeverDeletes(References):
     def _end_if_unused(self, fork_id):
         held = self._held[fork_id]
-        if not held.alive and not held.children:
+        if not held.handles and not held.children:
             del self._held[fork_id]
 
 
@@ -515,3 +515,36 @@ def test_a_broken_protocol_is_found_out(mutant, steps):
         except (Violation, KeyError):
             return
     pytest.fail(f"no schedule shows that {mutant.__name__} is broken")
+
+
+def pair_with_fork() -> tuple[References, Fork]:
+    """A user that holds a fork of rank 0's."""
+    user, fork = References(1), Fork(GloballyUniqueId(0, 1), GloballyUniqueId(0, 2), 0)
+    user.receive(fork, 0)
+    return user, fork
+
+
+def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
+    user, fork = pair_with_fork()
+    user.receive(fork, 0)
+    user.drop(fork.fork_id)
+    assert user.outgoing == []
+    user.drop(fork.fork_id)
+    assert [(to, message.verb) for to, message in user.outgoing] == [(0, Verb.DELETE)]
+    assert len(user) == 0
+
+
+def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
+    user, fork = pair_with_fork()
+    user.drop(fork.fork_id)
+    before = list(user.outgoing)
+    user.receive(fork, 0)
+    user.drop(fork.fork_id)
+    assert user.outgoing == before
+    assert len(user) == 0
+    # Not for ever.
+    for number in range(2000):
+        other = Fork(GloballyUniqueId(0, 1), GloballyUniqueId(0, 3 + number), 0)
+        user.receive(other, 0)
+        user.drop(other.fork_id)
+    assert len(user._ended) < 2000

@@ -31,8 +31,8 @@ class Received:
         self.bytes = 0
         receive = agent._network.receive
 
-        def count(*args):
-            received = receive(*args)
+        def count(*arguments):
+            received = receive(*arguments)
             if received is not None:
                 _, first, buffers = received
                 self.bytes += len(first) + sum(len(bytes(buffer)) for buffer in buffers)

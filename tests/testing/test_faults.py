@@ -189,3 +189,25 @@ def test_the_marker_takes_it():
     assert MeshSpec(faults=True).replace(workers=3).faults
     with pytest.raises(TypeError, match="faults must be a bool"):
         MeshSpec(faults=1)
+
+
+@pytest.mark.zrpc(workers=3, faults=True)
+def test_a_message_with_a_reference_that_comes_twice(mesh, caplog):
+    def owned_here():
+        return zrpc.rpc_sync(1, read, (zrpc.RRef([1]),))
+
+    def owned_there(owner):
+        rref = zrpc.remote(owner, list)
+        assert rref.to_here() == []
+        return zrpc.rpc_sync(1, read, (rref,))
+
+    for function, args in [(owned_here, ()), (owned_there, (1,)), (owned_there, (2,))]:
+        with faults.duplicate(mesh, 0, 1) as fault:
+            mesh.run(0, function, *args)
+        assert fault.happened == 1
+    mesh.shutdown()  # which waits for the reference counts
+    assert "goes on after an error" not in caplog.text
+
+
+def read(rref):
+    return rref.to_here()

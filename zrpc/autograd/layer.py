@@ -90,6 +90,7 @@ class AutogradLayer:
         agent.register(Kind.GRADIENT, self._on_gradient)
         agent.register(Kind.ABORT, self._on_abort)
         agent.register(Kind.RELEASE, self._on_release)
+        agent.register(Kind.ENLIST, self._on_enlist)
         agent.register_extension(GRAPH, self._read_graph)
         agent.register_extension(PASS, lambda _, data: _PASS.unpack(data))
         agent.finishers.append(self._append_send)
@@ -202,6 +203,27 @@ class AutogradLayer:
     def _on_release(self, message: Message) -> None:
         context_id = self._pass_fields(message)[0]
         self._release(context_id, but=message.sender)
+
+    def _enlist(self, state: ContextState, lost: int) -> None:
+        """A worker is gone by which the word of a context's end might have come here.
+
+        So the one who made the context is told that it is in use here too.
+        """
+        creator = _creator(state.context_id)
+        if creator in self.agent.membership.lost:
+            self._release(state.context_id, but=lost)  # nobody else would
+        elif lost in state.peers and creator != self.rank:
+            self._post(creator, Kind.ENLIST, _PASS.pack(state.context_id, 0, 0, False))
+
+    def _on_enlist(self, message: Message) -> None:
+        context_id = self._pass_fields(message)[0]
+        with self._lock:
+            state = self._contexts.get(context_id)
+            if state is not None:
+                state.peers.add(message.sender)  # before its end, or not at all
+        if state is None:
+            data = _PASS.pack(context_id, 0, 0, False)
+            self._post(message.sender, Kind.RELEASE, data)
 
     # -- messages within a context -------------------------------------------------------
 
@@ -478,9 +500,7 @@ class AutogradLayer:
         why = self.agent.why_gone(rank)
         error = WorkerDied(f"Error on Node {rank_of(rank)}: during a backward pass, {why}")
         for state in states:
-            if _creator(state.context_id) == rank:
-                self._release(state.context_id, but=rank)  # nobody else would
-                continue
+            self._enlist(state, rank)
             with state.lock:
                 passes = list(state.passes.values())
             for pass_ in passes:

@@ -27,7 +27,8 @@ DELETE       user, owner             this fork has ended
 Messages may arrive in any order and more than once:
 
 - Repeats are known by their serial number, counted for each pair of workers. What carries a
-  fork (a call, an answer) must arrive at most once.
+  fork (a call, an answer) has none. At its user a fork that comes again has one more handle, or
+  none where it was among the last to end; an owner takes it for another one.
 - A DELETE that comes before what lists its fork waits for it.
 - A child names its parent. Where the owner hears of the child first, it knows that what lists
   the parent is still under way (by G2 the parent can't have ended), and frees nothing until
@@ -49,6 +50,9 @@ __all__ = ["FORK_SIZE", "Fork", "ReferenceMessage", "References", "Verb"]
 _LAYOUT = struct.Struct("<BQIQIQIIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size
+
+# So many forks that have ended at a user are known again, should the message with them come twice.
+_ENDED_REMEMBERED = 1024
 
 
 class Verb(IntEnum):
@@ -151,7 +155,7 @@ class _Held:
 
     rref_id: RRefId
     owner: int
-    alive: bool = True  # the handle exists
+    handles: int = 1  # more where the message with the fork came twice
     listed: bool = False  # the owner has said so
     children: dict[ForkId, int] = field(default_factory=dict)  # unlisted, by receiver
 
@@ -191,6 +195,8 @@ class References:
         self._owned: dict[RRefId, _Owned] = {}
         self._held: dict[ForkId, _Held] = {}
         self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
+        # Forks of ours that have ended, the latest: a message may come twice.
+        self._ended: dict[ForkId, None] = {}
         self._adding: set[ForkId] = set()  # forks with an ADD that is not answered yet
         self._lost: set[int] = set()
         self._serials_out: dict[int, int] = {}
@@ -274,8 +280,10 @@ class References:
 
     def drop(self, fork_id: ForkId) -> None:
         """The handle of a fork is gone."""
-        self._held[fork_id].alive = False
-        self._end_if_unused(fork_id)
+        held = self._held.get(fork_id)
+        if held is not None:  # else it had ended when its message came once more
+            held.handles -= 1
+            self._end_if_unused(fork_id)
 
     def _on_listed(self, fork_id: ForkId) -> None:
         self._adding.discard(fork_id)
@@ -289,8 +297,11 @@ class References:
 
     def _end_if_unused(self, fork_id: ForkId) -> None:
         held = self._held[fork_id]
-        if not held.alive and not held.children:
+        if not held.handles and not held.children:
             del self._held[fork_id]
+            self._ended[fork_id] = None
+            if len(self._ended) > _ENDED_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
             self._send(held.owner, Verb.DELETE, held.rref_id, fork_id)
 
     # -- handing on ----------------------------------------------------------------------
@@ -321,6 +332,11 @@ class References:
         """A child has come in a message from ``sender``; there is a handle for it now."""
         rref_id, fork_id, owner, parent_id = fork
         if owner != self._rank:
+            if fork_id in self._held:
+                self._held[fork_id].handles += 1
+                return
+            if fork_id in self._ended:
+                return
             self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
             if sender != owner and owner not in self._lost:
                 self._adding.add(fork_id)

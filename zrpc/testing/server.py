@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections.abc import Sequence
 
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import DEFAULT_PRELOAD
@@ -19,10 +20,13 @@ server_lock = threading.Lock()
 _server: ForkServer | None = None
 
 
-def warm_server() -> ForkServer:
+def warm_server(preload: Sequence[str] = ()) -> ForkServer:
     """The process's fork server, started (some seconds) when first asked for.
 
     It ends with this process. May be called from any thread.
+
+    Args:
+        preload: modules that it imports as well, where this call starts it.
 
     Raises:
         LaunchError: it could not be started.
@@ -34,7 +38,7 @@ def warm_server() -> ForkServer:
             _server = None
         if _server is None:
             with lasting():
-                server = ForkServer(preload=_PRELOAD)
+                server = ForkServer(preload=(*_PRELOAD, *preload))
                 server.start()
             atexit.register(server.close)
             _server = server

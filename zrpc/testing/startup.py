@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zrpc.testing.mesh import Mesh
@@ -17,13 +17,14 @@ __all__ = ["local_mesh", "start_mesh", "warm_up"]
 _INIT_TIMEOUT = 10.0
 
 
-def warm_up(processes: bool) -> None:
+def warm_up(processes: bool, preload: Sequence[str] = ()) -> None:
     """Does what a process does once for all its meshes, and which takes seconds.
 
     It imports zrpc and torch, or has the fork server do it; before a test's time begins.
 
     Args:
         processes: whether for meshes of processes; else for meshes of threads.
+        preload: modules that are imported for processes, once for all of them.
 
     Raises:
         LaunchError: the fork server could not be started.
@@ -31,7 +32,7 @@ def warm_up(processes: bool) -> None:
     if processes:
         from zrpc.testing.server import warm_server
 
-        warm_server()
+        warm_server(preload)
     else:
         from zrpc.testing.threads import import_core
 

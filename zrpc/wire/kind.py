@@ -28,6 +28,7 @@ class Kind(IntEnum):
     GRADIENT = 25  # the gradients of the tensors that a message carried
     ABORT = 26  # a backward pass has failed
     RELEASE = 27  # an autograd context has ended
+    ENLIST = 28  # the sender takes part in a context of the receiver's, who may not know of it
 
 
 # The kinds that are answered, by RESULT or ERROR.

@@ -1,0 +1,71 @@
+"""``zrpc bench soak``: random work on meshes of processes, all of it checked."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import click
+
+_INTERRUPTED = 130
+
+
+@click.command()
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="For how long. One mesh at least lives its whole life.",
+)
+@click.option("--seed", type=click.IntRange(min=0), help="Of all random numbers. [default: random]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=3),
+    default=6,
+    show_default=True,
+    help="How many processes a mesh has.",
+)
+@click.option(
+    "--json",
+    "data_file",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Write what was done and found to this file.",
+)
+def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None) -> None:
+    """Have workers do all kinds of random things, kill some, and check every result.
+
+    Each mesh of processes calls, fails, sends tensors, makes RRefs and passes them on, goes
+    backward and steps optimizers; one worker is stopped for a while now and then, and one is
+    killed in the end. Whenever nothing is under way, nothing may be left of it: no memory, no
+    thread, descriptor, RRef, context, segment, process or socket file.
+
+    The exit code is 0 if all was right; 1 if not, with an account of what was wrong; 130 after
+    Ctrl-C. The same seed does the same again, as far as the scheduling of threads permits.
+    """
+    if data_file is not None and not data_file.absolute().parent.is_dir():
+        raise click.UsageError(f"there is no directory {data_file.parent} for {data_file.name}")
+    from zrpc.launch import LaunchError
+    from zrpc.soak.progress import progress
+    from zrpc.soak.record import Record
+    from zrpc.soak.run import run
+
+    record = Record(secrets.randbelow(10**6) if seed is None else seed, workers)
+    click.echo(f"seed {record.seed}, {workers} workers, {minutes:g} min")
+    interrupted = False
+    try:
+        with progress(record, 60 * minutes) as tell:
+            run(record, 60 * minutes, tell)
+    except KeyboardInterrupt:
+        interrupted = True
+    except LaunchError as error:
+        raise click.ClickException(f"the workers can't be started: {error}") from error
+    click.echo(record.as_text())
+    if data_file is not None:
+        data_file.write_text(json.dumps(record.as_data(), indent=1) + "\n")
+    if interrupted:
+        click.echo("interrupted", err=True)
+        sys.exit(_INTERRUPTED)
+    sys.exit(int(bool(record.tally.violations)))
