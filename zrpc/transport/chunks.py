@@ -12,7 +12,7 @@ one after the other, cut where a chunk ends.
 ======== ======== =================================================================
 bytes    type     field
 ======== ======== =================================================================
-0        uint8    0: no version of the layout of messages, see `zrpc.wire.header`
+0        uint8    0: no version of the layout of messages, see ``zrpc.wire.header``
 1-3               reserved, 0
 4-7      uint32   the number of the chunk, from 0
 8-15     uint64   the sender's number of the message
