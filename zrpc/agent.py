@@ -55,6 +55,7 @@ from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.leaving import LeavingAlone
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
+from zrpc.outbox import Outbox
 from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.requests import Requests
 from zrpc.termination import TerminationMessage
@@ -144,6 +145,7 @@ class Agent:
         joined: called for each other worker of the mesh.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool: runs handlers.
+        outbox: sends messages.
         closed: whether this agent has shut down, or is about to.
     """
 
@@ -169,9 +171,7 @@ class Agent:
         self.scopes: dict[int, Scope] = {}
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
-        self.tickers: list[Callable[[], None]] = [self._drop_abandoned, self._send_again]
-        # Takes large buffers out of a message to a worker, to go another way than by frames.
-        self.carry: Callable[[int, Message], None] | None = None
+        self.tickers: list[Callable[[], None]] = [self._drop_abandoned]
         self.shared_memory = options.shared_memory
         self.warn_after = options.warn_after
         self._network = network
@@ -184,9 +184,8 @@ class Agent:
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
         self._executing = Requests()
-        # What this worker had no descriptors to send: rank, message, whether it counts.
-        self._unsent: deque[tuple[int, Message, bool]] = deque()
-        self._short = False  # of descriptors
+        self.outbox = Outbox(network, membership, self.in_io_thread)
+        self.tickers.append(self.outbox.send_again)
         self._handlers: dict[int, Handler] = {
             Kind.CALL: self._on_call,
             Kind.RESULT: self._on_answer,
@@ -351,33 +350,8 @@ class Agent:
         self._send_call(call, message)
 
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
-        """Sends a message that has no answer; does nothing where the peer or we are gone.
-
-        Where there is no file descriptor left for it, it is sent when there is.
-
-        Raises:
-            MemoryError: there is no memory for it; only where it is large.
-        """
-        if rank in self.membership.lost:
-            return
-        try:
-            self._transmit(rank, message, counted)
-        except zmq.ZMQError as error:
-            if error.errno == errno.ENOMEM:
-                raise MemoryError("there is no memory to send a message") from error
-            if out_of_descriptors(error) and not self.closed:
-                self._unsent.append((rank, message, counted))
-            else:
-                logger.debug("%s: nothing sent to %s: %s", self.worker_info.name, rank, error)
-
-    def _send_again(self) -> None:
-        """Sends what could not be sent when this worker had no descriptors left."""
-        short = self._network.look_after_descriptors()
-        if short and not self._short:
-            logger.error("%s: %s", self.worker_info, advice(OSError(errno.EMFILE, "")))
-        self._short = short
-        for _ in range(len(self._unsent)):
-            self.post(*self._unsent.popleft())
+        """Sends a message that has no answer; see `Outbox.post`."""
+        self.outbox.post(rank, message, counted)
 
     def answer(self, request: Message, value: Any) -> None:
         """Answers a request with a value, or with an error where it can't be pickled."""
@@ -405,7 +379,7 @@ class Agent:
         finally:
             self._executing.end(request)
         if out_of_descriptors(error):
-            self.in_io_thread(self._send_again)  # which looks for them at once
+            self.in_io_thread(self.outbox.send_again)  # which looks for them at once
 
     def encoder(self, rank: int, request: Message | None = None) -> Encoder:
         """For packing a message to ``rank``, which may be the answer to a request."""
@@ -490,7 +464,7 @@ class Agent:
                 call.sent = False  # cancelled, by a thread that looks at `sent` afterwards
                 return
             try:
-                self._transmit(call.peer, message)
+                self.outbox.send(call.peer, message)
             except zmq.ZMQError as error:
                 hint = advice(error)
                 if hint is not None:
@@ -533,22 +507,6 @@ class Agent:
                 self._io.end_rest()
         finally:
             release_interrupts()
-
-    def _transmit(self, rank: int, message: Message, counted: bool = True) -> None:
-        carry = self.carry
-        if carry is not None and message.buffers:
-            carry(rank, message)
-        first = message.first_frame()
-        if hold_interrupts():
-            try:
-                self._network.send(rank, first, message.buffers, counted)
-            finally:
-                release_interrupts()
-        else:
-            # A signal handler of the program's own may raise in the midst of it. Copied, since
-            # the caller may change its tensors as soon as the call is sent.
-            buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
-            self.in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
 
     def _died(self, call: PendingCall) -> WorkerDied:
         return call.died(
@@ -814,7 +772,7 @@ class Agent:
         """Whether this worker does nothing and waits for nothing."""
         return not (
             self._executing
-            or self._unsent
+            or len(self.outbox)
             or len(self._calls)
             or self.pool.active
             or self._completions.active
@@ -927,6 +885,7 @@ class Agent:
             if self.closed:
                 return
             self.closed = True
+            self.outbox.close()
             self._closer = threading.get_ident()
         try:
             self._close()

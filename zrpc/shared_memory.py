@@ -75,7 +75,7 @@ class SharedMemoryLayer:
         self._pid = os.getpid()
         agent.register(Kind.SEGMENT, self._on_segment)
         agent.register_extension(SHARED, self._borrow)
-        agent.carry = self.carry
+        agent.outbox.carry = self.carry
         agent.flushers.append(self._flush)
         agent.tickers.append(self._tick)
         self._all.add(self)
@@ -212,7 +212,7 @@ class SharedMemoryLayer:
 
     def close(self) -> None:
         """Closes all segments; tensors that are views of a peer's stay good."""
-        self.agent.carry = None
+        self.agent.outbox.carry = None
         with self._lock:
             self.pool.close()
         self.loans.close()

@@ -1,0 +1,110 @@
+"""How a worker sends messages to its peers, also where it has no descriptors left for that."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from zrpc.exhaustion import advice, out_of_descriptors
+from zrpc.interrupts import hold_interrupts, release_interrupts
+from zrpc.membership import Membership
+from zrpc.transport.network import Network
+from zrpc.wire.header import Message
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Sends the messages of one worker. All methods may be called from any thread.
+
+    Args:
+        network: the worker's.
+        membership: the worker's.
+        in_io_thread: has something done in the I/O thread soon.
+
+    Attributes:
+        carry: takes large buffers out of a message to a worker, to go another way than by frames;
+            set by the layer of shared memory.
+    """
+
+    carry: Callable[[int, Message], None] | None = None
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        in_io_thread: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._network = network
+        self._membership = membership
+        self._in_io_thread = in_io_thread
+        # What this worker had no descriptors to send: rank, message, whether it counts.
+        self._unsent: deque[tuple[int, Message, bool]] = deque()
+        self._short = False  # of descriptors
+        self._closed = False
+
+    def __len__(self) -> int:
+        """How many messages are still to be sent."""
+        return len(self._unsent)
+
+    def send(self, rank: int, message: Message, counted: bool = True) -> None:
+        """Sends a message.
+
+        Raises:
+            zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
+        """
+        carry = self.carry
+        if carry is not None and message.buffers:
+            carry(rank, message)
+        first = message.first_frame()
+        if hold_interrupts():
+            try:
+                self._network.send(rank, first, message.buffers, counted)
+            finally:
+                release_interrupts()
+        else:
+            # A signal handler of the program's own may raise in the midst of it. Copied, since
+            # the caller may change its tensors as soon as the call is sent.
+            buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
+            self._in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
+
+    def post(self, rank: int, message: Message, counted: bool = True) -> None:
+        """Sends a message that has no answer; does nothing where the peer or we are gone.
+
+        Where there is no file descriptor left for it, it is sent when there is.
+
+        Raises:
+            MemoryError: there is no memory for it; only where it is large.
+        """
+        if rank in self._membership.lost:
+            return
+        try:
+            self.send(rank, message, counted)
+        except zmq.ZMQError as error:
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            if out_of_descriptors(error) and not self._closed:
+                self._unsent.append((rank, message, counted))
+            else:
+                name = self._membership.info.name
+                logger.debug("%s: nothing sent to %s: %s", name, rank, error)
+
+    def send_again(self) -> None:
+        """Sends what could not be sent when there were no descriptors left. In the I/O thread."""
+        short = self._network.look_after_descriptors()
+        if short and not self._short:
+            hint = advice(OSError(errno.EMFILE, ""))
+            logger.error("%s: %s", self._membership.info, hint)
+        self._short = short
+        for _ in range(len(self._unsent)):
+            self.post(*self._unsent.popleft())
+
+    def close(self) -> None:
+        """Keeps nothing any more to be sent later."""
+        self._closed = True
