@@ -239,7 +239,7 @@ class Decoder:
             raise SerializationError(
                 f"{error}. Default RPC pickler does not serialize function code that can be "
                 "imported: ensure that functions and classes are defined in modules that both "
-                "the caller and the callee can import"
+                "the caller and the callee can import, and those of a script before its init_rpc"
             ) from error
         except MemoryError:
             raise
