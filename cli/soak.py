@@ -38,9 +38,9 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     """Have workers do all kinds of random things, kill some, and check every result.
 
     Each mesh of processes calls, fails, sends tensors, makes RRefs and passes them on, goes
-    backward and steps optimizers; one worker is stopped for a while now and then, and one is
-    killed in the end. Whenever nothing is under way, nothing may be left of it: no memory, no
-    thread, descriptor, RRef, context, segment, process or socket file.
+    backward and steps optimizers; a worker is stopped for a while now and then, and some are
+    killed, and started again. Whenever nothing is under way, nothing may be left of it: no memory,
+    no thread, descriptor, RRef, context, segment, process or socket file.
 
     The exit code is 0 if all was right; 1 if not, with an account of what was wrong; 130 after
     Ctrl-C. The same seed does the same again, as far as the scheduling of threads permits.

@@ -14,10 +14,11 @@ from zrpc.soak import life as lives
 from zrpc.soak import plan as plans
 from zrpc.soak import run as runs
 from zrpc.soak.life import live
-from zrpc.soak.plan import Life, plan
+from zrpc.soak.plan import Death, Life, plan
 from zrpc.soak.record import Record
 
-SHORT = Life("7.0", "frames", {"shared_memory": 0}, 1, 0.2, 1, 1, 0.1, (None,))
+DEATHS = (Death(1, 0.1), Death(2, 0.1))
+SHORT = Life("7.0", "frames", {"shared_memory": 0}, True, 1, 0.2, 1, DEATHS, (None,))
 
 
 def invoke(*arguments: str) -> Result:
@@ -28,10 +29,15 @@ def test_a_short_life() -> None:
     record, told = Record(seed=7, workers=3), []
     live(SHORT, 3, record, told.append)
     assert record.tally.violations == []
-    assert record.counts == {"worker joined": 3, "worker killed": 1, "worker left": 2}
+    assert record.counts == {
+        "worker joined": 3,
+        "worker killed": 2,
+        "worker joined again": 1,
+        "worker left": 2,
+    }
     assert {"sync", "large", "optimize", "pass_on", "count_marks"} <= set(record.tally.done)
-    assert all(record.tally.cut[f"a {what} under way"] == 2 for what in ("call", "method", "value"))
-    assert len(record.told_in) == 2
+    assert all(record.tally.cut[f"a {what} under way"] == 4 for what in ("call", "method", "value"))
+    assert len(record.told_in) == 4
     assert told[0] == "a mesh starts"
     assert told[-1] == "the mesh ends"
     assert "no violations, nothing left behind" in record.as_text()
@@ -64,7 +70,7 @@ def test_all_of_a_plan_comes_from_the_seed() -> None:
     assert len({life.name for life in found}) == 6
     assert [life.way for life in found[:3]] == [way for way, _ in plans._WAYS]
     assert found != [plan(6, number, 6, 600.0) for number in range(6)]
-    assert all(0 < life.kill_after < life.seconds for life in found)
+    assert all(0 < death.after < life.seconds for life in found for death in life.deaths)
     # What is left decides how long a life may be, and that there is one.
     assert plan(5, 0, 6, 0.0).healthy == 1
 

@@ -38,7 +38,8 @@ def test_the_marker_is_registered(run_tests):
     [
         (
             "worker=3",
-            "it takes workers, processes, timeout, options, leaks, faults, but got 'worker'",
+            "it takes workers, processes, timeout, options, leaks, faults, restarts, elastic, but "
+            "got 'worker'",
         ),
         ("3", "it takes keyword arguments only, but got (3,)"),
         ("workers=0", "workers must be at least 1, but got 0"),

@@ -102,6 +102,31 @@ def test_a_killed_worker_fails_what_waits_for_it(mesh):
     assert mesh.run(0, my_name) == "worker0"
 
 
+@pytest.mark.zrpc(restarts=True)
+@pytest.mark.parametrize(
+    "elastic", [False, pytest.param(True, marks=pytest.mark.zrpc(elastic=True))]
+)
+def test_a_killed_worker_that_is_started_again(mesh, elastic):
+    assert mesh.run(0, zrpc.rpc_sync, 1, os.getpid) == mesh.pid(1)
+    with pytest.raises(RuntimeError, match=r"was not killed: expected mesh.kill\(1\) first"):
+        mesh.restart(1)
+    for incarnation in (1, 2):
+        before = mesh.pid(1)
+        mesh.kill(1)
+        mesh.restart(1)
+        assert mesh.pid(1) != before
+        assert mesh.run(0, zrpc.rpc_sync, 1, os.getpid) == mesh.pid(1)
+        assert mesh.run(1, zrpc.rpc_sync, 0, os.getpid) == mesh.pid(0)
+        assert mesh.run(0, zrpc.get_worker_info, "worker1").incarnation == incarnation
+    mesh.shutdown()  # gracefully: all are there
+
+
+def test_restarts_have_to_be_asked_for(mesh):
+    mesh.kill(1)
+    with pytest.raises(RuntimeError, match="expected a mesh made with restarts=True"):
+        mesh.restart(1)
+
+
 def test_a_worker_that_exits(make_mesh):
     mesh = make_mesh()
     with pytest.raises(WorkerExited, match=r"worker0 \(pid \d+\) exited with status 3"):

@@ -182,3 +182,10 @@ def test_a_worker_that_hangs_in_a_call_is_freed(mesh):
         waiting.result(10)
     assert [t.is_alive() for t in threads] == [False]
     end.set()
+
+
+@pytest.mark.zrpc(elastic=True)
+def test_an_elastic_mesh(mesh):
+    mesh.run(1, zrpc.shutdown)  # which waits for nobody here
+    with pytest.raises(zrpc.WorkerDied, match="worker1"):
+        mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))

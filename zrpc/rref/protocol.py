@@ -52,7 +52,7 @@ _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size
 
 # So many forks that have ended at a user are known again, should the message with them come twice.
-_ENDED_REMEMBERED = 1024
+_ENDED_REMEMBERED = 64
 
 
 class Verb(IntEnum):

@@ -3,7 +3,7 @@
 A `run.Run` starts one mesh after the other. In each, the workers' `lane.Lane`s do what
 `calls`, `references` and `gradients` have to offer, at random but by a seed, for a few *shifts*;
 between them nothing is under way, and `inventory` looks whether nothing is left. In the midst of
-one shift a worker is killed.
+some shifts a worker is killed, or started again.
 
 Importing this package imports neither torch nor zmq.
 """

@@ -88,16 +88,16 @@ def under_way() -> str:
     since the mesh began: where they differ for long, messages are stuck or lost.
     """
     agent = current_agent()
-    ranks = range(len(agent.membership.infos))
+    members = list(agent.membership.infos)
     now = time.monotonic()
     lines = _left(agent)
     lines += [
         f"call {call.call_id} to rank {call.peer} for {now - call.begun:.1f} s"
         for call in sorted(agent._calls._calls.values(), key=lambda call: call.begun)
     ]
-    sent = {rank: agent._network.sent([rank]) for rank in ranks}
-    lines.append(f"messages sent, by rank: {sent}")
-    lines.append(f"messages received, by rank: {dict(zip(ranks, agent._received, strict=True))}")
+    sent = {number: agent._network.sent([number]) for number in members}
+    lines.append(f"messages sent, by the number of the receiver: {sent}")
+    lines.append(f"messages received, by the number of the sender: {dict(agent._received)}")
     return "\n".join(lines)
 
 

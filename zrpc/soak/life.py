@@ -1,4 +1,4 @@
-"""The life of one mesh of a soak test: its start, shifts, a death, and its end."""
+"""The life of one mesh of a soak test: its start, shifts, deaths, and its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zrpc
 from zrpc.soak import inventory, shift
 from zrpc.soak.growth import Growth
 from zrpc.soak.lane import Tally
-from zrpc.soak.plan import Life, Pause
+from zrpc.soak.plan import Death, Life, Pause
 from zrpc.soak.record import Record
 from zrpc.soak.shift import Shift
 from zrpc.testing import LeakError, Mesh, MeshSpec, MeshTimeout, WorkerExited
@@ -43,7 +43,14 @@ def live(life: Life, workers: int, record: Record, tell: Callable[[str], None]) 
         record: of the whole run.
         tell: called with what is being done, now and then.
     """
-    spec = MeshSpec(workers, True, life.length + _PATIENCE, life.options)
+    spec = MeshSpec(
+        workers,
+        processes=True,
+        timeout=life.length + _PATIENCE,
+        options=life.options,
+        restarts=len(life.deaths) > 1,
+        elastic=life.elastic,
+    )
     violations = record.tally.violations
     with Watchdog(spec.timeout, violations.append) as watchdog:
         try:
@@ -69,15 +76,18 @@ class _Mesh:
         self._living = list(range(len(mesh)))
         self._growth = Growth()
         self._number = 0
-        # The worker that may die in the present shift, or has died.
-        self._doomed: int | None = None
+        # When the worker that may die in the present shift, or has died, is killed.
+        self._death: Death | None = None
+        # Those that have not done all there is once.
+        self._fresh = set(self._living)
+        self._directories: dict[int, str] = {}
 
     def live(self) -> None:
         """All of it. The mesh is shut down afterwards, by force where something went wrong."""
         well = False
         try:
-            directories = self._all(shift.prepare)
-            well = self._work_on() and self._shut_down(directories)
+            self._directories = self._all(shift.prepare)
+            well = self._work_on() and self._shut_down()
         finally:
             if not well:
                 self._show_outputs()
@@ -88,41 +98,70 @@ class _Mesh:
         for pause in self._life.pauses:
             if not self._shift("all live", pause):
                 return False
-        self._doomed = self._life.victim
-        if not (self._shift("one dies") and self._shift("one is dead")):
+        *others, last = self._life.deaths
+        for death in others:
+            if not (self._lose(death) and self._restart() and self._shift("all live again")):
+                return False
+        if not self._lose(last):
             return False
         found = self._growth.violations()
         self._record.tally.violations += found
         self._record.growth += self._growth.bytes()
         return not found
 
-    def _shift(self, what: str, pause: Pause | None = None) -> bool:
+    def _lose(self, death: Death) -> bool:
+        """The shift in which a worker is killed, and the next one, without it."""
+        self._death = death
+        return self._shift("one dies") and self._shift("one is dead")
+
+    def _restart(self) -> bool:
+        """A shift in which the dead worker is started again, and joins those that work."""
+        assert self._death is not None
+        rank = self._death.rank
+        well = self._shift("one comes back", restarts=True)
+        self._living.append(rank)
+        self._fresh.add(rank)
+        self._directories[rank] = self._mesh.run(rank, shift.prepare)
+        self._death = None
+        self._record.counts["worker joined again"] += 1
+        return well
+
+    def _shift(self, what: str, pause: Pause | None = None, restarts: bool = False) -> bool:
         """One shift, and what there is after it; false where something is wrong."""
-        life, dead = self._life, self._doomed not in (None, *self._living)
-        self._tell(f"shift {self._number + 1} of {life.healthy + 2}, {what}")
-        names = self._mesh.names
-        doomed = None if self._doomed is None else names[self._doomed]
-        task = Shift(
-            f"{life.name}.{self._number}",
-            life.seconds,
-            life.lanes,
-            names,
-            doomed,
-            dead,
-            not self._number,
-        )
+        total = round(self._life.length / self._life.seconds)
         self._number += 1
-        futures = self._submit(shift.work, task)
-        if doomed is not None and not dead:
-            tallies = self._kill(futures)
+        self._tell(f"shift {self._number} of {total}, {what}")
+        death = self._death
+        dead = death is not None and death.rank not in self._living
+        futures = {
+            rank: self._mesh.submit(rank, shift.work, self._task(rank, dead))
+            for rank in self._living
+        }
+        if death is not None and not dead:
+            tallies = self._kill(death, futures)
         else:
             if pause is not None:
                 self._pause(pause, futures)
+            if restarts and death is not None:
+                self._mesh.restart(death.rank)
             tallies = _results(futures)
+        self._fresh -= tallies.keys()
         for tally in tallies.values():
             self._record.tally.add(tally)
         # After a violation, what is left says nothing of its own.
         return not self._record.tally.violations and self._take_inventories()
+
+    def _task(self, rank: int, dead: bool) -> Shift:
+        life, names, death = self._life, self._mesh.names, self._death
+        return Shift(
+            f"{life.name}.{self._number}",
+            life.seconds,
+            life.lanes,
+            names,
+            None if death is None else names[death.rank],
+            dead,
+            rank in self._fresh,
+        )
 
     def _pause(self, pause: Pause, futures: dict[int, Future[Tally]]) -> None:
         """Stops a worker's process for a while: nothing may come of it."""
@@ -134,11 +173,10 @@ class _Mesh:
             self._mesh.resume(pause.rank)
         self._record.counts["worker stopped for a while"] += 1
 
-    def _kill(self, futures: dict[int, Future[Tally]]) -> dict[int, Tally]:
+    def _kill(self, death: Death, futures: dict[int, Future[Tally]]) -> dict[int, Tally]:
         """Kills the doomed worker in the midst of its shift; the survivors' results."""
-        victim = self._doomed
-        assert victim is not None
-        wait(futures.values(), self._life.kill_after, FIRST_EXCEPTION)
+        victim = death.rank
+        wait(futures.values(), death.after, FIRST_EXCEPTION)
         before = time.monotonic()
         self._mesh.kill(victim)
         self._record.counts["worker killed"] += 1
@@ -159,7 +197,7 @@ class _Mesh:
 
     def _take_inventories(self) -> bool:
         found = self._all(inventory.take)
-        self._growth.add(found)
+        self._growth.add({rank: each for rank, each in found.items() if rank not in self._fresh})
         left = [f"{self._mesh.names[rank]}: {line}" for rank, i in found.items() for line in i.left]
         if left:
             self._record.tally.violations.append(
@@ -167,12 +205,13 @@ class _Mesh:
             )
         return not left
 
-    def _shut_down(self, directories: dict[int, str]) -> bool:
+    def _shut_down(self) -> bool:
         """Ends the mesh as its program would; it looks itself for what is left behind."""
         self._tell("the mesh ends")
         self._all(zrpc.shutdown, True, _SHUTDOWN_WITHIN)
         self._record.counts["worker left"] += len(self._living)
-        left = [directories[rank] for rank in self._living if os.path.lexists(directories[rank])]
+        directories = [self._directories[rank] for rank in self._living]
+        left = [directory for directory in directories if os.path.lexists(directory)]
         if left:
             self._record.tally.violations.append(f"socket files were left in {left}")
         self._mesh.shutdown()

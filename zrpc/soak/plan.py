@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Life", "Pause", "plan"]
+__all__ = ["Death", "Life", "Pause", "plan"]
 
 # Seconds of a shift; of the one with a death, and of the one after it.
 _SHIFT = 3.0
-# How many shifts there are before those two. Short lives have more starts, deaths and ends, long
-# ones show what grows.
+# How many shifts there are before the first death, and how many deaths. Short lives have more
+# starts and ends, long ones show what grows.
 _HEALTHY = (2, 2, 4, 20)
+_DEATHS = (1, 2, 2, 4)
 _LANES = 2
 
 # The ways that messages can go, in turn.
@@ -40,6 +41,19 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class Death:
+    """A worker is killed.
+
+    Attributes:
+        rank: whose.
+        after: seconds from the beginning of the shift.
+    """
+
+    rank: int
+    after: float
+
+
+@dataclass(frozen=True)
 class Life:
     """The life of one mesh.
 
@@ -47,28 +61,28 @@ class Life:
         name: unique in the run; with the run's seed, the beginning of all its random seeds.
         way: how messages go.
         options: for `zrpc.ZmqRpcBackendOptions`.
-        healthy: how many shifts there are before the one with the death.
+        elastic: whether the mesh is an elastic one.
+        healthy: how many shifts there are before the one with the first death.
         seconds: of a shift.
         lanes: how many threads act at once on each worker.
-        victim: the rank of the worker that is killed.
-        kill_after: seconds from the beginning of its shift.
+        deaths: who is killed, one after the other; all but the last are started again.
         pauses: for each healthy shift, who is stopped for a while, if any.
     """
 
     name: str
     way: str
     options: Mapping[str, Any]
+    elastic: bool
     healthy: int
     seconds: float
     lanes: int
-    victim: int
-    kill_after: float
+    deaths: tuple[Death, ...]
     pauses: tuple[Pause | None, ...]
 
     @property
     def length(self) -> float:
         """The seconds of all its shifts."""
-        return self.seconds * (self.healthy + 2)
+        return self.seconds * (self.healthy + 4 * len(self.deaths) - 2)
 
 
 def plan(seed: int, number: int, workers: int, left: float) -> Life:
@@ -93,10 +107,13 @@ def plan(seed: int, number: int, workers: int, left: float) -> Life:
         name=f"{seed}.{number}",
         way=way,
         options=options,
+        elastic=rng.random() < 0.5,
         healthy=healthy,
         seconds=_SHIFT,
         lanes=_LANES,
-        victim=rng.randrange(workers),
-        kill_after=_SHIFT * (0.2 + 0.5 * rng.random()),
+        deaths=tuple(
+            Death(rng.randrange(workers), _SHIFT * (0.2 + 0.5 * rng.random()))
+            for _ in range(min(rng.choice(_DEATHS), max(1, int(left / _SHIFT / 4))))
+        ),
         pauses=tuple(pauses[:healthy]),
     )

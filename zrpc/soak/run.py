@@ -41,4 +41,4 @@ def run(record: Record, seconds: float, tell: Callable[[str], None]) -> None:
 
 
 def _tell(life: Life, tell: Callable[[str], None], what: str) -> None:
-    tell(f"mesh {life.name}, {life.way}: {what}")
+    tell(f"{'elastic ' if life.elastic else ''}mesh {life.name}, {life.way}: {what}")

@@ -157,6 +157,7 @@ class _Waits:
 
     def __init__(self, doomed: str) -> None:
         self._doomed = doomed
+        self._incarnation = zrpc.get_worker_info(doomed).incarnation
         self._lost = threading.Event()
         self._told: list[float] = []
         self._hook = zrpc.on_worker_lost(self._on_lost)
@@ -165,7 +166,7 @@ class _Waits:
         self._method = self._value.rpc_async(timeout=0).add(1)
 
     def _on_lost(self, worker: zrpc.WorkerInfo) -> None:
-        if worker.name == self._doomed:
+        if (worker.name, worker.incarnation) == (self._doomed, self._incarnation):
             self._told.append(time.monotonic())
             self._lost.set()
 

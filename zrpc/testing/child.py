@@ -46,7 +46,7 @@ class WorkerSettings:
     Args:
         name: its name.
         rank: its rank.
-        world_size: how many workers there are.
+        world_size: how many workers there are; None in an elastic mesh.
         options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
         socket: the descriptor of the socket for requests and replies.
         stacks_path: the file for stacks, written on `STACKS_SIGNAL`.
@@ -54,7 +54,7 @@ class WorkerSettings:
 
     name: str
     rank: int
-    world_size: int
+    world_size: int | None
     options: Mapping[str, Any]
     socket: int
     stacks_path: str

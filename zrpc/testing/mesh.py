@@ -168,6 +168,29 @@ class Mesh:
         """
         self._process(worker).kill(_DIES_WITHIN)
 
+    def restart(self, worker: str | int) -> None:
+        """Starts a worker that was killed again, in a new process, as ``zrpc launch`` does.
+
+        It joins the mesh under its name and rank, of the next incarnation; returns when the
+        others know it.
+
+        Raises:
+            TypeError: the mesh is one of threads.
+            RuntimeError: the worker was not killed, or the mesh was made without
+                ``restarts=True``.
+            Exception: what it failed to join with.
+        """
+        __tracebackhide__ = True
+        dead = self._process(worker)
+        if not self._spec.restarts:
+            raise RuntimeError("expected a mesh made with restarts=True: this one has a fixed end")
+        if not dead.killed:
+            raise RuntimeError(f"{dead.label} was not killed: expected mesh.kill({worker!r}) first")
+        dead.close(_DIES_WITHIN)
+        new = dead.successor()
+        self._workers[self._workers.index(dead)] = new
+        _gather([new], [new.start()])
+
     def pause(self, worker: str | int) -> None:
         """Stops the process of a worker of a mesh of processes (SIGSTOP).
 

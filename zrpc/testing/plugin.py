@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["MakeMesh", "make_mesh", "mesh", "no_leaks"]
 
 _MARKER = (
-    "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True, faults=False): how many "
-    "workers the test's mesh has, whether they are processes (else threads), how many seconds the "
-    "test may take, arguments for ZmqRpcBackendOptions, whether to report what is left behind, and "
-    "whether there can be faults between the workers."
+    "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True, faults=False, "
+    "restarts=False, elastic=False): how many workers the test's mesh has, whether they are "
+    "processes (else threads), how many seconds the test may take, arguments for "
+    "ZmqRpcBackendOptions, whether to report what is left behind, whether there can be faults "
+    "between the workers, whether those that were killed can be started again, and whether the "
+    "mesh is elastic."
 )
 # Of a session that can't go on, as pytest's own for an internal error.
 _EXIT_STATUS = 3

@@ -37,6 +37,9 @@ __all__ = ["ProcessWorker", "process_workers"]
 
 # Above the numbers that a preloaded module could have open in the server.
 _SOCKETS_FROM = 200
+# Variables by which a worker knows that it may be started again, and how often it was.
+_MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
+_RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 # Seconds: for the stacks of a process, for them to stop growing, for a killed one to be gone.
 _STACKS_WITHIN = 1.0
 _STACKS_SETTLE = 0.05
@@ -104,9 +107,11 @@ class ProcessWorker(Worker):
         by_value: Sequence[str],
         capture: bool,
         secret: Mapping[str, str],
+        restarts: int = 0,
     ) -> None:
         super().__init__(name, rank)
         self._secret = secret
+        self._restarts = restarts
         self._spec = spec
         self._server = server
         self._home = home
@@ -147,6 +152,20 @@ class ProcessWorker(Worker):
         if self._pid is None:
             raise RuntimeError(f"{self.name} has no process: it was not started")
         return self._pid
+
+    def successor(self) -> ProcessWorker:
+        """Another one of the same name and rank, of the next incarnation; not started yet."""
+        return ProcessWorker(
+            self.name,
+            self.rank,
+            self._spec,
+            self._server,
+            self._home,
+            self._by_value,
+            self._output_path is not None,
+            self._secret,
+            self._restarts + 1,
+        )
 
     def start(self) -> Future[Any]:
         """Forks the process and has it join the mesh."""
@@ -266,7 +285,7 @@ class ProcessWorker(Worker):
         settings = WorkerSettings(
             name=self.name,
             rank=self.rank,
-            world_size=self._spec.workers,
+            world_size=None if self._spec.elastic else self._spec.workers,
             # A store that is a file: no port to be taken, no server thread in this process,
             # and it survives the death of any worker.
             options={"init_method": f"file://{self._home}/store", **self._spec.options},
@@ -275,10 +294,21 @@ class ProcessWorker(Worker):
         )
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
-            env={**os.environ, **self._secret, "ZRPC_RUNTIME_DIR": str(self._home / "run")},
+            env={
+                **os.environ,
+                **self._secret,
+                "ZRPC_RUNTIME_DIR": str(self._home / "run"),
+                **self._restart_variables(),
+            },
             sys_path=[os.path.abspath(entry) for entry in sys.path],
             line_buffered=True,
         )
+
+    def _restart_variables(self) -> dict[str, str]:
+        """As ``zrpc launch --max-restarts`` sets them."""
+        if not self._spec.restarts or self._spec.elastic:
+            return {}
+        return {_MAX_RESTARTS: "1000", _RESTART_COUNT: str(self._restarts)}
 
     @contextlib.contextmanager
     def _streams(self) -> Iterator[tuple[int, int]]:

@@ -32,6 +32,8 @@ class MeshSpec:
         timeout: seconds that the whole test may take, the mesh's start and end included.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
         leaks: whether a passing test becomes an error where it leaves something behind.
+        restarts: whether workers that were killed can be started again, see ``Mesh.restart``.
+        elastic: whether workers may join and leave, as where `zrpc.init_rpc` gets no world size.
         faults: whether the workers' connections go through relays, for `zrpc.testing.faults`.
 
     Raises:
@@ -47,6 +49,8 @@ class MeshSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
     leaks: bool = True
     faults: bool = False
+    restarts: bool = False
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         expected: dict[str, type | tuple[type, ...]] = {
@@ -56,6 +60,8 @@ class MeshSpec:
             "options": Mapping,
             "leaks": bool,
             "faults": bool,
+            "restarts": bool,
+            "elastic": bool,
         }
         for name, types in expected.items():
             value = getattr(self, name)

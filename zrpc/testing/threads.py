@@ -152,7 +152,7 @@ class ThreadWorker(Worker):
         agent = start_agent(
             self.name,
             rank=self.rank,
-            world_size=self._spec.workers,
+            world_size=None if self._spec.elastic else self._spec.workers,
             store=self._store,
             options=ZmqRpcBackendOptions(**self._spec.options),
             secret=self._secret,
