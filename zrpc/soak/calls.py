@@ -10,7 +10,13 @@ from typing import Any
 import torch
 
 import zrpc
-from zrpc.errors import RemoteError, RpcError, RpcTimeoutError, SerializationError
+from zrpc.errors import (
+    RemoteError,
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+)
 from zrpc.soak import targets
 from zrpc.soak.lane import Action, Failed, Lane
 
@@ -21,6 +27,8 @@ __all__ = ["ACTIONS", "same"]
 _REST = 0.3
 _TIMEOUT = 0.05
 _SLACK = 20.0
+# Longer than anything waits.
+_LONG = 3600.0
 # Bytes of a large tensor: from what just goes by shared memory to some megabytes.
 _LARGE = (1 << 15, 1 << 22)
 _DTYPES = (
@@ -164,6 +172,24 @@ def timeouts(lane: Lane) -> None:
     lane.expect(f"{taken} s are right", True, _TIMEOUT <= taken < _SLACK)
 
 
+def cancels(lane: Lane) -> None:
+    """Calls that are cancelled, wherever they are by then; else they would outlast the test."""
+    kinds: list[Any] = [targets.until_cancelled, targets.until_cancelled_slowly]
+    futures = [
+        zrpc.rpc_async(lane.peer(), lane.rng.choice(kinds), (_LONG,), timeout=0)
+        for _ in range(lane.whole(1, 6))
+    ]
+    time.sleep(lane.rng.choice([0.0, 0.002, 0.02]))
+    _wait_for_all([partial(_cancel, lane, future) for future in futures])
+
+
+def _cancel(lane: Lane, future: Any) -> None:
+    if not future.cancel():
+        raise Failed(f"expected a call under way, found that it returned {future.wait()!r}")
+    lane.expect("type", RpcCancelledError, type(_error_of(future.wait)))
+    lane.expect("cancelled", (True, False), (future.cancelled(), future.cancel()))
+
+
 def count_marks(lane: Lane) -> None:
     """Whether each call has run once; at the end of a lane."""
     for to, sent in lane.sent.items():
@@ -209,4 +235,5 @@ ACTIONS: list[tuple[Action, int]] = [
     (shapes, 4),
     (errors, 4),
     (timeouts, 1),
+    (cancels, 3),
 ]

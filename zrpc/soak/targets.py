@@ -30,6 +30,8 @@ __all__ = [
     "scale",
     "scale_slowly",
     "unpicklable",
+    "until_cancelled",
+    "until_cancelled_slowly",
 ]
 
 # All that is kept here between calls; the lock guards both.
@@ -132,6 +134,16 @@ def complain_oddly(text: str) -> NoReturn:
 def unpicklable() -> Any:
     """Returns what can't travel."""
     return threading.Lock()
+
+
+def until_cancelled(seconds: float) -> bool:
+    """Waits for its caller to cancel it."""
+    return zrpc.current_call().wait_cancelled(seconds)
+
+
+async def until_cancelled_slowly(seconds: float) -> None:
+    """The same, in the event loop."""
+    await asyncio.sleep(seconds)
 
 
 def rest(seconds: float) -> str:
