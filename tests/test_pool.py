@@ -294,6 +294,31 @@ def test_close_waits_for_jobs_and_drops_those_queued(make_pool, jobs):
     assert 2 not in ran
 
 
+def test_close_may_finish_what_is_queued(make_pool, jobs):
+    pool, done = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    for number in range(10):
+        pool.submit(lambda number=number: done.append(number))
+    jobs.go.set()
+    assert pool.close(SOON, finish=True)
+    assert done == list(range(10))
+    pool.submit(lambda: done.append("late"))
+    assert pool.active == 0
+    assert "late" not in done
+
+
+def test_close_finishes_no_more_than_its_time_allows(make_pool, jobs):
+    pool, done = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    pool.submit(lambda: done.append("late"))
+    assert not pool.close(0.01, finish=True)
+    jobs.go.set()
+    assert pool.close(SOON)
+    assert done == []
+
+
 def test_close_gives_up_on_a_job_that_is_stuck(make_pool, jobs):
     pool = make_pool(2)
     pool.submit(jobs)

@@ -420,20 +420,20 @@ class Agent:
         return call, message
 
     def _send_call(self, call: PendingCall, message: Message) -> None:
+        later = False
         try:
             self._calls.enter(call)
             scope = current_scope()
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and message.kind != Kind.REMOTE:
                 scope.adopt(call)
-            self._send_entered(call, message)
+            later = self._send_entered(call, message)
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             self._abandon(call)
             raise
         finally:
-            # What went to a worker that is lost is the layers' business.
-            if call.undo is not None and not call.sent and call.peer not in self.membership.lost:
-                call.undo()
+            if not later:
+                self._undo_unsent(call)
 
     def _abandon(self, call: PendingCall) -> None:
         """The thread that made a call is interrupted, and does not wait for it any more."""
@@ -449,14 +449,50 @@ class Agent:
         if not self.closed:
             self.post(call.peer, Message(Kind.CANCEL, call.call_id))
 
-    def _send_entered(self, call: PendingCall, message: Message) -> None:
+    def _send_entered(self, call: PendingCall, message: Message) -> bool:
+        """Sends a call of the table; whether that is done later, in another thread."""
+        admitted: bool | None = True
+        if message.kind in _METERED and call.peer not in self.membership.lost:
+            admitted = self._enter_window(call, message)
+        if admitted:
+            self._send_admitted(call, message)
+        return admitted is None
+
+    def _enter_window(self, call: PendingCall, message: Message) -> bool | None:
+        """Waits for room; False where the call is settled, None where it is sent later."""
+        if not in_event_loop():
+            thread = threading.get_ident() if in_handler() else None
+            return self._window.enter(call, thread, message.nbytes)
+        # This thread must not wait: it would hold up all coroutines.
+        caller = id(asyncio.current_task()) if current_scope() is not None else None
+        go = partial(self._completions.submit, partial(self._send_later, call, message))
+        size = message.nbytes
+        if not self._window.enter_now(call, caller, size):
+            # The caller may change its tensors meanwhile.
+            message.buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
+            if not self._window.enter_later(call, caller, size, go):
+                return None
+        return not call.settled
+
+    def _send_later(self, call: PendingCall, message: Message) -> None:
+        """A call from an event loop has waited for room, or was settled meanwhile."""
+        try:
+            if not call.settled:
+                self._send_admitted(call, message)
+        except Exception as error:
+            call.give_up(error)
+        finally:
+            self._undo_unsent(call)
+
+    def _undo_unsent(self, call: PendingCall) -> None:
+        # What went to a worker that is lost is the layers' business.
+        if call.undo is not None and not call.sent and call.peer not in self.membership.lost:
+            undo, call.undo = call.undo, None
+            undo()
+
+    def _send_admitted(self, call: PendingCall, message: Message) -> None:
         lost = self.membership.lost
         if call.peer not in lost:
-            # In an event loop's thread no call can wait: it would hold up all coroutines.
-            if message.kind in _METERED and not in_event_loop():
-                caller = threading.get_ident() if in_handler() else None
-                if not self._window.enter(call, caller, message.nbytes):
-                    return
             if call.delayed and call.timeout:
                 message.deadline = call.remaining()
             call.sent = True
@@ -908,7 +944,8 @@ class Agent:
         for layer in self.layers:
             layer.close()
         self._loop.close(_JOIN_TIMEOUT)
-        self._completions.close(_JOIN_TIMEOUT)
+        # Somebody may await the futures that have failed just now.
+        self._completions.close(_JOIN_TIMEOUT, finish=True)
         ended &= self.pool.close(_HANDLER_TIMEOUT if self._executing else _JOIN_TIMEOUT)
         if not ended:
             logger.warning(

@@ -84,7 +84,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         max_bytes_in_flight: how many bytes of calls to one worker may be under way, that is
             sent and not answered; a call beyond it waits before it is sent, within its
             timeout. Each counts 2 KiB beside its message, which bounds their number. 0: no
-            limit. Calls made in an event loop never wait.
+            limit. Those made in an event loop return at once, and are sent when there is room.
         heartbeat_timeout: within which time a worker that answers no more is given up, in
             seconds: one whose process is stopped, or whose network is cut. Calls to it then fail
             with `WorkerDied`. It answers also while its Python does not get to run. 0 means

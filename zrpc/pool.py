@@ -239,11 +239,12 @@ class WorkerPool:
         own = self._threads.difference(self._idle)
         return self._guests | {thread.ident for thread in own if thread.ident is not None}
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, finish: bool = False) -> bool:
         """Ends the threads once their present jobs are done, and drops queued jobs.
 
         Args:
             timeout: seconds to wait for them, all together.
+            finish: whether to do first what is queued, as far as that time allows.
 
         Returns:
             False where a job was still running when the timeout passed; its thread is a
@@ -252,13 +253,16 @@ class WorkerPool:
         deadline = time.monotonic() + timeout
         with self._lock:
             self._closed = True
-            self._backlog.clear()
+            if not finish:
+                self._backlog.clear()
             for thread in self._idle:
                 thread.gate.release()
             self._idle.clear()
             threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._backlog.clear()
         return not any(thread.is_alive() for thread in threads)
 
     def _hand_over(self, job: Job) -> None:

@@ -4,15 +4,15 @@ No I/O in here. A call takes as much as its message and, for its other parts, 2 
 calls are bounded as well. One that does not fit waits until answers have made room, so that neither
 the caller's queue nor the callee's grows without end where the callee is slower.
 
-Calls from a handler have a window of their own for as long as they come from the same thread:
-what a handler calls must never wait for the calls that wait for this handler.
+Calls from a handler have a window of their own for as long as they come from the same thread (or
+asyncio task): what a handler calls must never wait for the calls that wait for this handler.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from zrpc.calls import PendingCall
 from zrpc.errors import RpcTimeoutError
@@ -51,33 +51,69 @@ class Window:
         Returns:
             False where the call is settled already, and is not to be sent.
         """
-        if not self._limit:
-            return True
+        if self.enter_now(call, caller, size):
+            return not call.settled
+        gate = threading.Lock()
+        gate.acquire()
+        if self.enter_later(call, caller, size, gate.release):
+            return not call.settled
+        try:
+            if call.settled:
+                return False
+            if not acquire(gate, call.remaining()):
+                call.give_up(no_room(call, self._limit))
+        except BaseException:
+            call.give_up(no_room(call, self._limit))  # Ctrl-C: the call is never sent
+            raise
+        return not call.settled
+
+    def enter_now(self, call: PendingCall, caller: Hashable, size: int) -> bool:
+        """As `enter`, where there is room; False where there is none now."""
+        return self._has_room(call, (call.peer, caller), size + OVERHEAD)
+
+    def enter_later(
+        self, call: PendingCall, caller: Hashable, size: int, go: Callable[[], None]
+    ) -> bool:
+        """As `enter`, for callers that must not wait.
+
+        Args:
+            call: as there.
+            caller: as there.
+            size: as there.
+            go: called once, where there is no room now, by whoever makes it, or settles the call;
+                it must be short, and take no call out.
+
+        Returns:
+            Whether there is room now; it is not used where the call is settled already.
+        """
         key = (call.peer, caller)
         size += OVERHEAD
+        waiter = _Waiter(call, size, go)
+        if self._has_room(call, key, size, waiter):
+            return True
+        if call.settled:
+            self.leave(call)
+        return False
+
+    def _has_room(
+        self, call: PendingCall, key: Hashable, size: int, waiter: _Waiter | None = None
+    ) -> bool:
+        """Gives room to a call, or has it wait for that."""
+        if not self._limit:
+            return True
         with self._lock:
             used = self._used.get(key, 0)
             if not used or (used + size <= self._limit and key not in self._waiting):
                 taken = self._let_in(call, key, size)
                 if taken:
                     self._used[key] = used + taken
-                return bool(taken)
-            waiter = _Waiter(call, size)
-            self._waiting.setdefault(key, deque()).append(waiter)
-            # First the note, then the look, as in _let_in: whoever settles it opens the gate.
-            call.room = (key, waiter)
-            call.delayed = True
-        try:
-            if call.settled:
-                return False
-            if not acquire(waiter.gate, call.remaining()):
-                call.give_up(no_room(call, self._limit))
-        except BaseException:
-            call.give_up(no_room(call, self._limit))  # Ctrl-C: the call is never sent
-            raise
-        finally:
-            self._forget(key, waiter)
-        return not call.settled
+                return True
+            if waiter is not None:
+                self._waiting.setdefault(key, deque()).append(waiter)
+                # First the note, then the look, as in _let_in: whoever settles it lets it go on.
+                call.room = (key, waiter)
+                call.delayed = True
+        return False
 
     def leave(self, call: PendingCall) -> None:
         """A call is settled: there is room for others, or it need not wait for room."""
@@ -88,7 +124,7 @@ class Window:
             call.room = None
             if isinstance(taken, _Waiter):
                 self._remove(key, taken)
-                taken.gate.release()
+                taken.go()
             else:
                 self._free(key, taken)
 
@@ -104,7 +140,7 @@ class Window:
         while waiting and (not used or used + waiting[0].size <= self._limit):
             waiter = waiting.popleft()
             used += self._let_in(waiter.call, key, waiter.size)
-            waiter.gate.release()
+            waiter.go()
         if not waiting:
             self._waiting.pop(key, None)
         if used:
@@ -122,11 +158,6 @@ class Window:
             return 0
         return size
 
-    def _forget(self, key: Hashable, waiter: _Waiter) -> None:
-        """A call waits no more, whatever the reason."""
-        with self._lock:
-            self._remove(key, waiter)
-
     def _remove(self, key: Hashable, waiter: _Waiter) -> None:
         """Takes a waiter out, where it is there; the lock is held."""
         waiting = self._waiting.get(key)
@@ -137,15 +168,14 @@ class Window:
 
 
 class _Waiter:
-    """A call that waits for room, at a gate that opens when there is."""
+    """A call that waits for room; ``go()`` tells that it has some, or needs none any more."""
 
-    __slots__ = ("call", "gate", "size")
+    __slots__ = ("call", "go", "size")
 
-    def __init__(self, call: PendingCall, size: int) -> None:
+    def __init__(self, call: PendingCall, size: int, go: Callable[[], None]) -> None:
         self.call = call
         self.size = size
-        self.gate = threading.Lock()
-        self.gate.acquire()
+        self.go = go
 
 
 def no_room(call: PendingCall, limit: int) -> RpcTimeoutError:

@@ -1,5 +1,6 @@
 """Callers that are faster than the worker that they call."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -122,15 +123,88 @@ def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh):
     opener.join()
 
 
-async def flood_from_a_coroutine(count):
+async def flood_from_a_coroutine(to, count):
+    """Changes the tensor after each call, which is to arrive as it was."""
     tensor = torch.zeros(SIZE // 4)
-    futures = [rpc.rpc_async(0, slow, (tensor,)) for _ in range(count)]
+    futures = []
+    for number in range(count):
+        tensor.fill_(number)
+        futures.append(rpc.rpc_async(to, slow_mean, (tensor,)))
+    flooded.set()
+    return [await future for future in futures]
+
+
+flooded = threading.Event()
+
+
+def slow_mean(tensor):
+    assert gate.wait(30)
+    return tensor.mean().item()
+
+
+@pytest.mark.parametrize("where", ["handler", "own loop"])
+def test_calls_from_a_coroutine_are_sent_when_there_is_room(mesh, where):
+    flooded.clear()
+    here, there = (1, 0) if where == "handler" else (0, 1)
+
+    def flood_here():
+        if where == "handler":
+            return rpc.rpc_sync(here, flood_from_a_coroutine, (there, 40))
+        return asyncio.run(flood_from_a_coroutine(there, 40))
+
+    agent = mesh.agent(here)
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(mesh.run, 0, flood_here)
+        assert flooded.wait(30)  # the coroutine was not held up
+        assert len(agent._calls) >= 40
+        assert len(agent._window) <= LIMIT
+        assert len(mesh.agent(there)._executing) <= 17  # 16 that fit, and that of the handler
+        gate.set()
+        assert flooding.result(30) == [float(number) for number in range(40)]
+    assert len(agent._window) == 0
+
+
+async def cancel_what_waits():
+    tensor = torch.zeros(SIZE // 4)
+    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(40)]
+    cancelled = [future.cancel() for future in futures[20:]]
+    gate.set()
+    return all(cancelled), sum([await future for future in futures[:20]])
+
+
+def test_what_a_coroutine_cancels_is_never_sent(mesh):
+    sent = mesh.agent(0)._network.sent([1])
+    assert mesh.run(0, asyncio.run, cancel_what_waits()) == (True, 20 * SIZE // 4)
+    assert mesh.agent(0)._network.sent([1]) - sent == 20
+    assert len(mesh.agent(0)._window) == 0
+
+
+async def wait_in_vain():
+    tensor = torch.zeros(SIZE // 4)
+    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(20)]
+    with pytest.raises(rpc.RpcTimeoutError):
+        await rpc.rpc_async(1, slow, (tensor,), timeout=0.05)
     gate.set()
     return sum([await future for future in futures])
 
 
-def test_a_coroutine_is_not_held_up(mesh):
-    assert mesh.run(0, rpc.rpc_sync, 1, flood_from_a_coroutine, (40,)) == 40 * SIZE // 4
+def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh):
+    assert mesh.run(0, asyncio.run, wait_in_vain()) == 20 * SIZE // 4
+    assert len(mesh.agent(0)._window) == 0
+
+
+def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh):
+    mesh = make_mesh(workers=2, options={"max_bytes_in_flight": LIMIT})
+
+    async def leave():
+        tensor = torch.zeros(SIZE // 4)
+        futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(40)]
+        rpc.shutdown(graceful=False)
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    outcomes = mesh.run(0, asyncio.run, leave())
+    assert {type(outcome) for outcome in outcomes} == {rpc.NotInitializedError}
+    gate.set()
 
 
 @pytest.mark.parametrize("value", [-1, -(1 << 30)])
