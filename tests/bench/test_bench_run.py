@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,30 @@ def test_a_mesh_leaves_nothing_behind(starter: Starter, tiny: Effort) -> None:
     assert mesh.complaints == []
     assert not home.exists()
     assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def await_stopped(pids: list[int], stopped: bool) -> None:
+    deadline = time.monotonic() + 10
+    while any(is_stopped(pid) is not stopped for pid in pids):  # a signal may take a moment
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("library", ["zrpc", "torch"])
+def test_a_mesh_that_was_paused_goes_on(starter: Starter, tiny: Effort, library: str) -> None:
+    with Mesh(starter, library, 2) as mesh:
+        mesh.measure("calls:empty", (), tiny, 30)
+        mesh.pause()
+        await_stopped(pids_of(mesh), True)
+        mesh.resume()
+        await_stopped(pids_of(mesh), False)
+        assert mesh.measure("calls:empty", (), tiny, 30).value > 0
+        mesh.pause()
+    assert mesh.complaints == []
 
 
 def test_an_error_of_a_workload_is_told_in_a_line(starter: Starter, tiny: Effort) -> None:

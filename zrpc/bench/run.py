@@ -2,8 +2,9 @@
 
 How fast one mesh is changes within seconds by a factor of two or three: with where the system
 happens to run its threads, and with what else runs. So the meshes of a round stand side by side,
-and are measured in short turns, A B A B, so that they meet the same moods of the machine; and each
-round has fresh ones.
+and are measured in short turns, A B A B, so that they meet the same moods of the machine; between
+its turns a mesh is paused, so that it takes no processor from another; and each round has fresh
+ones.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class Seat:
     """Where one participant is measured, in one round of one group. A context manager.
 
     The mesh starts with the first row that is measured, so that there is none where there is
-    nothing to measure.
+    nothing to measure. Between its turns it is paused.
 
     Attributes:
         participant: a library's name, or ``limit``.
@@ -54,12 +54,15 @@ class Seat:
         assert job is not None
         mesh = self._started()
         deadline = row.deadline or self._settings.deadline
+        mesh.resume()
         try:
-            return mesh.measure(job.workload, job.arguments, effort, deadline)
+            sample = mesh.measure(job.workload, job.arguments, effort, deadline)
         except MeshError as error:
             self._mesh = None
             mesh.__exit__(type(error), error, None)
             raise
+        mesh.pause()
+        return sample
 
     def _job(self, row: Row) -> Row | Limit | None:
         return row.limit_of(self._settings.tcp) if self.participant == LIMIT else row
