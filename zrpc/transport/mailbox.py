@@ -10,7 +10,7 @@ import zmq
 
 from zrpc.transport.chunks import CHUNK, chunks
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "size_of"]
 
 
 class Mailbox:
@@ -67,13 +67,13 @@ class Mailbox:
             zmq.ZMQError: the mailbox is closed, or the system has no memory for the message.
         """
         with self._mutex:
-            if self._in_chunks and _size(first, buffers) > CHUNK:
+            if not buffers and len(first) <= CHUNK:
+                self._socket.send(first)
+            elif self._in_chunks and size_of(first, buffers) > CHUNK:
                 for chunk in chunks(self.sent, [first, *buffers]):
                     self._send_parts(chunk, counted=False)
-            elif buffers:
-                self._send_parts([first, *buffers], counted)
             else:
-                self._socket.send(first)
+                self._send_parts([first, *buffers], counted)
             self.sent += counted
 
     def _send_parts(self, parts: Sequence[Any], counted: bool) -> None:
@@ -100,5 +100,6 @@ class Mailbox:
             self._socket.close(linger=int(linger * 1000))
 
 
-def _size(first: bytes, buffers: Sequence[Any]) -> int:
+def size_of(first: bytes, buffers: Sequence[Any]) -> int:
+    """How many bytes a message has, all frames together."""
     return len(first) + sum(memoryview(buffer).nbytes for buffer in buffers)

@@ -15,7 +15,7 @@ from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
-from zrpc.transport.mailbox import Mailbox
+from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.reserve import reserve
 
 __all__ = ["Network", "bulk_identity"]
@@ -134,9 +134,7 @@ class Network:
 
     def _is_large(self, rank: int, first: bytes, buffers: Sequence[Any]) -> bool:
         """Whether a message goes through the mailbox for large ones; none to ourselves does."""
-        if rank == self._rank:
-            return False
-        return len(first) + sum(memoryview(buffer).nbytes for buffer in buffers) >= BULK
+        return rank != self._rank and size_of(first, buffers) >= BULK
 
     def knows(self, rank: int) -> bool:
         """Whether anything was ever sent to this peer."""
