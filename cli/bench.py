@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from .data_file import FILE, INTERRUPTED, check_directory, write_data
 from .soak import soak
 
 if TYPE_CHECKING:
     from zrpc.bench.row import Group
     from zrpc.bench.settings import Settings
-
-_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-_INTERRUPTED = 130
 
 
 @click.group(invoke_without_command=True)
@@ -55,8 +52,8 @@ _INTERRUPTED = 130
     show_default=True,
     help="Seconds after which a row, or the start of processes, has failed.",
 )
-@click.option("--json", "data_file", type=_FILE, help="Write all that was measured to this file.")
-@click.option("--plot", "plot_file", type=_FILE, help="Draw it to this file: png, svg or pdf.")
+@click.option("--json", "data_file", type=FILE, help="Write all that was measured to this file.")
+@click.option("--plot", "plot_file", type=FILE, help="Draw it to this file: png, svg or pdf.")
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -109,8 +106,7 @@ def command(
 def _check_files(data_file: Path | None, plot_file: Path | None) -> None:
     """Refuses, before minutes of measuring, what could not be written after them."""
     for path in (data_file, plot_file):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
+        check_directory(path)
     if plot_file is None:
         return
     from zrpc.bench.plot import can_plot
@@ -143,14 +139,12 @@ def _measure(
         raise click.ClickException(f"the processes to measure can't be started: {error}") from error
     after = load_average()
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{as_text(run)}")
-    if data_file is not None:
-        data = as_data(run, machine, (before, after))
-        data_file.write_text(json.dumps(data, indent=1) + "\n")
+    write_data(data_file, as_data(run, machine, (before, after)))
     if plot_file is not None:
         plot(run, headline(machine, settings), plot_file)
     if interrupted:
         click.echo("interrupted", err=True)
-        return _INTERRUPTED
+        return INTERRUPTED
     return int(any(result.failures("zrpc") for result in run.results))
 
 
@@ -189,8 +183,8 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
     show_default=True,
     help="Seconds for each mesh's start.",
 )
-@click.option("--json", "data_file", type=_FILE, help="Write all that was measured to this file.")
-@click.option("--plot", "plot_file", type=_FILE, help="Draw it to this file: png, svg or pdf.")
+@click.option("--json", "data_file", type=FILE, help="Write all that was measured to this file.")
+@click.option("--plot", "plot_file", type=FILE, help="Draw it to this file: png, svg or pdf.")
 def scale(
     workers: list[int],
     against: str,
@@ -215,11 +209,9 @@ def scale(
         points = list(bench.measure(libraries, workers, Effort(), deadline, _tell))
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     click.echo(f"\n{bench.as_text(points)}")
-    if data_file is not None:
-        data = {"machine": machine, "points": [vars(point) for point in points]}
-        data_file.write_text(json.dumps(data, indent=1) + "\n")
+    write_data(data_file, {"machine": machine, "points": [vars(point) for point in points]})
     if plot_file is not None:
         bench.plot(points, machine, plot_file)
     sys.exit(int(any(point.failed for point in points if point.library == "zrpc")))

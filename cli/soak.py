@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from pathlib import Path
 
 import click
 
-_INTERRUPTED = 130
+from .data_file import FILE, INTERRUPTED, check_directory, write_data
 
 
 @click.command()
@@ -31,7 +30,7 @@ _INTERRUPTED = 130
 @click.option(
     "--json",
     "data_file",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    type=FILE,
     help="Write what was done and found to this file.",
 )
 def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None) -> None:
@@ -45,8 +44,7 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     The exit code is 0 if all was right; 1 if not, with an account of what was wrong; 130 after
     Ctrl-C. The same seed does the same again, as far as the scheduling of threads permits.
     """
-    if data_file is not None and not data_file.absolute().parent.is_dir():
-        raise click.UsageError(f"there is no directory {data_file.parent} for {data_file.name}")
+    check_directory(data_file)
     from zrpc.launch import LaunchError
     from zrpc.soak.progress import progress
     from zrpc.soak.record import Record
@@ -63,9 +61,8 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     except LaunchError as error:
         raise click.ClickException(f"the workers can't be started: {error}") from error
     click.echo(record.as_text())
-    if data_file is not None:
-        data_file.write_text(json.dumps(record.as_data(), indent=1) + "\n")
+    write_data(data_file, record.as_data())
     if interrupted:
         click.echo("interrupted", err=True)
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     sys.exit(int(bool(record.tally.violations)))

@@ -1,0 +1,28 @@
+"""The file that a command writes its data to, and the exit code of one that was interrupted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["FILE", "INTERRUPTED", "check_directory", "write_data"]
+
+# The type of such an option.
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+# What shells have for Ctrl-C.
+INTERRUPTED = 130
+
+
+def check_directory(path: Path | None) -> None:
+    """Refuses, before minutes of work, a file that could not be written after them."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
+
+
+def write_data(path: Path | None, data: Any) -> None:
+    """Writes data as JSON, where a file is named."""
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")
