@@ -9,6 +9,7 @@ import time
 
 import pytest
 from click.testing import CliRunner, Result
+from waiting_circle import holds_up_its_loop
 from zrpc.cli import main
 
 import zrpc
@@ -26,18 +27,6 @@ def awaited(text: str, *arguments: str) -> str:
     while text not in (output := stacks(*arguments).output):
         assert time.monotonic() < limit, output
     return output
-
-
-async def holds_up_its_loop() -> int:
-    return zrpc.rpc_sync("worker1", calls_a_coroutine)
-
-
-def calls_a_coroutine() -> int:
-    return zrpc.rpc_sync("worker0", coroutine)
-
-
-async def coroutine() -> int:
-    return 1
 
 
 @pytest.mark.zrpc(processes=True, options={"num_worker_threads": 1})

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from slow_handler import PATIENCE, entered, finish
 
 from zrpc.agent import Agent
 from zrpc.api import start_agent
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.secret import ClusterSecret, new_secret
-
-PATIENCE = 20.0
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
@@ -53,6 +52,14 @@ class Elastic:
         if agents:
             with ThreadPoolExecutor(len(agents)) as pool:
                 list(pool.map(Agent.close, agents))
+
+
+@pytest.fixture(autouse=True)
+def events() -> Iterator[None]:
+    entered.clear()
+    finish.clear()
+    yield
+    finish.set()
 
 
 @pytest.fixture

@@ -7,30 +7,13 @@ import time
 
 import pytest
 import torch
+from slow_handler import PATIENCE, entered, finish, slow
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 
-PATIENCE = 20.0
 # What a busy machine may take longer.
 SLACK = 4.0
-# Of the handler that runs.
-entered = threading.Event()
-finish = threading.Event()
-
-
-@pytest.fixture(autouse=True)
-def events():
-    entered.clear()
-    finish.clear()
-    yield
-    finish.set()
-
-
-def slow():
-    entered.set()
-    finish.wait(PATIENCE)
-    return "done"
 
 
 def answer(elements):

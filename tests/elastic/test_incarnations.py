@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from slow_handler import PATIENCE, entered, finish, slow
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
@@ -15,26 +16,6 @@ from zrpc.rref.layer import RRefLayer
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
 from zrpc.worker_info import number_of
-
-PATIENCE = 20.0
-# Of the handler that runs.
-entered = threading.Event()
-finish = threading.Event()
-
-
-@pytest.fixture(autouse=True)
-def events():
-    entered.clear()
-    finish.clear()
-    yield
-    finish.set()
-
-
-def slow():
-    entered.set()
-    finish.wait(PATIENCE)
-    return "done"
-
 
 SIZE = 3
 

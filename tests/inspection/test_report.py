@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import waiting_circle
 from waiting import PATIENCE, Door, knock, knock_and_await, knock_at
 
 import zrpc
@@ -47,27 +48,15 @@ def ends(mesh: Mesh, waits: Future[int]) -> None:
         waits.result(PATIENCE)
 
 
-async def holds_up_its_loop() -> int:
-    return zrpc.rpc_sync("worker1", calls_a_coroutine)
-
-
-def calls_a_coroutine() -> int:
-    return zrpc.rpc_sync("worker0", coroutine)
-
-
-async def coroutine() -> int:
-    return 1
-
-
 def test_a_coroutine_that_waits_without_await(mesh: Mesh) -> None:
-    waits = mesh.submit(0, zrpc.rpc_sync, "worker0", holds_up_its_loop)
+    waits = mesh.submit(0, zrpc.rpc_sync, "worker0", waiting_circle.holds_up_its_loop)
     lines = awaited(mesh, Report.cycles)
     assert lines[0] == "A circle of waiting over 2 workers: none of these can go on."
     assert lines[1].startswith(
         "1. worker0 (rank 0): zrpc-worker0-asyncio, which runs holds_up_its_loop for worker0 "
         "(rank 0), waits for calls_a_coroutine at worker1 (rank 1), for "
     )
-    assert f", at {__file__}:" in lines[1]
+    assert f", at {waiting_circle.__file__}:" in lines[1]
     assert "which runs calls_a_coroutine for worker0 (rank 0), waits for coroutine at" in lines[2]
     assert lines[3].startswith("3. worker0 (rank 0): a coroutine, which runs coroutine for worker1")
     assert "needs the thread of its event loop" in lines[3]

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from waiting_circle import holds_up_its_loop
 
 import zrpc
 from zrpc.testing import MeshTimeout, local_mesh
-
-
-async def holds_up_its_loop() -> int:
-    return zrpc.rpc_sync("worker1", calls_a_coroutine)
-
-
-def calls_a_coroutine() -> int:
-    return zrpc.rpc_sync("worker0", coroutine)
-
-
-async def coroutine() -> int:
-    return 1
 
 
 @pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
