@@ -93,6 +93,7 @@ _LINGER_NOT_GRACEFUL = 0.1
 # answers have come as fast of late.
 _LONGEST_SPIN = 0.0002
 _SPIN_WHERE_USUAL = 0.0003
+_LONGEST_GAP = 0.001
 # What a single answer counts for in what is usual.
 _WEIGHT = 0.125
 
@@ -205,11 +206,12 @@ class Agent:
             if info != self.worker_info:
                 self.joined.tell(info)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
-        self._io = IoThreads(self.context, f"{name}-io", self._turn, network.wake)
+        self._io = IoThreads(self.context, f"{name}-io", self._lead, network.wake)
         self._next_tick = 0.0
         # How long a thread usually waits for its answer where it receives it itself, in seconds;
         # of the thread that sits.
         self._usual_wait = 0.0
+        self._usual_gap = _LONGEST_GAP
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
         self._shutdown: GracefulShutdown | LeavingAlone = LeavingAlone(self._under_way)
@@ -636,14 +638,22 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
+    def _lead(self) -> None:
+        """A turn of the leading I/O thread."""
+        spin = _LONGEST_SPIN if self._usual_gap < _SPIN_WHERE_USUAL else 0.0
+        self._turn(spin=spin)
+
     def _turn(self, until: float = float("inf"), spin: float = 0.0) -> None:
         """Waits for a message, at most ``until`` then, and does what is due.
 
         In one thread at a time: the leading I/O thread, or one that sits for it.
         """
-        wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
+        begun = time.monotonic()
+        wait = min(self._next_tick, self._calls.earliest, until) - begun
         try:
             received = self._network.receive(max(0.0, wait), spin)
+            gap = min(time.monotonic() - begun, _LONGEST_GAP)
+            self._usual_gap += (gap - self._usual_gap) * _WEIGHT
         except OutOfMemory as error:
             received = None
             self._errands.append(partial(self._on_lost_message, error))

@@ -27,6 +27,7 @@ except ImportError:  # Windows: no ipc transport there, see supports_ipc
     fcntl = None  # type: ignore[assignment]
 
 __all__ = [
+    "DIRECT",
     "PrivateDirectory",
     "check_private",
     "host_key",
@@ -35,6 +36,9 @@ __all__ = [
     "private_directories",
     "supports_ipc",
 ]
+
+# The socket for direct connections, next to that of the inbox.
+DIRECT = "direct"
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"

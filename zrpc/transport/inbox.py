@@ -1,9 +1,11 @@
-"""The socket that a worker receives on."""
+"""What a worker receives on."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,13 @@ import zmq
 
 from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.transport.curve import Curve
+from zrpc.transport.direct import DirectInbox, direct_path
+from zrpc.transport.poller import Poller, supports_polling
 
 __all__ = ["Inbox", "OutOfMemory"]
+
+# The sender's identity, the first frame and the others.
+Received = tuple[bytes, bytes, Sequence[Any]]
 
 
 class OutOfMemory(MemoryError):
@@ -35,10 +42,14 @@ _yield = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class Inbox:
-    """A ROUTER socket that only receives, for one thread at a time.
+    """A ROUTER socket that only receives, and the direct connections; for one thread at a time.
 
     Args:
         context: the agent's.
+
+    Attributes:
+        poller: waits for all of these; None where there are no direct connections, and the socket
+            is waited for by itself, which is faster then.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
@@ -51,14 +62,35 @@ class Inbox:
         # A whole mesh may connect at once.
         self._socket.backlog = 4096
         self._timeout_ms = -1
+        self.poller: Poller | None = None
+        self._direct: DirectInbox | None = None
+        # What direct connections have brought: the sender's identity, the first frame, the others.
+        self._messages: deque[tuple[bytes, bytes, Sequence[Any] | None]] = deque()
+        # Whether the ROUTER socket may have a message. Its descriptor tells only of changes, and
+        # whoever has looked must read until there is none.
+        self._unread = True
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
     def bind_ipc(self, path: Path) -> str:
-        """Listens on a Unix socket at ``path``; returns the endpoint."""
+        """Listens on a Unix socket at ``path``, and for direct connections next to it.
+
+        Returns:
+            The endpoint.
+        """
         endpoint = f"ipc://{path}"
         self._socket.bind(endpoint)
+        if supports_polling():
+            self.poller = Poller()
+            self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._note_unread)
+            deliver = self._messages.append
+            self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
         return endpoint
+
+    def listen_again(self) -> None:
+        """Accepts direct connections again, after there were no descriptors for one."""
+        if self._direct is not None:
+            self._direct.listen()
 
     def bind_tcp(self, address: str, curve: Curve | None) -> str:
         """Listens on a free port of one interface; returns the endpoint.
@@ -75,7 +107,7 @@ class Inbox:
         endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
         return endpoint
 
-    def receive(self, timeout: float, spin: float = 0.0) -> tuple[bytes, bytes, list[Any]] | None:
+    def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
         """Waits for a message. Not to be interrupted by an exception, see `zrpc.interrupts`.
 
         Args:
@@ -91,12 +123,53 @@ class Inbox:
         Raises:
             OutOfMemory: a message is lost.
         """
+        if self.poller is None:
+            return self._receive_from_socket(timeout, spin)
+        if not self._messages and not self._wait(self.poller, timeout, spin):
+            return None
+        if not self._messages:
+            return self._read()
+        identity, first, buffers = self._messages.popleft()
+        if buffers is None:
+            raise OutOfMemory(identity, first)
+        return identity, first, buffers
+
+    def _wait(self, poller: Poller, timeout: float, spin: float) -> bool:
+        """Waits for a message; whether there is one, from a direct connection or at the socket."""
+        now = time.perf_counter()
+        awake, deadline = now + spin, now + timeout
+        while True:
+            if self._unread:
+                self._unread = self._has_unread()
+            if now < awake:
+                poller.poll(0)
+                if not (self._messages or self._unread):
+                    _yield()
+            else:
+                poller.poll(0 if self._unread else max(0.0, deadline - now))
+            if self._messages or (self._unread and self._has_unread()):
+                return True
+            now = time.perf_counter()
+            if now >= deadline and now >= awake:
+                return False
+
+    def _note_unread(self) -> None:
+        self._unread = True
+
+    def _has_unread(self) -> bool:
+        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    def _receive_from_socket(self, timeout: float, spin: float) -> Received | None:
         if spin > 0:
             self._spin(spin)
         timeout_ms = int(timeout * 1000) + 1
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
+        return self._read()
+
+    def _read(self) -> Received | None:
+        """The next message at the ROUTER socket."""
         try:
             identity: bytes = self._socket.recv()
         except zmq.Again:
@@ -116,11 +189,13 @@ class Inbox:
 
     def _spin(self, seconds: float) -> None:
         """Returns once a message is there, or the time is over."""
-        events, clock = self._socket.getsockopt, time.perf_counter
-        end = clock() + seconds
-        while not events(zmq.EVENTS) & zmq.POLLIN and clock() < end:
+        end = time.perf_counter() + seconds
+        while not self._has_unread() and time.perf_counter() < end:
             _yield()
 
     def close(self) -> None:
-        """Closes the socket; unread messages are dropped."""
+        """Closes all; unread messages are dropped."""
+        if self._direct is not None and self.poller is not None:
+            self._direct.close()
+            self.poller.close()
         self._socket.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -13,12 +14,15 @@ import zmq
 from zrpc.exhaustion import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
+from zrpc.transport.direct import DirectMailbox
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.reserve import reserve
 
 __all__ = ["Network", "bulk_identity"]
+
+AnyMailbox = Mailbox | DirectMailbox
 
 # Messages from this size on, in bytes, are large: they take longer than a call of a small one.
 BULK = 1 << 18
@@ -60,8 +64,8 @@ class Network:
         self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
         # Guards the opening of mailboxes.
         self._lock = threading.Lock()
-        self._mailboxes: dict[int, Mailbox] = {}
-        self._bulk: dict[int, Mailbox] = {}  # for large messages
+        self._mailboxes: dict[int, AnyMailbox] = {}
+        self._bulk: dict[int, AnyMailbox] = {}  # for large messages
         self._endpoints: dict[int, str] = {}
         self._closed = False
         self._hidden = False  # whether peers are not to find the Unix socket
@@ -130,7 +134,10 @@ class Network:
         large = (buffers or len(first) >= BULK) and self._is_large(rank, first, buffers)
         mailboxes = self._bulk if large else self._mailboxes
         mailbox = mailboxes.get(rank) or self._open(rank, mailboxes)
-        mailbox.send(first, buffers, counted)
+        try:
+            mailbox.send(first, buffers, counted)
+        except ConnectionError:
+            self._replace(rank, mailbox).send(first, buffers, counted)
 
     def _is_large(self, rank: int, first: bytes, buffers: Sequence[Any]) -> bool:
         """Whether a message goes through the mailbox for large ones; none to ourselves does."""
@@ -171,6 +178,8 @@ class Network:
             Whether this worker is short of them.
         """
         short = not reserve.look()
+        if not short:
+            self._inbox.listen_again()
         if short != self._hidden and self.directory is not None:
             self._hidden = short
             self.directory.hide_socket(short)
@@ -196,8 +205,10 @@ class Network:
             if self._closed:
                 return
             self._closed = True
-            for rank, mailbox in (*self._mailboxes.items(), *self._bulk.items()):
-                mailbox.close(0 if rank in lost else linger)
+            deadline = time.monotonic() + linger
+            for rank, mailbox in (*self._bulk.items(), *self._mailboxes.items()):
+                left = max(0.0, deadline - time.monotonic())
+                mailbox.close(0 if rank in lost else left)
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
@@ -210,16 +221,13 @@ class Network:
         if self.directory is not None:
             self.directory.remove()
 
-    def _open(self, rank: int, mailboxes: dict[int, Mailbox]) -> Mailbox:
+    def _open(self, rank: int, mailboxes: dict[int, AnyMailbox]) -> AnyMailbox:
         with self._lock:
             if self._closed:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = mailboxes.get(rank)
             if mailbox is None:
-                bulk = mailboxes is self._bulk
-                identity = bulk_identity(self._identity) if bulk else self._identity
-                endpoint = self._endpoints[rank]
-                open_one = partial(Mailbox, self._context, identity, endpoint, self._guard(rank))
+                open_one = partial(self._new_mailbox, rank, mailboxes is self._bulk)
                 try:
                     mailbox = open_one()
                 except zmq.ZMQError as error:
@@ -228,3 +236,28 @@ class Network:
                     mailbox = open_one()
                 mailboxes[rank] = mailbox
             return mailbox
+
+    def _new_mailbox(self, rank: int, bulk: bool) -> AnyMailbox:
+        endpoint, poller = self._endpoints[rank], self._inbox.poller
+        if endpoint.startswith("ipc://") and poller is not None and not bulk:
+            try:
+                return DirectMailbox(self._identity, endpoint, poller)
+            except zmq.ZMQError:
+                raise
+            except OSError:
+                pass  # it is of a system that has none, or is gone
+        identity = bulk_identity(self._identity) if bulk else self._identity
+        return Mailbox(self._context, identity, endpoint, self._guard(rank))
+
+    def _replace(self, rank: int, broken: AnyMailbox) -> AnyMailbox:
+        """The mailbox in place of one whose direct connection has broken."""
+        with self._lock:
+            mailbox = self._mailboxes.get(rank)
+            if mailbox is broken and not self._closed:
+                mailbox = Mailbox(self._context, self._identity, self._endpoints[rank])
+                mailbox.sent = broken.sent
+                self._mailboxes[rank] = mailbox
+                broken.close(0)
+        if mailbox is None or mailbox is broken:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        return mailbox
