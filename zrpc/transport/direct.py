@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # The most that is read at once, in bytes: a socket holds less by default.
 _READ = 1 << 18
+# More the system does not take in one call (IOV_MAX).
+_MOST_PARTS = 1024
 # As for ZeroMQ's: a whole mesh may connect at once.
 _BACKLOG = 4096
 
@@ -91,23 +93,25 @@ class DirectMailbox:
         Raises:
             ConnectionError: the peer reads no more from this connection.
         """
-        data = header(first, buffers) + first
-        if buffers:
-            data = b"".join((data, *buffers))
+        data: Any = header(first, buffers) + first
+        parts: list[Any] = [data, *buffers]
+        if len(parts) > _MOST_PARTS:
+            parts = [b"".join(parts)]
         with self._mutex:
             if self._queue:
-                self._queue.append(memoryview(data))
+                self._queue.append(memoryview(b"".join(parts)))
             else:
-                written = self._write(data)
-                if written < len(data):
-                    self._queue.append(memoryview(data)[written:])
-                    self._poller.watch_writable(self._socket.fileno(), self._flush)
+                written = self._write(parts)
+                if written < len(data) or buffers:
+                    self._keep_rest(parts, written)
             self.sent += counted
 
-    def _write(self, data: bytes | memoryview) -> int:
+    def _write(self, parts: Sequence[Any]) -> int:
         """Writes what there is room for; returns how many bytes. The mutex is held."""
         try:
-            return self._socket.send(data, socket.MSG_NOSIGNAL)
+            if len(parts) == 1:
+                return self._socket.send(parts[0], socket.MSG_NOSIGNAL)
+            return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except ConnectionError:
@@ -115,12 +119,18 @@ class DirectMailbox:
         except OSError as error:
             raise zmq.ZMQError(error.errno) from error
 
+    def _keep_rest(self, parts: Sequence[Any], written: int) -> None:
+        """Queues what was not written of a message, if anything. The mutex is held."""
+        if written < sum(memoryview(part).nbytes for part in parts):
+            self._queue.append(memoryview(b"".join(parts))[written:])
+            self._poller.watch_writable(self._socket.fileno(), self._flush)
+
     def _flush(self) -> None:
         """Sends what is queued and finds room. In the thread that receives, or at the end."""
         with self._mutex:
             try:
                 while self._queue:
-                    written = self._write(self._queue[0])
+                    written = self._write([self._queue[0]])
                     if written < len(self._queue[0]):
                         self._queue[0] = self._queue[0][written:]
                         return

@@ -1,10 +1,11 @@
 """Tensors on the wire: which bytes of a storage travel, and how they come back.
 
-Small tensors without anything special stand in the pickle itself, which is fastest. The others
-stand in a table beside it; the pickle only says "tensor 3". The table is made when all tensors
-of the message are known, so that those that share memory share it on arrival (then the small
-ones stand there too), while of a tensor that is alone only its own elements travel.
-Bytes of small storages stand in the table, large ones travel as frames of their own.
+Tensors without anything special stand in the pickle itself, which is fastest, their bytes in it or,
+of large ones, in frames beside it. The others stand in a table; the pickle only says "tensor 3".
+The table is made when all tensors of the message are known, so that those that share memory share
+it on arrival (then those without anything special stand there too), while of a tensor that is
+alone only its own elements travel. Bytes of small storages stand in the table, large ones travel
+as frames of their own.
 
 Sparse tensors are pickled as the dense tensors that they consist of. What is left (quantized
 tensors, subclasses) goes the way that torch pickles it, with its storages in the table.
@@ -24,13 +25,14 @@ from zrpc.errors import ProtocolError, SerializationError
 
 __all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
-# Storages of up to this size stand in the table. Above it, a frame of its own costs less
-# than copying the bytes through the table.
+# Bytes of up to this size stand in the pickle or in the table. Above it, a frame of its own costs
+# less than copying them through these.
 INLINE_BYTES = 16 * 1024
 
-# Tensors of up to this size may stand in the pickle.
-PLAIN_BYTES = 4 * 1024
-# Their types, by the number that says so in the pickle: a new one goes to the end.
+# The bytes of tensors up to this size are copied when they are pickled, which costs less than to
+# have the pickle read them.
+_COPIED_BYTES = 4 * 1024
+# The types of tensors that stand there, by the number that says so: a new one goes to the end.
 _PLAIN_DTYPES = (
     torch.float32,
     torch.float64,
@@ -65,7 +67,7 @@ _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
 StorageRow = bytes | int
 # Of a tensor in the pickle: the number of its dtype, shape, bytes.
-PlainRow = tuple[int, tuple[int, ...], bytes]
+PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
 
 class TensorWriter:
@@ -97,7 +99,7 @@ class TensorWriter:
         if (
             self._plain is None
             or number is None
-            or not 0 < size <= PLAIN_BYTES
+            or not size
             or tensor.requires_grad
             or type(tensor) is not torch.Tensor
             or not (tensor.is_cpu and tensor.is_contiguous())
@@ -107,7 +109,9 @@ class TensorWriter:
             return None
         start = tensor.data_ptr()
         self._plain.append((start, start + size))
-        return number, tuple(tensor.shape), ctypes.string_at(start, size)
+        if size <= _COPIED_BYTES:
+            return number, tuple(tensor.shape), ctypes.string_at(start, size)
+        return number, tuple(tensor.shape), pickle.PickleBuffer(_window(start, size, tensor))
 
     @property
     def overlapping(self) -> bool:
@@ -194,9 +198,18 @@ class TensorWriter:
             yield group
 
 
-def make_plain(number: int, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
-    """Makes a tensor anew that stood in the pickle."""
-    tensor = torch.empty(shape, dtype=_PLAIN_DTYPES[number], device=_CPU)
+def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
+    """Makes a tensor anew that stood in the pickle.
+
+    Args:
+        number: that of its dtype.
+        shape: its shape.
+        data: its bytes; of a large one a buffer, of which the tensor is a view.
+    """
+    dtype = _PLAIN_DTYPES[number]
+    if type(data) is not bytes:
+        return _aligned(torch.frombuffer(data, dtype=dtype)).view(shape)
+    tensor = torch.empty(shape, dtype=dtype, device=_CPU)
     if tensor.nbytes != len(data):
         raise ProtocolError(f"expected {tensor.nbytes} bytes of a tensor, found {len(data)}")
     ctypes.memmove(tensor.data_ptr(), data, len(data))
@@ -235,21 +248,27 @@ def _storage_row(
 ) -> StorageRow:
     if size <= INLINE_BYTES:
         return ctypes.string_at(start, size)
-    window = (ctypes.c_char * size).from_address(start)
-    window.keep = tensors  # type: ignore[attr-defined]
-    buffers.append(window)
+    buffers.append(_window(start, size, tensors))
     return len(buffers) - 1
+
+
+def _window(start: int, size: int, holds: Any) -> ctypes.Array[ctypes.c_char]:
+    """Memory as a buffer, which holds what it is the memory of."""
+    window = (ctypes.c_char * size).from_address(start)
+    window.holds = holds  # type: ignore[attr-defined]
+    return window
 
 
 def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.UntypedStorage:
     if isinstance(row, int):
-        frame = torch.frombuffer(buffers[row], dtype=torch.uint8)
-        if frame.data_ptr() % _ALIGNMENT == 0:
-            return frame.untyped_storage()
-        return frame.clone().untyped_storage()
+        return _aligned(torch.frombuffer(buffers[row], dtype=torch.uint8)).untyped_storage()
     storage = torch.UntypedStorage(len(row))
     ctypes.memmove(storage.data_ptr(), row, len(row))
     return storage
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
 def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.Tensor:
