@@ -27,11 +27,11 @@ __all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
 # Bytes of up to this size stand in the pickle or in the table. Above it, a frame of its own costs
 # less than copying them through these.
-INLINE_BYTES = 16 * 1024
+INLINE_BYTES = 32 * 1024
 
 # The bytes of tensors up to this size are copied when they are pickled, which costs less than to
 # have the pickle read them.
-_COPIED_BYTES = 4 * 1024
+_COPIED_BYTES = 16 * 1024
 # The types of tensors that stand there, by the number that says so: a new one goes to the end.
 _PLAIN_DTYPES = (
     torch.float32,
