@@ -32,7 +32,7 @@ import torch
 import zmq
 from torch.distributed import Store
 
-from zrpc.calls import PendingCall, PendingCalls, name_of
+from zrpc.calls import NEVER, PendingCall, PendingCalls, name_of
 from zrpc.cancel_scope import CancelScope, current_scope
 from zrpc.card import Card
 from zrpc.current import as_current, context_of, has_shut_down
@@ -91,9 +91,9 @@ _LINGER_NOT_GRACEFUL = 0.1
 
 # A thread that waits for its answer spins for so long before it sleeps, in seconds, where its
 # answers have come as fast of late.
-_LONGEST_SPIN = 0.0002
-_SPIN_WHERE_USUAL = 0.0003
-_LONGEST_GAP = 0.001
+_LONGEST_SPIN = 0.0005
+_SPIN_WHERE_USUAL = 0.0005
+_LONGEST_GAP = 0.003
 # What a single answer counts for in what is usual.
 _WEIGHT = 0.125
 
@@ -517,25 +517,33 @@ class Agent:
             self._calls.fail(self._died, call.peer)
 
     def _receive_answer(self, call: PendingCall) -> None:
-        """Receives until a call is settled, in the thread that waits for it, where that can be.
+        """Receives until a call is settled, in the thread that waits for it; see `receive`.
 
-        So no other thread need wake. Not for long: then the I/O thread goes on. A handler does
-        not: calls of others come in as well where it runs, and nobody would receive them while
-        the I/O thread rests for its sake.
+        Where that is no handler, the I/O thread rests for its sake from now on, see `_on_answer`.
         """
-        if in_handler():
-            return
-        call.received_here = True
-        if call.peer == self.membership.rank or not self._io.resting or not hold_interrupts():
+        call.received_here = call.peer != self.membership.rank and not in_handler()
+        if call.peer != self.membership.rank:
+            self.receive(call.gate, call.deadline)
+
+    def receive(self, gate: threading.Lock, deadline: float = NEVER) -> None:
+        """Receives until ``gate`` opens, in the thread that waits for that, where that can be.
+
+        So no other thread need wake. Not for long: then the I/O thread goes on.
+
+        Args:
+            gate: opened by what is to be received.
+            deadline: until when at most, on the clock of ``time.monotonic``.
+        """
+        if not self._io.resting or not hold_interrupts():
             return
         try:
             if not self._io.sit():
                 return
             begun = now = time.monotonic()
-            end = min(begun + LONGEST_SITTING, call.deadline)
+            end = min(begun + LONGEST_SITTING, deadline)
             awake = begun + _LONGEST_SPIN if self._usual_wait < _SPIN_WHERE_USUAL else 0.0
             try:
-                while not call.settled and now < end:
+                while gate.locked() and now < end:
                     self._turn(end, awake - now)
                     now = time.monotonic()
                 self._usual_wait += (now - begun - self._usual_wait) * _WEIGHT
@@ -631,7 +639,6 @@ class Agent:
         if (
             call.received_here
             and not len(self._calls)
-            and call.peer != self.membership.rank
             and time.monotonic() - call.begun < LONGEST_SITTING
         ):
             self._io.rest(self._next_tick)

@@ -15,7 +15,7 @@ from typing import Any
 from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
 from zrpc.pool import acquire
 
-__all__ = ["PendingCall", "PendingCalls", "name_of"]
+__all__ = ["NEVER", "PendingCall", "PendingCalls", "name_of"]
 
 NEVER = float("inf")
 
@@ -51,13 +51,13 @@ class PendingCall:
 
     __slots__ = (
         "_calls",
-        "_gate",
         "_outcome",
         "begun",
         "call_id",
         "deadline",
         "delayed",
         "died",
+        "gate",
         "group",
         "holds",
         "kind",
@@ -109,13 +109,14 @@ class PendingCall:
         # Called by the thread that settles the call, after the gate has opened.
         self.on_settled: Callable[[PendingCall], None] | None = None
         self._outcome: list[Any] = []
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        # Opens when there is an outcome.
+        self.gate = threading.Lock()
+        self.gate.acquire()
 
     @property
     def settled(self) -> bool:
         """Whether there is an outcome, claimed or not."""
-        return not self._gate.locked()
+        return not self.gate.locked()
 
     def is_of(self, calls: PendingCalls) -> bool:
         """Whether it stands, or stood, in that table."""
@@ -126,28 +127,25 @@ class PendingCall:
 
         Where an exception (Ctrl-C) interrupts it, `waited_for` is false again.
         """
-        gate = self._gate
         self.waited_for = True
         try:
-            self._wait(gate)
+            if not acquire(self.gate, self.remaining(), self._receive):
+                self.give_up(self.timed_out())
+                # Where another thread has taken the call from the table, it settles it at once.
+                self.gate.acquire()
+            self.gate.release()
         except BaseException:
             self.waited_for = False
             raise
 
-    def _wait(self, gate: threading.Lock) -> None:
-        if gate.locked():
-            self._calls.receive(self)
-        if not acquire(gate, self.remaining()):
-            self.give_up(self.timed_out())
-            # Where another thread has taken the call from the table, it settles it at once.
-            gate.acquire()
-        gate.release()
+    def _receive(self) -> None:
+        self._calls.receive(self)
 
     def settle(self, outcome: Any) -> None:
         """Stores the outcome and opens the gate; only for whoever took it from the table."""
         self._outcome = [outcome]
         self.holds = None
-        self._gate.release()
+        self.gate.release()
         if self.group is not None:
             self.group.discard(self)
         if self.room is not None:

@@ -75,7 +75,9 @@ def set_host(host: Host) -> None:
     _thread.host = host
 
 
-def acquire(gate: threading.Lock, timeout: float = -1) -> bool:
+def acquire(
+    gate: threading.Lock, timeout: float = -1, receive: Callable[[], None] | None = None
+) -> bool:
     """Acquires ``gate``, and lets the pool replace this thread while it waits.
 
     Every wait for another worker goes through here. Ctrl-C interrupts it in the main thread.
@@ -83,20 +85,28 @@ def acquire(gate: threading.Lock, timeout: float = -1) -> bool:
     Args:
         gate: the lock to acquire.
         timeout: seconds; negative means without limit, as in ``threading.Lock.acquire``.
+        receive: called first where the gate is closed: for a short time this thread may itself
+            receive what opens it.
 
     Returns:
         False where the timeout passed first.
     """
-    pool: WorkerPool | None = getattr(_thread, "pool", None)
-    if pool is None:
-        return gate.acquire(timeout=timeout)
     if gate.acquire(blocking=False):
         return True
-    host: Host | None = getattr(_thread, "host", None)
-    if host is not None:
-        host.give_way()
+    pool: WorkerPool | None = getattr(_thread, "pool", None)
+    if pool is None:
+        if receive is not None:
+            receive()
+        return gate.acquire(timeout=timeout)
     pool._block()
     try:
+        if receive is not None:
+            receive()
+            if gate.acquire(blocking=False):
+                return True
+        host: Host | None = getattr(_thread, "host", None)
+        if host is not None:
+            host.give_way()
         return gate.acquire(timeout=timeout)
     finally:
         pool._unblock()

@@ -436,7 +436,7 @@ class AutogradLayer:
         pass_ = _running_pass()
         if pass_.events is None or send_id not in pass_.events.sends:
             raise _graph_is_gone()
-        message = pass_.wait(send_id)
+        message = pass_.wait(send_id, self.agent.receive)
         if not isinstance(message, Message):
             return [None] * count
         gradients: Gradients = self.agent.unpack(message)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,13 +167,18 @@ class Pass:
         if failure is not None:
             raise failure()
 
-    def wait(self, send_id: int) -> Any:
-        """Waits for the answer to a send; raises where the pass fails meanwhile."""
+    def wait(self, send_id: int, receive: Callable[[threading.Lock], None]) -> Any:
+        """Waits for the answer to a send; raises where the pass fails meanwhile.
+
+        Args:
+            send_id: its number.
+            receive: for `zrpc.pool.acquire`, called with the gate.
+        """
         with self._lock:
             gate = self._gates[send_id] = threading.Lock()
             if send_id not in self._arrived and self._failure is None:
                 gate.acquire()
-        acquire(gate)
+        acquire(gate, receive=partial(receive, gate))
         self.check()
         with self._lock:
             del self._gates[send_id]
