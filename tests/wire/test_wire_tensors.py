@@ -173,6 +173,8 @@ def test_memory_of_a_device_is_refused():
         requires_grad=False,
         is_conj=lambda: False,
         is_neg=lambda: False,
+        is_meta=False,
+        is_cpu=False,
         device=torch.device("cuda:0"),
     )
     with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):

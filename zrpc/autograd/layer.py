@@ -269,7 +269,7 @@ class AutogradLayer:
             wait = partial(self._await_gradients, send_id, len(tensors))
             for tensor in tensors.values():
                 engine.guard_hooks(tensor)
-            with state.lock, torch.enable_grad():
+            with state.lock:
                 state.token = send(state.token, wait, *tensors.values())
                 state.sends[send_id] = encoder.destination
         extension = encoder.extension(GRAPH)

@@ -62,10 +62,14 @@ _META = 16
 
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
-# Of one tensor: its storage's index (-1: none), the offset there in bytes, dtype, shape,
-# stride, flags. Of one storage: its bytes, or the index of its frame.
-TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
+# Of one storage: its bytes, or the index of its frame.
 StorageRow = bytes | int
+# Of one tensor: its storage's index (-1: none), the offset there in bytes, dtype, shape,
+# stride, flags. Of one that is contiguous, and all of its storage that travels: the number of its
+# dtype, shape, the storage's row, flags.
+TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
+WholeRow = tuple[int, tuple[int, ...], StorageRow, int]
+_WHOLE_FIELDS = 4
 # Of a tensor in the pickle: the number of its dtype, shape, bytes.
 PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
@@ -136,15 +140,15 @@ class TensorWriter:
             flags = _REQUIRES_GRAD
             plain = tensor.detach()
             self.requiring_grad[len(self._tensors)] = tensor
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is torch.nn.Parameter:
             flags |= _PARAMETER
         if plain.is_conj():
             plain, flags = plain.conj(), flags | _CONJUGATE
         if plain.is_neg():
             plain, flags = torch._neg_view(plain), flags | _NEGATIVE
-        if plain.device.type == "meta":
+        if plain.is_meta:
             flags |= _META
-        elif plain.device.type != "cpu":
+        elif not plain.is_cpu:
             raise SerializationError(
                 f"expected tensors on the CPU, found one on {plain.device}: zrpc moves no "
                 "device memory; send tensor.cpu() and move it on arrival"
@@ -156,28 +160,38 @@ class TensorWriter:
         """The table of all tensors added; adds the large storages to ``buffers``."""
         if not self._tensors:
             return b""
-        sharing: dict[int, list[int]] = {}
-        for index, (tensor, flags) in enumerate(self._tensors):
-            if tensor.numel() and not flags & _META:
-                sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(index)
         storages: list[StorageRow] = []
-        rows: list[TensorRow] = [
-            (-1, 0, str(t.dtype), tuple(t.shape), t.stride(), flags) for t, flags in self._tensors
-        ]
-        for indices in self._overlapping(sharing.values()):
+        rows: list[TensorRow | WholeRow | None] = [None] * len(self._tensors)
+        for indices in self._groups():
             tensors = [self._tensors[index][0] for index in indices]
             if len(tensors) == 1:
+                rows[indices[0]] = _whole_row(*self._tensors[indices[0]], buffers)
+                if rows[indices[0]] is not None:
+                    continue
                 tensors = [_dense(tensors[0])]
             start = min(t.data_ptr() for t in tensors)
             base = tensors[0].untyped_storage().data_ptr()
             start -= (start - base) % _ALIGNMENT
             end = max(map(_end, tensors))
             for index, tensor in zip(indices, tensors, strict=True):
-                _, _, dtype, shape, _, flags = rows[index]
                 offset = tensor.data_ptr() - start
-                rows[index] = (len(storages), offset, dtype, shape, tensor.stride(), flags)
+                rows[index] = _row(tensor, self._tensors[index][1], len(storages), offset)
             storages.append(_storage_row(start, end - start, tensors, buffers))
+        for index, (tensor, flags) in enumerate(self._tensors):
+            if rows[index] is None:
+                rows[index] = _row(tensor, flags)
         return pickle.dumps((storages, rows), pickle.HIGHEST_PROTOCOL)
+
+    def _groups(self) -> Iterable[list[int]]:
+        """The tensors that have any memory, in groups whose memory overlaps."""
+        some = [i for i, (t, flags) in enumerate(self._tensors) if t.numel() and not flags & _META]
+        if len(some) < 2:
+            return [some] if some else []
+        sharing: dict[int, list[int]] = {}
+        for index in some:
+            storage = self._tensors[index][0].untyped_storage()
+            sharing.setdefault(storage.data_ptr(), []).append(index)
+        return self._overlapping(sharing.values())
 
     def _overlapping(self, sharing: Iterable[list[int]]) -> Iterator[list[int]]:
         """Divides tensors that share a storage into groups whose memory overlaps."""
@@ -223,7 +237,10 @@ def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) ->
     """
     storages, rows = pickle.loads(table)
     made: list[torch.UntypedStorage] = [_make_storage(row, buffers) for row in storages]
-    return [_make_tensor(row, made) for row in rows]
+    return [
+        _make_whole(row, buffers) if len(row) == _WHOLE_FIELDS else _make_tensor(row, made)
+        for row in rows
+    ]
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -243,8 +260,21 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
+def _row(tensor: torch.Tensor, flags: int, storage: int = -1, offset: int = 0) -> TensorRow:
+    return storage, offset, str(tensor.dtype), tuple(tensor.shape), tensor.stride(), flags
+
+
+def _whole_row(tensor: torch.Tensor, flags: int, buffers: list[Any]) -> WholeRow | None:
+    """The row of a tensor that shares memory with none; None where there is none so short."""
+    number = _PLAIN_NUMBERS.get(tensor.dtype)
+    if number is None or not tensor.is_contiguous():
+        return None
+    storage = _storage_row(tensor.data_ptr(), tensor.nbytes, tensor, buffers)
+    return number, tuple(tensor.shape), storage, flags
+
+
 def _storage_row(
-    start: int, size: int, tensors: list[torch.Tensor], buffers: list[Any]
+    start: int, size: int, tensors: torch.Tensor | list[torch.Tensor], buffers: list[Any]
 ) -> StorageRow:
     if size <= INLINE_BYTES:
         return ctypes.string_at(start, size)
@@ -271,6 +301,12 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
 
 
+def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
+    number, shape, storage, flags = row
+    data = buffers[storage] if isinstance(storage, int) else storage
+    return _with_flags(make_plain(number, shape, data), flags)
+
+
 def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.Tensor:
     index, offset, dtype_name, shape, stride, flags = row
     dtype = _DTYPES[dtype_name]
@@ -281,6 +317,10 @@ def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.
         tensor = torch.empty(0, dtype=dtype, device=_CPU)
         with torch.no_grad():
             tensor.set_(storages[index], offset // dtype.itemsize, shape, stride)
+    return _with_flags(tensor, flags)
+
+
+def _with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     if flags & _NEGATIVE:
         tensor = torch._neg_view(tensor)
     if flags & _CONJUGATE:
