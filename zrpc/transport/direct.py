@@ -11,13 +11,14 @@ Large messages don't go this way: no small one has to wait behind them.
 
 from __future__ import annotations
 
+import errno
 import logging
 import select
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from zrpc.exhaustion import out_of_descriptors
 from zrpc.transport.address import DIRECT
 from zrpc.transport.poller import Poller
 from zrpc.transport.reserve import reserve
-from zrpc.transport.stream import Unpacker, header
+from zrpc.transport.stream import Unpacked, Unpacker, header
 
-__all__ = ["DirectInbox", "DirectMailbox", "direct_path"]
+__all__ = ["DirectInbox", "DirectMailbox", "direct_path", "drain"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class DirectMailbox:
         identity: the sender's token.
         endpoint: the peer's inbox.
         poller: tells when there is room.
+        on_broken: told where the connection is found broken while messages are queued, which are
+            to be had from `give_up`; in the thread that receives.
 
     Raises:
         zmq.ZMQError: there is no descriptor or memory left.
@@ -67,13 +70,23 @@ class DirectMailbox:
         sent: how many messages that count were sent.
     """
 
-    def __init__(self, identity: bytes, endpoint: str, poller: Poller) -> None:
+    def __init__(
+        self,
+        identity: bytes,
+        endpoint: str,
+        poller: Poller,
+        on_broken: Callable[[DirectMailbox], None],
+    ) -> None:
         self.endpoint = endpoint
         self._poller = poller
-        # Guards the socket, the queue and `sent`.
+        self._on_broken = on_broken
+        # Guards all that follows.
         self._mutex = threading.Lock()
-        # What is still to be sent; while there is anything, the poller watches the socket.
-        self._queue: deque[memoryview] = deque()
+        # What is still to be sent, and how much of the first has been. While there is anything,
+        # the poller watches the socket, unless that is broken.
+        self._queue: deque[bytes] = deque()
+        self._written = 0
+        self._watched = False
         self.sent = 0
         try:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -91,7 +104,7 @@ class DirectMailbox:
         """Sends one message; see `Mailbox.send`.
 
         Raises:
-            ConnectionError: the peer reads no more from this connection.
+            ConnectionError: the peer reads no more from this connection, or it was given up.
         """
         data: Any = header(first, buffers) + first
         parts: list[Any] = [data, *buffers]
@@ -99,7 +112,9 @@ class DirectMailbox:
             parts = [b"".join(parts)]
         with self._mutex:
             if self._queue:
-                self._queue.append(memoryview(b"".join(parts)))
+                if not self._watched:
+                    raise ConnectionError("the connection is broken")
+                self._queue.append(b"".join(parts))
             else:
                 written = self._write(parts)
                 if written < len(data) or buffers:
@@ -117,43 +132,95 @@ class DirectMailbox:
         except ConnectionError:
             raise
         except OSError as error:
-            raise zmq.ZMQError(error.errno) from error
+            if self._socket.fileno() < 0:  # another thread has given it up meanwhile
+                raise ConnectionError("the connection is closed") from error
+            # Of Unix sockets, ENOBUFS says that the system has no memory.
+            number = errno.ENOMEM if error.errno == errno.ENOBUFS else error.errno
+            raise zmq.ZMQError(number) from error
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._watched = False
+            self._poller.forget(self._socket.fileno())
 
     def _keep_rest(self, parts: Sequence[Any], written: int) -> None:
-        """Queues what was not written of a message, if anything. The mutex is held."""
-        if written < sum(memoryview(part).nbytes for part in parts):
-            self._queue.append(memoryview(b"".join(parts))[written:])
+        """Queues a message that was not written to its end, if it was not. The mutex is held."""
+        if written == sum(memoryview(part).nbytes for part in parts):
+            return
+        try:
+            data = b"".join(parts)
             self._poller.watch_writable(self._socket.fileno(), self._flush)
+        except (MemoryError, OSError) as error:
+            # A part of the message may be written; nothing else may follow it.
+            self._close()
+            raise ConnectionError("the rest of a message can't be kept") from error
+        self._queue.append(data)
+        self._written = written
+        self._watched = True
 
     def _flush(self) -> None:
-        """Sends what is queued and finds room. In the thread that receives, or at the end."""
+        """Sends what is queued and finds room. In the thread that receives."""
         with self._mutex:
-            try:
-                while self._queue:
-                    written = self._write([self._queue[0]])
-                    if written < len(self._queue[0]):
-                        self._queue[0] = self._queue[0][written:]
-                        return
-                    self._queue.popleft()
-            except ConnectionError:
-                self._queue.clear()
-            except zmq.ZMQError:
-                return  # no memory; to be tried again
-            self._poller.forget(self._socket.fileno())
+            broken = not self._drain()
+        if broken:
+            self._on_broken(self)
+
+    def _drain(self) -> bool:
+        """Sends what finds room; False where the connection is broken. The mutex is held."""
+        try:
+            while self._queue:
+                data = self._queue[0]
+                self._written += self._write([memoryview(data)[self._written :]])
+                if self._written < len(data):
+                    return True
+                self._queue.popleft()
+                self._written = 0
+        except ConnectionError:
+            self._unwatch()
+            return False
+        except zmq.ZMQError:
+            return True  # no memory; to be tried again
+        self._unwatch()
+        return True
+
+    def give_up(self) -> list[Unpacked]:
+        """Closes the socket at once.
+
+        Returns:
+            The messages that have not left, and have to go another way; `sent` counts them.
+        """
+        with self._mutex:
+            unsent = b"".join(self._queue)
+            self._close()
+        return list(Unpacker().feed(memoryview(unsent)))
 
     def close(self, linger: float) -> None:
         """Closes the socket; what is queued has ``linger`` seconds to leave."""
-        deadline = time.monotonic() + linger
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
-        while self._queue and (left := deadline - time.monotonic()) > 0:
-            room.poll(left * 1000)
-            self._flush()
+        drain([self], linger)
         with self._mutex:
-            if self._queue:
-                self._queue.clear()
-                self._poller.forget(self._socket.fileno())
-            self._socket.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._queue.clear()
+        self._written = 0
+        self._unwatch()
+        self._socket.close()
+
+
+def drain(mailboxes: Iterable[DirectMailbox], linger: float) -> None:
+    """Has what is queued leave, for at most ``linger`` seconds; for when nobody polls any more."""
+    deadline = time.monotonic() + linger
+    room = select.poll()
+    waiting = {each._socket.fileno(): each for each in mailboxes if each._watched}
+    for fd in waiting:
+        room.register(fd, select.POLLOUT)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for fd, _ in room.poll(left * 1000):
+            with waiting[fd]._mutex:
+                waiting[fd]._drain()
+            if not waiting[fd]._watched:
+                room.unregister(fd)
+                del waiting[fd]
 
 
 class DirectInbox:
@@ -163,19 +230,20 @@ class DirectInbox:
         path: where to listen.
         poller: tells when there is something to read; in the thread that receives.
         deliver: takes a message: the sender's identity, the first frame and the others, as
-            `Unpacker.feed` gives them.
+            `Unpacker.feed` yields them.
     """
 
     def __init__(
         self,
         path: Path,
         poller: Poller,
-        deliver: Callable[[tuple[bytes, bytes, Sequence[Any] | None]], None],
+        deliver: Callable[[tuple[bytes, bytes | None, Sequence[Any] | None]], None],
     ) -> None:
         self._poller = poller
         self._deliver = deliver
         self._memory = memoryview(bytearray(_READ))
         self._connections: set[_Connection] = set()
+        self._unwatched: list[_Connection] = []  # which the poller could not take
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
@@ -184,10 +252,19 @@ class DirectInbox:
         self.listen()
 
     def listen(self) -> None:
-        """Accepts connections; again, after there were no descriptors left for one."""
-        if not self._listening:
-            self._listening = True
-            self._poller.watch_readable(self._listener.fileno(), self._accept)
+        """Accepts connections; again, after the system could do no more for one."""
+        try:
+            while self._unwatched:
+                self._watch(self._unwatched[-1])
+                self._unwatched.pop()
+            if not self._listening:
+                self._poller.watch_readable(self._listener.fileno(), self._accept)
+                self._listening = True
+        except OSError as error:
+            logger.error("direct connections have to wait: %r", error)
+
+    def _watch(self, connection: _Connection) -> None:
+        self._poller.watch_readable(connection.socket.fileno(), partial(self._read, connection))
 
     def _accept(self) -> None:
         try:
@@ -203,15 +280,23 @@ class DirectInbox:
         accepted.setblocking(False)
         connection = _Connection(accepted)
         self._connections.add(connection)
-        self._poller.watch_readable(accepted.fileno(), partial(self._read, connection))
+        try:
+            self._watch(connection)
+        except OSError:
+            # Its messages wait at it meanwhile: were it closed, those there already would be lost.
+            self._unwatched.append(connection)
 
     def _read(self, connection: _Connection) -> None:
         try:
             size = connection.socket.recv_into(self._memory)
-            messages = connection.unpacker.feed(self._memory[:size])
+            for first, buffers in connection.unpacker.feed(self._memory[:size]):
+                if connection.identity:
+                    self._deliver((connection.identity, first, buffers))
+                else:
+                    connection.identity = first or b""
         except BlockingIOError:
             return
-        except ConnectionError:
+        except OSError:
             size = 0
         except (ProtocolError, MemoryError) as error:
             # What follows can't be told apart; the sender will go another way.
@@ -221,12 +306,6 @@ class DirectInbox:
             self._poller.forget(connection.socket.fileno())
             self._connections.discard(connection)
             connection.socket.close()
-            return
-        for first, buffers in messages:
-            if connection.identity:
-                self._deliver((connection.identity, first, buffers))
-            else:
-                connection.identity = first
 
     def close(self) -> None:
         """Closes all connections."""

@@ -65,7 +65,7 @@ class Inbox:
         self.poller: Poller | None = None
         self._direct: DirectInbox | None = None
         # What direct connections have brought: the sender's identity, the first frame, the others.
-        self._messages: deque[tuple[bytes, bytes, Sequence[Any] | None]] = deque()
+        self._messages: deque[tuple[bytes, bytes | None, Sequence[Any] | None]] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor tells only of changes, and
         # whoever has looked must read until there is none.
         self._unread = True
@@ -125,29 +125,36 @@ class Inbox:
         """
         if self.poller is None:
             return self._receive_from_socket(timeout, spin)
-        if not self._messages and not self._wait(self.poller, timeout, spin):
-            return None
         if not self._messages:
-            return self._read()
+            if not self._wait(self.poller, timeout, spin):
+                return None
+            if self._unread:
+                # First, or it might never be its turn where direct connections bring ever more.
+                return self._read()
         identity, first, buffers = self._messages.popleft()
-        if buffers is None:
+        if first is None or buffers is None:
             raise OutOfMemory(identity, first)
         return identity, first, buffers
 
     def _wait(self, poller: Poller, timeout: float, spin: float) -> bool:
-        """Waits for a message; whether there is one, from a direct connection or at the socket."""
+        """Waits for a message; whether there is one, from a direct connection or at the socket.
+
+        In the latter case `_unread` is true, else it is not.
+        """
         now = time.perf_counter()
         awake, deadline = now + spin, now + timeout
+        if self._unread:
+            self._unread = self._has_unread()
         while True:
-            if self._unread:
-                self._unread = self._has_unread()
             if now < awake:
                 poller.poll(0)
                 if not (self._messages or self._unread):
                     _yield()
             else:
                 poller.poll(0 if self._unread else max(0.0, deadline - now))
-            if self._messages or (self._unread and self._has_unread()):
+            if self._unread:
+                self._unread = self._has_unread()
+            if self._unread or self._messages:
                 return True
             now = time.perf_counter()
             if now >= deadline and now >= awake:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 
 from zrpc.exhaustion import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
-from zrpc.transport.direct import DirectMailbox
+from zrpc.transport.direct import DirectMailbox, drain
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
@@ -23,6 +23,7 @@ from zrpc.transport.reserve import reserve
 __all__ = ["Network", "bulk_identity"]
 
 AnyMailbox = Mailbox | DirectMailbox
+M = TypeVar("M", bound=AnyMailbox)
 
 # Messages from this size on, in bytes, are large: they take longer than a call of a small one.
 BULK = 1 << 18
@@ -140,8 +141,11 @@ class Network:
             self._replace(rank, mailbox).send(first, buffers, counted)
 
     def _is_large(self, rank: int, first: bytes, buffers: Sequence[Any]) -> bool:
-        """Whether a message goes through the mailbox for large ones; none to ourselves does."""
-        return rank != self._rank and size_of(first, buffers) >= BULK
+        """Whether a message goes through the mailbox for large ones; none to ourselves does.
+
+        A frame costs some bytes even where it is empty.
+        """
+        return rank != self._rank and size_of(first, buffers) + 4 * len(buffers) >= BULK
 
     def knows(self, rank: int) -> bool:
         """Whether anything was ever sent to this peer."""
@@ -205,10 +209,16 @@ class Network:
             if self._closed:
                 return
             self._closed = True
-            deadline = time.monotonic() + linger
+            # ZeroMQ's linger by themselves, so that all have the same time.
+            direct = []
             for rank, mailbox in (*self._bulk.items(), *self._mailboxes.items()):
-                left = max(0.0, deadline - time.monotonic())
-                mailbox.close(0 if rank in lost else left)
+                if isinstance(mailbox, DirectMailbox) and rank not in lost:
+                    direct.append(mailbox)
+                else:
+                    mailbox.close(0 if rank in lost else linger)
+            drain(direct, linger)
+            for mailbox in direct:
+                mailbox.close(0)
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
@@ -227,13 +237,8 @@ class Network:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = mailboxes.get(rank)
             if mailbox is None:
-                open_one = partial(self._new_mailbox, rank, mailboxes is self._bulk)
-                try:
-                    mailbox = open_one()
-                except zmq.ZMQError as error:
-                    if not (out_of_descriptors(error) and reserve.release()):
-                        raise
-                    mailbox = open_one()
+                bulk = mailboxes is self._bulk
+                mailbox = _with_reserve(partial(self._new_mailbox, rank, bulk))
                 mailboxes[rank] = mailbox
             return mailbox
 
@@ -241,7 +246,8 @@ class Network:
         endpoint, poller = self._endpoints[rank], self._inbox.poller
         if endpoint.startswith("ipc://") and poller is not None and not bulk:
             try:
-                return DirectMailbox(self._identity, endpoint, poller)
+                on_broken = partial(self._pass_on, rank)
+                return DirectMailbox(self._identity, endpoint, poller, on_broken)
             except zmq.ZMQError:
                 raise
             except OSError:
@@ -253,11 +259,29 @@ class Network:
         """The mailbox in place of one whose direct connection has broken."""
         with self._lock:
             mailbox = self._mailboxes.get(rank)
-            if mailbox is broken and not self._closed:
-                mailbox = Mailbox(self._context, self._identity, self._endpoints[rank])
-                mailbox.sent = broken.sent
+            if mailbox is broken and isinstance(broken, DirectMailbox) and not self._closed:
+                endpoint = self._endpoints[rank]
+                mailbox = _with_reserve(partial(Mailbox, self._context, self._identity, endpoint))
+                for first, buffers in broken.give_up():
+                    if first is not None and buffers is not None:
+                        mailbox.send(first, buffers, counted=False)
+                mailbox.sent += broken.sent
                 self._mailboxes[rank] = mailbox
-                broken.close(0)
         if mailbox is None or mailbox is broken:
             raise zmq.ZMQError(zmq.ENOTSOCK)
         return mailbox
+
+    def _pass_on(self, rank: int, broken: DirectMailbox) -> None:
+        """Sends by ZeroMQ what a broken direct connection still had to send."""
+        with contextlib.suppress(zmq.ZMQError):  # no descriptors: to be tried with the next message
+            self._replace(rank, broken)
+
+
+def _with_reserve(open_one: Callable[[], M]) -> M:
+    """Opens a mailbox, with the reserve of descriptors if need be."""
+    try:
+        return open_one()
+    except zmq.ZMQError as error:
+        if not (out_of_descriptors(error) and reserve.release()):
+            raise
+        return open_one()

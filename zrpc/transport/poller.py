@@ -25,14 +25,24 @@ class Poller:
         self._callbacks: dict[int, Callable[[], None]] = {}
 
     def watch_readable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``fd`` can be read."""
-        self._callbacks[fd] = callback
+        """Has ``callback`` called whenever ``fd`` can be read.
+
+        Raises:
+            OSError: the system can't watch any more; ``fd`` is not watched.
+        """
         self._epoll.register(fd, select.EPOLLIN)
+        # Should it be ready already, the next poll finds it again.
+        self._callbacks[fd] = callback
 
     def watch_writable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``fd`` can be written."""
-        self._callbacks[fd] = callback
+        """Has ``callback`` called whenever ``fd`` can be written.
+
+        Raises:
+            OSError: the system can't watch any more; ``fd`` is not watched.
+        """
         self._epoll.register(fd, select.EPOLLOUT)
+        # Should it be ready already, the next poll finds it again.
+        self._callbacks[fd] = callback
 
     def forget(self, fd: int) -> None:
         """Watches ``fd`` no more; to be called before it is closed."""

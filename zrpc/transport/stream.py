@@ -15,12 +15,15 @@ The first message of a stream says whose it is: its first frame is the sender's 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["LARGEST_MESSAGE", "Unpacker", "header"]
+__all__ = ["LARGEST_MESSAGE", "Unpacked", "Unpacker", "header"]
+
+# The first frame and the others, or None for what there is no memory for.
+Unpacked = tuple[bytes | None, Sequence[Any] | None]
 
 # The most bytes of a message, all frames together.
 LARGEST_MESSAGE = 1 << 20
@@ -44,59 +47,70 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._rest = bytearray()  # the beginning of a message whose end has not come
+        self._needed = 0  # how long that must be before it is worth another look
 
-    def feed(self, data: memoryview) -> list[tuple[bytes, Sequence[Any] | None]]:
-        """Takes in the next bytes of the stream; keeps none of them.
+    def feed(self, data: memoryview) -> Iterator[Unpacked]:
+        """Takes in the next bytes of the stream; keeps none of them. To be read to its end.
 
-        Returns:
+        Yields:
             The messages that are complete, each as its first frame and the others, which are
-            writable and memory of their own; None for these where there is no memory for them.
+            writable and memory of their own; None for what there is no memory for.
 
         Raises:
             ProtocolError: this is no such stream.
+            MemoryError: there is none for the beginning of a message, with which the stream ends.
         """
-        if self._rest:
-            self._rest += data
-            whole, self._rest = self._rest, bytearray()
-            data = memoryview(whole)
-        messages: list[tuple[bytes, Sequence[Any] | None]] = []
+        if not self._rest:
+            start = yield from self._cut_off(data)
+            self._rest += data[start:]
+            return
+        self._rest += data
+        if len(self._rest) >= self._needed:
+            with memoryview(self._rest) as whole:
+                start = yield from self._cut_off(whole)
+            del self._rest[:start]
+
+    def _cut_off(self, data: memoryview) -> Generator[Unpacked, None, int]:
+        """Yields the complete messages; returns where they end."""
         start, end = 0, len(data)
+        self._needed = _HEADER.size
         while end - start >= _HEADER.size:
             size, count = _unpack_from(data, start)
             at = start + _HEADER.size
-            if not count:
-                stop = at + size
-                if stop > end:
-                    _check(size)
-                    break
-                messages.append((bytes(data[at:stop]), ()))
-            else:
+            sizes: Sequence[int] = ()
+            stop = at + size
+            if count:
                 _check(size + _SIZE.size * count)
                 at += _SIZE.size * count
                 if at > end:
+                    self._needed = at - start
                     break
                 sizes = struct.unpack_from(f"<{count}I", data, start + _HEADER.size)
                 stop = at + size + sum(sizes)
+            if stop > end:
                 _check(stop - at)
-                if stop > end:
-                    break
-                first = bytes(data[at : at + size])
-                messages.append((first, _cut(data[at + size : stop], sizes)))
+                self._needed = stop - start
+                break
+            yield _frames(data, at, size, sizes)
             start = stop
-        if start < end:
-            self._rest += data[start:]
-        return messages
+        return start
 
 
-def _cut(data: memoryview, sizes: Sequence[int]) -> list[bytearray] | None:
-    frames = []
+def _frames(data: memoryview, at: int, size: int, sizes: Sequence[int]) -> Unpacked:
+    """The frames that begin at a place, copied."""
+    first: bytes | None = None
     try:
-        for size in sizes:
-            frames.append(bytearray(data[:size]))
-            data = data[size:]
+        first = bytes(data[at : at + size])
+        if not sizes:
+            return first, ()
+        others = []
+        for each in sizes:
+            at += size
+            size = each
+            others.append(bytearray(data[at : at + size]))
     except MemoryError:
-        return None
-    return frames
+        return first, None
+    return first, others
 
 
 def _check(size: int) -> None:
