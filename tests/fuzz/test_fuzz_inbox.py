@@ -9,7 +9,7 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from mutation import INPUTS, corpus, inputs, mutated
 import zrpc
 from zrpc.testing import Mesh
 from zrpc.transport.chunks import LARGEST_FRAME
+from zrpc.transport.direct import direct_path
+from zrpc.transport.stream import header
 from zrpc.wire.kind import Kind
 
 SEEDS = corpus()
@@ -128,6 +130,63 @@ def test_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> None:
             for data in inputs(seed, BATCH, SEEDS):
                 stranger.send_multipart([data] * source.randint(1, 3))
         serves(attacked)
+
+
+# -- at the socket of direct connections ---------------------------------------------------
+
+
+def _direct_socket() -> str:
+    from zrpc.current import current_agent
+
+    directory = current_agent()._network.directory
+    assert directory is not None
+    return str(direct_path(f"ipc://{directory.socket_path}"))
+
+
+def _identity() -> bytes:
+    from zrpc.current import current_agent
+
+    return current_agent()._network._identity
+
+
+def framed(first: bytes, buffers: Sequence[bytes] = ()) -> bytes:
+    return b"".join((header(first, buffers), first, *buffers))
+
+
+def say_directly(path: str, data: bytes) -> None:
+    """Says something on a connection of its own, which may be closed meanwhile."""
+    with contextlib.suppress(ConnectionError), socket.socket(socket.AF_UNIX) as made:
+        made.settimeout(10)
+        made.connect(path)
+        made.sendall(data)
+
+
+@pytest.mark.zrpc(**PROCESSES)
+def test_bytes_at_the_direct_socket(attacked: Mesh) -> None:
+    path, source = attacked.run(1, _direct_socket), random.Random(3)
+    seeds = [framed(b"z" * 17)]
+    seeds += [framed(data, [b"buffer"] * (len(data) % 3)) for data in SEEDS]
+    for number in range(INPUTS // 10):
+        changed = [mutated(source, seeds) for _ in range(source.randint(1, 5))]
+        say_directly(path, b"".join(changed))
+        if number % 100 == 99:
+            serves(attacked)
+
+
+@pytest.mark.zrpc(**PROCESSES)
+def test_messages_in_the_name_of_a_member_at_the_direct_socket(attacked: Mesh) -> None:
+    path, name = attacked.run(1, _direct_socket), attacked.run(0, _identity)
+    for seed in batches():
+        source = random.Random(seed)
+        messages = [framed(name)]
+        for data in inputs(seed, BATCH, SEEDS):
+            buffers = [source.randbytes(source.randint(0, 64)) for _ in range(source.randint(0, 3))]
+            messages.append(framed(harmless(data), buffers))
+        say_directly(path, b"".join(messages))
+        serves(attacked)
+
+
+# -- by tcp --------------------------------------------------------------------------------
 
 
 def connect(endpoint: str) -> socket.socket:
