@@ -76,9 +76,9 @@ def fill(network, rank):
     while not (count and network._mailboxes[rank]._queue):
         network.send(rank, b"%d " % count + FILLING)
         count += 1
-    for count in range(count, count + 20):
-        network.send(rank, b"%d " % count + FILLING)
-    return count + 1
+    for number in range(count, count + 20):
+        network.send(rank, b"%d " % number + FILLING)
+    return count + 20
 
 
 def break_connections(network):
@@ -482,15 +482,15 @@ def call_until_queued(pid):
         futures.append(zrpc.rpc_async(1, len, (bytes(20_000),)))
     futures += [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(10)]
     os.kill(pid, signal.SIGKILL)
-    found = set()
-    for future in futures:
-        try:
-            future.wait()
-        except Exception as error:
-            found.add(type(error).__name__)
-        else:
-            found.add("answer")
-    return found
+    return {outcome_of(future) for future in futures}
+
+
+def outcome_of(future):
+    try:
+        future.wait()
+    except Exception as error:
+        return type(error).__name__
+    return "answer"
 
 
 @pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})

@@ -100,7 +100,7 @@ def test_one_that_is_forgotten_in_the_same_turn_is_not_called_for(poller):
 
 
 def test_what_cannot_be_watched_is_not(poller, tmp_path):
-    with open(tmp_path / "file", "w") as file, pytest.raises(OSError):  # no epoll for those
+    with open(tmp_path / "file", "w") as file, pytest.raises(PermissionError):  # not for files
         poller.watch_readable(file.fileno(), pytest.fail)
     reader, writer = os.pipe()  # with the number of the file, which nothing is known of
     os.write(writer, b"x")

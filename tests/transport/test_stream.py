@@ -87,9 +87,9 @@ def test_any_buffer_is_measured_in_bytes():
 def test_what_is_too_large_is_refused_at_once(data):
     for step in (len(data), 1):
         unpacker = Unpacker()
+        pieces = (data[at : at + step] for at in range(0, len(data), step))
         with pytest.raises(ProtocolError, match=f"at most {LARGEST_MESSAGE} bytes"):
-            for at in range(0, len(data), step):
-                fed(unpacker, data[at : at + step])
+            [fed(unpacker, piece) for piece in pieces]
 
 
 def test_messages_before_garbage_come_out():
