@@ -243,6 +243,7 @@ def test_what_is_queued_goes_on_by_zeromq(networks, found_by):
     break_connections(networks[1])
     if found_by == "receiver":
         assert networks[0].receive(0) is None
+        assert isinstance(networks[0]._mailboxes[1], Mailbox)
     else:  # is first told when it sends itself, since the queue is watched no more
         networks[0]._mailboxes[1]._on_broken = lambda _: None
         assert networks[0].receive(0) is None
@@ -303,11 +304,27 @@ def test_a_peer_that_is_gone_is_sent_to_in_vain(networks):
     assert networks[0].sent([1]) == 0
 
 
-def test_no_way_to_watch_for_room(networks, monkeypatch):
+@pytest.fixture
+def no_watch_for_room(networks, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "no more watches")
 
     monkeypatch.setattr(networks[0]._inbox.poller, "watch_writable", refuse)
+
+
+def test_nothing_follows_half_a_message(networks, no_watch_for_room):
+    networks[0].send(1, b"0")
+    mailbox, sent = networks[0]._mailboxes[1], 1
+    with contextlib.suppress(ConnectionError):
+        while True:
+            mailbox.send(b"%d " % sent + FILLING)
+            sent += 1
+    assert numbers_of(networks[1], sent) == list(range(sent))
+    with pytest.raises(ConnectionError):  # another thread, before the connection is replaced
+        mailbox.send(b"%d " % sent + FILLING)
+
+
+def test_no_way_to_watch_for_room(networks, no_watch_for_room):
     count = 0
     while not count or isinstance(networks[0]._mailboxes[1], DirectMailbox):
         networks[0].send(1, b"%d " % count + FILLING)
@@ -346,6 +363,8 @@ def test_no_descriptors_for_a_connection_that_comes(networks):
         networks[0].send(1, b"2")
         assert networks[1].receive(0.02) is None
         assert networks[1].look_after_descriptors()
+        # Or a thread that waits would find it ready again and again.
+        assert not networks[1]._inbox._direct._listening
     assert not networks[1].look_after_descriptors()
     networks[0].send(1, b"3")
     assert numbers_of(networks[1], 3) == [1, 2, 3]
