@@ -74,11 +74,16 @@ def fill(network, rank):
     """Sends numbered messages until some are queued; returns how many it were."""
     count = 0
     while not (count and network._mailboxes[rank]._queue):
-        network.send(rank, b"%d " % count + FILLING)
+        network.send(rank, *numbered(count))
         count += 1
     for number in range(count, count + 20):
-        network.send(rank, b"%d " % number + FILLING)
+        network.send(rank, *numbered(number))
     return count + 20
+
+
+def numbered(number):
+    """A message that begins with its number, of one frame or of two."""
+    return (b"%d" % number, [FILLING]) if number % 2 else (b"%d " % number + FILLING,)
 
 
 def break_connections(network):
@@ -317,17 +322,17 @@ def test_nothing_follows_half_a_message(networks, no_watch_for_room):
     mailbox, sent = networks[0]._mailboxes[1], 1
     with contextlib.suppress(ConnectionError):
         while True:
-            mailbox.send(b"%d " % sent + FILLING)
+            mailbox.send(*numbered(sent))
             sent += 1
     assert numbers_of(networks[1], sent) == list(range(sent))
     with pytest.raises(ConnectionError):  # another thread, before the connection is replaced
-        mailbox.send(b"%d " % sent + FILLING)
+        mailbox.send(*numbered(sent))
 
 
 def test_no_way_to_watch_for_room(networks, no_watch_for_room):
     count = 0
     while not count or isinstance(networks[0]._mailboxes[1], DirectMailbox):
-        networks[0].send(1, b"%d " % count + FILLING)
+        networks[0].send(1, *numbered(count))
         count += 1
     # By two ways, and none of them twice, though the first had begun to go the other.
     assert sorted(numbers_of(networks[1], count)) == list(range(count))
@@ -491,12 +496,10 @@ def test_messages_of_strangers_are_dropped_unread(monkeypatch):
 
 
 def call_until_queued(pid):
-    """Calls a worker that is stopped until messages are queued, and kills it."""
+    """Calls a worker that is stopped, until messages are queued, and kills it."""
     from zrpc.current import current_agent
 
     futures, network = [], current_agent()._network
-    zrpc.rpc_sync(1, len, (b"",))
-    os.kill(pid, signal.SIGSTOP)
     while not network._mailboxes[1]._queue:
         futures.append(zrpc.rpc_async(1, len, (bytes(20_000),)))
     futures += [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(10)]
@@ -514,6 +517,8 @@ def outcome_of(future):
 
 @pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
 def test_a_peer_is_killed_while_messages_are_queued(mesh):
+    assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
+    mesh.pause(1)
     assert mesh.run(0, call_until_queued, mesh.pid(1)) == {"WorkerDied"}
     mesh.kill(1)
     assert mesh.run(0, zrpc.rpc_sync, 2, max, (1, 2)) == 2

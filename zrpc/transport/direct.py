@@ -190,9 +190,9 @@ class DirectMailbox:
             The messages that have not left, and have to go another way; `sent` counts them.
         """
         with self._mutex:
-            unsent = b"".join(self._queue)
+            unsent = list(self._queue)
             self._close()
-        return list(Unpacker().feed(memoryview(unsent)))
+        return [message for data in unsent for message in Unpacker().feed(memoryview(data))]
 
     def close(self, linger: float) -> None:
         """Closes the socket; what is queued has ``linger`` seconds to leave."""

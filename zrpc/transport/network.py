@@ -273,7 +273,8 @@ class Network:
 
     def _pass_on(self, rank: int, broken: DirectMailbox) -> None:
         """Sends by ZeroMQ what a broken direct connection still had to send."""
-        with contextlib.suppress(zmq.ZMQError):  # no descriptors: to be tried with the next message
+        # No descriptors: to be tried again with the next message.
+        with contextlib.suppress(zmq.ZMQError, MemoryError):
             self._replace(rank, broken)
 
 
