@@ -139,7 +139,7 @@ def test_many_tensors_in_one_message_share_a_segment(introduced: Mesh, lends):
         large(1)[1000:-1000],
         large(1).view(512, 512)[:, 3:500],
         large(1).view(512, 512).t(),
-        large(1).view(512, 512)[::2, ::3],
+        large(1, 4 * LARGE).view(1024, 1024)[::2, ::3],
         large(1)[1:],  # not aligned
         large(1).expand(2, LARGE),
         large(1).to(torch.bfloat16),

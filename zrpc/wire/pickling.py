@@ -265,12 +265,12 @@ def decoder() -> Decoder:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    tensors = _current_encoder().tensors
+    plain_row = tensors.add_plain(tensor)
+    if plain_row is not None:
+        return make_plain, plain_row
     layout = tensor.layout
     if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        tensors = _current_encoder().tensors
-        plain_row = tensors.add_plain(tensor)
-        if plain_row is not None:
-            return make_plain, plain_row
         return _receive_tensor, (tensors.add(tensor),)
     requires_grad, plain = tensor.requires_grad, tensor.detach()
     if requires_grad and _current_encoder().in_graph:
@@ -426,7 +426,7 @@ def _find_operator(name: str, overload: str | None) -> Any:
 
 
 def _current_encoder() -> Encoder:
-    current = encoder()
+    current: Encoder | None = getattr(_thread, "encoder", None)
     if current is None:
         raise SerializationError("tensors are reduced this way only inside of a message")
     return current

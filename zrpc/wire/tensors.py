@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ _PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
 _ALIGNMENT = 16
 
 _CPU = torch.device("cpu")
+_STRIDED = torch.strided
 
 _REQUIRES_GRAD = 1
 _PARAMETER = 2
@@ -93,23 +95,26 @@ class TensorWriter:
         return len(self._tensors)
 
     def add_plain(self, tensor: torch.Tensor) -> PlainRow | None:
-        """What of a strided tensor is to stand in the pickle, for `make_plain`.
+        """What of a tensor is to stand in the pickle, for `make_plain`.
 
         Returns:
             None where it can't stand there: the tensor is for `add`.
         """
-        size = tensor.nbytes
-        number = _PLAIN_NUMBERS.get(tensor.dtype)
+        number = _PLAIN_NUMBERS.get(tensor.dtype)  # none of quantized ones
         if (
-            self._plain is None
-            or number is None
-            or not size
+            number is None
+            or self._plain is None
             or tensor.requires_grad
+            or tensor.layout is not _STRIDED
             or type(tensor) is not torch.Tensor
             or not (tensor.is_cpu and tensor.is_contiguous())
             or tensor.is_conj()
             or tensor.is_neg()
+            or tensor.is_nested
         ):
+            return None
+        size = tensor.nbytes
+        if not size:
             return None
         start = tensor.data_ptr()
         self._plain.append((start, start + size))
@@ -221,13 +226,14 @@ def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
         data: its bytes; of a large one a buffer, of which the tensor is a view.
     """
     dtype = _PLAIN_DTYPES[number]
-    if type(data) is not bytes:
-        return _aligned(torch.frombuffer(data, dtype=dtype)).view(shape)
-    tensor = torch.empty(shape, dtype=dtype, device=_CPU)
-    if tensor.nbytes != len(data):
-        raise ProtocolError(f"expected {tensor.nbytes} bytes of a tensor, found {len(data)}")
-    ctypes.memmove(tensor.data_ptr(), data, len(data))
-    return tensor
+    if type(data) is bytes:  # not to be written to
+        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
+    else:
+        tensor = _aligned(torch.frombuffer(data, dtype=dtype))
+    if math.prod(shape) != tensor.numel():
+        raise ProtocolError(f"expected the bytes of a tensor of {shape}, found {tensor.numel()}")
+    # Not by a view: what has arrived is nobody's view, as `detach_` asks.
+    return tensor if len(shape) == 1 else tensor.resize_(shape)
 
 
 def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
