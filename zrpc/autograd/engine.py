@@ -87,7 +87,8 @@ def run(
         found.update(_run_accumulators(hooked))
     taken: set[int] = set()
     for node, gradient in found.items():
-        accumulate(node.variable, gradient if _is_own(gradient, taken) else gradient.clone())
+        own = gradient.detach() if _is_own(gradient, taken) else gradient.clone()
+        accumulate(node.variable, own)
 
 
 def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
@@ -169,8 +170,11 @@ def _is_own(gradient: torch.Tensor, taken: set[int]) -> bool:
     first = id(gradient) not in taken
     taken.add(id(gradient))
     storage = gradient.untyped_storage()
-    # One reference is the gradient's, one that of `storage` here.
-    return first and storage.nbytes() == gradient.nbytes and _storage_use_count(storage._cdata) <= 2
+    # One reference is the gradient's, one that of `storage` here. What it is a view of is the
+    # engine's own: the weight's gradient of a linear layer is made transposed, for instance.
+    known = 2 if gradient._base is None else 3
+    count = _storage_use_count(storage._cdata)
+    return first and storage.nbytes() == gradient.nbytes and count <= known
 
 
 def _has_hooks(accumulator: Any) -> bool:
