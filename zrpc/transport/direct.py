@@ -29,6 +29,7 @@ from zrpc.errors import ProtocolError
 from zrpc.exhaustion import out_of_descriptors
 from zrpc.transport.address import DIRECT
 from zrpc.transport.poller import Poller
+from zrpc.transport.quick import Memory, QuickSocket
 from zrpc.transport.reserve import reserve
 from zrpc.transport.stream import Unpacked, Unpacker, header
 
@@ -89,12 +90,11 @@ class DirectMailbox:
         self._watched = False
         self.sent = 0
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket = QuickSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         except OSError as error:
             raise zmq.ZMQError(error.errno) from error
         try:
-            self._socket.setblocking(False)
-            self._socket.connect(str(direct_path(endpoint)))
+            self._socket.socket.connect(str(direct_path(endpoint)))
             self.send(identity, counted=False)
         except BaseException:
             self._socket.close()
@@ -125,8 +125,8 @@ class DirectMailbox:
         """Writes what there is room for; returns how many bytes. The mutex is held."""
         try:
             if len(parts) == 1:
-                return self._socket.send(parts[0], socket.MSG_NOSIGNAL)
-            return self._socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+                return self._socket.send(parts[0])
+            return self._socket.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return 0
         except ConnectionError:
@@ -170,7 +170,7 @@ class DirectMailbox:
         try:
             while self._queue:
                 data = self._queue[0]
-                self._written += self._write([memoryview(data)[self._written :]])
+                self._written += self._write([data[self._written :]])
                 if self._written < len(data):
                     return True
                 self._queue.popleft()
@@ -241,7 +241,7 @@ class DirectInbox:
     ) -> None:
         self._poller = poller
         self._deliver = deliver
-        self._memory = memoryview(bytearray(_READ))
+        self._memory = Memory(_READ)
         self._connections: set[_Connection] = set()
         self._unwatched: list[_Connection] = []  # which the poller could not take
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -277,7 +277,6 @@ class DirectInbox:
                 self._poller.forget(self._listener.fileno())
                 self._listening = False
             return
-        accepted.setblocking(False)
         connection = _Connection(accepted)
         self._connections.add(connection)
         try:
@@ -288,8 +287,8 @@ class DirectInbox:
 
     def _read(self, connection: _Connection) -> None:
         try:
-            size = connection.socket.recv_into(self._memory)
-            for first, buffers in connection.unpacker.feed(self._memory[:size]):
+            size = self._memory.receive(connection.socket)
+            for first, buffers in connection.unpacker.feed(self._memory.view[:size]):
                 if connection.identity:
                     self._deliver((connection.identity, first, buffers))
                 else:
@@ -324,6 +323,6 @@ class _Connection:
     __slots__ = ("identity", "socket", "unpacker")
 
     def __init__(self, accepted: socket.socket) -> None:
-        self.socket = accepted
+        self.socket = QuickSocket(accepted)
         self.unpacker = Unpacker()
         self.identity = b""
