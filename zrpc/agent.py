@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import pickle
 import struct
 import threading
 import time
@@ -93,6 +94,7 @@ _LINGER_NOT_GRACEFUL = 0.1
 # answers have come as fast of late.
 _LONGEST_SPIN = 0.0005
 _SPIN_WHERE_USUAL = 0.0005
+_LONGEST_IDLE_SPIN = 0.0002
 _LONGEST_GAP = 0.003
 # What a single answer counts for in what is usual.
 _WEIGHT = 0.125
@@ -110,6 +112,11 @@ _GAVE_UP = b"gave up"
 # That of a worker with nothing left to do: how many messages it has sent.
 _SENT = struct.Struct("<Q")
 _TELL_EVERY = 1.0
+
+# So many messages that are there already are dealt with in one turn.
+_MOST_AT_ONCE = 64
+# The body of an answer without a value, the most common one.
+_NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 
 Handler = Callable[[Message], None]
 Scope = Callable[[Message], AbstractContextManager[Any]]
@@ -212,6 +219,8 @@ class Agent:
         # of the thread that sits.
         self._usual_wait = 0.0
         self._usual_gap = _LONGEST_GAP
+        # Whether a handler is to run after the present turn, in its thread.
+        self._handler_taken = False
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], None]] = deque()
         self._shutdown: GracefulShutdown | LeavingAlone = LeavingAlone(self._under_way)
@@ -361,12 +370,18 @@ class Agent:
             self._executing.end(request)
             return
         reply = Message(Kind.RESULT, request.call_id)
-        encoder = self.encoder(request.sender, request)
+        encoder = None
+        if value is not None or self.in_context(request):
+            encoder = self.encoder(request.sender, request)
         try:
-            encoder.pack(value, reply)
+            if encoder is None:
+                reply.body = _NONE
+            else:
+                encoder.pack(value, reply)
             self.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
-            encoder.abort()
+            if encoder is not None:
+                encoder.abort()
             self.answer_error(request, error)
             return
         self._executing.end(request)
@@ -570,7 +585,7 @@ class Agent:
             raise type(outcome)(*outcome.args)
         if outcome.kind == Kind.ERROR:
             raise load_exception(outcome.body)
-        return self.unpack(outcome)
+        return None if outcome.body == _NONE else self.unpack(outcome)
 
     # -- executing -----------------------------------------------------------------------
 
@@ -591,7 +606,9 @@ class Agent:
 
     def run(self, job: Callable[[], None]) -> None:
         """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
-        if not self._io.take(self.pool, job):
+        if self._io.take(self.pool, job):
+            self._handler_taken = True
+        else:
             self.pool.submit(job)
 
     def _complete_soon(self, job: Callable[[], None]) -> None:
@@ -647,7 +664,7 @@ class Agent:
 
     def _lead(self) -> None:
         """A turn of the leading I/O thread."""
-        spin = _LONGEST_SPIN if self._usual_gap < _SPIN_WHERE_USUAL else 0.0
+        spin = _LONGEST_IDLE_SPIN if self._usual_gap < _LONGEST_IDLE_SPIN else 0.0
         self._turn(spin=spin)
 
     def _turn(self, until: float = float("inf"), spin: float = 0.0) -> None:
@@ -655,36 +672,51 @@ class Agent:
 
         In one thread at a time: the leading I/O thread, or one that sits for it.
         """
+        try:
+            self._receive_next(until, spin)
+            self._do_what_is_due()
+        except Exception:
+            logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
+
+    def _receive_next(self, until: float, spin: float) -> None:
+        """Waits for a message, and deals with it, and with others that have come with it.
+
+        These are left to the next turn where a handler is to run after this one.
+        """
         begun = time.monotonic()
         wait = min(self._next_tick, self._calls.earliest, until) - begun
+        self._handler_taken = False
+        count = 0
         try:
             received = self._network.receive(max(0.0, wait), spin)
             gap = min(time.monotonic() - begun, _LONGEST_GAP)
             self._usual_gap += (gap - self._usual_gap) * _WEIGHT
-        except OutOfMemory as error:
-            received = None
-            self._errands.append(partial(self._on_lost_message, error))
-        try:
-            if received is not None:
+            while received is not None:
                 self._dispatch(*received)
-            while self._errands:
-                self._errands.popleft()()
-            for flush in self.flushers:
-                flush()
-            now = time.monotonic()
-            if now >= self._calls.earliest:
-                self._calls.expire(now)
-            if self._shutdown.under_way:
-                # A handler that ends in the pool says nothing here: look more often.
-                self._next_tick = min(self._next_tick, now + _TICK_AT_SHUTDOWN)
-                if self._shutdown.asked and self._idle():
-                    self._report_idle()
-                self._shutdown.look()
-            if now >= self._next_tick:
-                self._tick()
-                self._next_tick = now + _TICK
-        except Exception:
-            logger.exception("%s: the I/O thread goes on after an error", self.worker_info)
+                count += 1
+                if self._handler_taken or count == _MOST_AT_ONCE:
+                    break
+                received = self._network.at_hand()
+        except OutOfMemory as error:
+            self._errands.append(partial(self._on_lost_message, error))
+
+    def _do_what_is_due(self) -> None:
+        while self._errands:
+            self._errands.popleft()()
+        for flush in self.flushers:
+            flush()
+        now = time.monotonic()
+        if now >= self._calls.earliest:
+            self._calls.expire(now)
+        if self._shutdown.under_way:
+            # A handler that ends in the pool says nothing here: look more often.
+            self._next_tick = min(self._next_tick, now + _TICK_AT_SHUTDOWN)
+            if self._shutdown.asked and self._idle():
+                self._report_idle()
+            self._shutdown.look()
+        if now >= self._next_tick:
+            self._tick()
+            self._next_tick = now + _TICK
 
     def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
         sender = self.membership.rank_of(identity)

@@ -205,10 +205,17 @@ class WorkerPool:
             return True
 
     def run_as_guest(self, ident: int, job: Job) -> None:
-        """Runs ``job`` in the current thread, which was admitted."""
+        """Runs ``job`` in the current thread, which was admitted, and what is queued behind it.
+
+        Of that no more than what takes together about as long as one job that is quick.
+        """
         _thread.pool = self
+        end = time.perf_counter() + _QUICK
+        following: Job | None = job
         try:
-            self._do(job)
+            while following is not None:
+                self._do(following)
+                following = self._next_of_guest(end)
         finally:
             _thread.pool = None
             with self._lock:
@@ -217,6 +224,14 @@ class WorkerPool:
                 if self._backlog and self._running < self._size and not self._closed:
                     self._running += 1
                     self._hand_over(self._backlog.popleft())
+
+    def _next_of_guest(self, end: float) -> Job | None:
+        if not self._backlog or time.perf_counter() > end:
+            return None
+        with self._lock:
+            if self._backlog and self._running <= self._size and not self._closed:
+                return self._backlog.popleft()
+            return None
 
     def discard(self, useless: Callable[[Job], bool]) -> None:
         """Drops the queued jobs for which ``useless(job)`` is true; it must be quick."""

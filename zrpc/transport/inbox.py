@@ -131,6 +131,17 @@ class Inbox:
             if self._unread:
                 # First, or it might never be its turn where direct connections bring ever more.
                 return self._read()
+        return self._next()
+
+    def at_hand(self) -> Received | None:
+        """A message of a direct connection that has been read already, if there is one.
+
+        Raises:
+            OutOfMemory: a message is lost.
+        """
+        return self._next() if self._messages else None
+
+    def _next(self) -> Received:
         identity, first, buffers = self._messages.popleft()
         if first is None or buffers is None:
             raise OutOfMemory(identity, first)

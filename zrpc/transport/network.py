@@ -75,6 +75,7 @@ class Network:
         self._inbox = Inbox(self._context)
         # The next message; see there.
         self.receive = self._inbox.receive
+        self.at_hand = self._inbox.at_hand
         self.heartbeats = Heartbeats(self._context, identity)
         # Under a name that nobody can guess: whoever connects with it would take its place.
         waker = b"w" + secrets.token_bytes(16)
