@@ -59,6 +59,7 @@ from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.outbox import Outbox
 from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.requests import Requests
+from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, is_chunk
 from zrpc.transport.inbox import OutOfMemory
@@ -214,6 +215,7 @@ class Agent:
                 self.joined.tell(info)
         self._loop = EventLoop(f"{name}-asyncio", self.context)
         self._io = IoThreads(self.context, f"{name}-io", self._lead, network.wake)
+        self._switch_interval = SwitchInterval(options.switch_interval)
         self._next_tick = 0.0
         # How long a thread usually waits for its answer where it receives it itself, in seconds;
         # of the thread that sits.
@@ -240,6 +242,8 @@ class Agent:
         """
         for plug_in in layers:
             self.layers.append(plug_in(self))
+        # Before the threads start: one of them may close this agent at once.
+        self._switch_interval.ask()
         self._io.start()
 
     def layer(self, kind: type[L]) -> L:
@@ -975,6 +979,7 @@ class Agent:
         try:
             self._close()
         finally:
+            self._switch_interval.give_back()
             self._ended.set()
 
     def _close(self) -> None:

@@ -96,7 +96,11 @@ def join_mesh(
     except BaseException:
         network.close(linger=0, lost=())
         raise
-    agent.serve(layers)
+    try:
+        agent.serve(layers)
+    except BaseException:
+        agent.close()
+        raise
     return agent
 
 

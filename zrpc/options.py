@@ -24,6 +24,7 @@ DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0
+DEFAULT_SWITCH_INTERVAL_SEC = 0.001
 
 # What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
 _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
@@ -91,13 +92,18 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             never. The end of a process is noticed sooner, without that.
         warn_after: after how many seconds a call that still waits is named in a warning in the log,
             once, with where it waits and for whom. 0 or None means never.
+        switch_interval: for how long at most a thread of this process keeps the interpreter's lock
+            while another one waits for it, in seconds; see ``sys.setswitchinterval``. A call has to
+            wait for so long where another handler computes in Python, whose own setting is 0.005.
+            The process has it while its agent serves, or the smallest where there are several;
+            never more than it had before. 0 leaves Python's setting alone.
         device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
             sending a tensor that is not on the CPU is an error.
         devices: kept likewise.
 
     Raises:
-        ValueError: a number of threads below 1, a timeout or a number of bytes that is
-            negative, or an unknown transport or security.
+        ValueError: a number of threads below 1, a timeout, an interval or a number of bytes that
+            is negative, or an unknown transport or security.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -121,6 +127,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
         warn_after: float | None = DEFAULT_WARN_AFTER_SEC,
+        switch_interval: float = DEFAULT_SWITCH_INTERVAL_SEC,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -144,6 +151,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.security = security
         self.heartbeat_timeout = checked_timeout("heartbeat_timeout", heartbeat_timeout)
         self.warn_after = checked_timeout("warn_after", warn_after or 0)
+        self.switch_interval = checked_timeout("switch_interval", switch_interval)
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
         )

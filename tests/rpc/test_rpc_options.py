@@ -18,6 +18,7 @@ def test_defaults() -> None:
     assert options.init_method == "env://"
     assert options.device_maps == {}
     assert options.devices == []
+    assert options.switch_interval == 0.001
 
 
 def test_what_is_writable() -> None:
@@ -61,6 +62,9 @@ def test_they_take_keywords_only() -> None:
         {"rpc_timeout": float("nan")},
         {"rpc_timeout": float("inf")},
         {"init_timeout": -1},
+        {"switch_interval": -0.001},
+        {"switch_interval": float("nan")},
+        {"switch_interval": float("inf")},
         {"transport": "carrier pigeon"},
     ],
     ids=str,
