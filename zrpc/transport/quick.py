@@ -9,6 +9,7 @@ what takes a microsecond and never waits. `ctypes.PyDLL` calls functions with th
 from __future__ import annotations
 
 import ctypes
+import os
 import socket
 
 from zrpc.transport.poller import supports_polling
@@ -16,12 +17,18 @@ from zrpc.transport.poller import supports_polling
 __all__ = ["Memory", "QuickSocket"]
 
 if supports_polling():  # as elsewhere there are no direct connections
-    _libc = ctypes.PyDLL(None)
+    _libc = ctypes.PyDLL(None, use_errno=True)
     _send, _recv = _libc.send, _libc.recv
     _send.restype = _recv.restype = ctypes.c_ssize_t
     # Made once, since that takes as long as the call itself.
     _RECEIVE_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT)
     _SEND_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+
+
+def _failure() -> OSError:
+    # Not by trying again with Python's own call: the system tells of a reset only once.
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))  # of the class that fits
 
 
 class Memory:
@@ -49,8 +56,9 @@ class Memory:
             OSError: as ``socket.recv`` does.
         """
         size: int = _recv(quick.fd, self._address, self._size, _RECEIVE_FLAGS)
-        # Where it fails, Python's own call says how.
-        return size if size >= 0 else quick.socket.recv_into(self.view)
+        if size < 0:
+            raise _failure()
+        return size
 
 
 class QuickSocket:
@@ -76,7 +84,9 @@ class QuickSocket:
             OSError: as ``socket.send`` does.
         """
         size: int = _send(self.fd, data, ctypes.c_size_t(len(data)), _SEND_FLAGS)
-        return size if size >= 0 else self.socket.send(data, socket.MSG_NOSIGNAL)
+        if size < 0:
+            raise _failure()
+        return size
 
     def close(self) -> None:
         """Closes the socket."""
