@@ -61,7 +61,13 @@ LAYERS: list[list[str]] = [
     ["zrpc.card", "zrpc.entries"],
     ["zrpc.pool", "zrpc.secret", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
-    ["zrpc.context_thread", "zrpc.errors", "zrpc.exhaustion", "zrpc.switch_interval"],
+    [
+        "zrpc.context_thread",
+        "zrpc.errors",
+        "zrpc.exhaustion",
+        "zrpc.spin",
+        "zrpc.switch_interval",
+    ],
 ]
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

@@ -59,6 +59,7 @@ from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.outbox import Outbox
 from zrpc.pool import WorkerPool, in_handler, in_pool
 from zrpc.requests import Requests
+from zrpc.spin import Spin
 from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, is_chunk
@@ -90,15 +91,6 @@ _END_TIMEOUT = 10.0
 _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
 _LINGER_NOT_GRACEFUL = 0.1
-
-# A thread that waits for its answer spins for so long before it sleeps, in seconds, where its
-# answers have come as fast of late.
-_LONGEST_SPIN = 0.0005
-_SPIN_WHERE_USUAL = 0.0005
-_LONGEST_IDLE_SPIN = 0.0002
-_LONGEST_GAP = 0.003
-# What a single answer counts for in what is usual.
-_WEIGHT = 0.125
 
 # Calls that wait where too much is under way to the callee.
 _METERED = frozenset((Kind.CALL, Kind.REMOTE, Kind.METHOD))
@@ -217,10 +209,9 @@ class Agent:
         self._io = IoThreads(self.context, f"{name}-io", self._lead, network.wake)
         self._switch_interval = SwitchInterval(options.switch_interval)
         self._next_tick = 0.0
-        # How long a thread usually waits for its answer where it receives it itself, in seconds;
-        # of the thread that sits.
-        self._usual_wait = 0.0
-        self._usual_gap = _LONGEST_GAP
+        # Of the thread that leads, by all messages; of one that sits for it, by its answers.
+        self._spin_of_leader = Spin()
+        self._spin_of_sitter = Spin()
         # Whether a handler is to run after the present turn, in its thread.
         self._handler_taken = False
         # What other threads want done in the I/O thread.
@@ -560,12 +551,12 @@ class Agent:
                 return
             begun = now = time.monotonic()
             end = min(begun + LONGEST_SITTING, deadline)
-            awake = begun + _LONGEST_SPIN if self._usual_wait < _SPIN_WHERE_USUAL else 0.0
+            awake = begun + self._spin_of_sitter.seconds
             try:
                 while gate.locked() and now < end:
                     self._turn(end, awake - now)
                     now = time.monotonic()
-                self._usual_wait += (now - begun - self._usual_wait) * _WEIGHT
+                self._spin_of_sitter.waited(now - begun)
             finally:
                 self._io.leave()
             if len(self._calls):  # this one, or those of others
@@ -668,8 +659,7 @@ class Agent:
 
     def _lead(self) -> None:
         """A turn of the leading I/O thread."""
-        spin = _LONGEST_IDLE_SPIN if self._usual_gap < _LONGEST_IDLE_SPIN else 0.0
-        self._turn(spin=spin)
+        self._turn(spin=self._spin_of_leader.seconds)
 
     def _turn(self, until: float = float("inf"), spin: float = 0.0) -> None:
         """Waits for a message, at most ``until`` then, and does what is due.
@@ -693,8 +683,7 @@ class Agent:
         count = 0
         try:
             received = self._network.receive(max(0.0, wait), spin)
-            gap = min(time.monotonic() - begun, _LONGEST_GAP)
-            self._usual_gap += (gap - self._usual_gap) * _WEIGHT
+            self._spin_of_leader.waited(time.monotonic() - begun)
             while received is not None:
                 self._dispatch(*received)
                 count += 1
