@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from zrpc.pool import MAX_THREADS, WorkerPool, acquire, in_pool
+from zrpc.pool import _QUICK, MAX_THREADS, WorkerPool, acquire, in_pool
 
 SOON = 5.0
 
@@ -393,3 +393,89 @@ def test_many_submitters(make_pool):
         thread.join()
     until(lambda: count[0] == 2000)
     assert len(pool._threads) <= 4
+
+
+def admitted(pool):
+    """A guest's thread, of which the pool knows that it runs a job."""
+    assert pool.admit(threading.get_ident())
+    return threading.get_ident()
+
+
+def test_a_guest_runs_what_is_queued_behind_its_job(make_pool, monkeypatch):
+    monkeypatch.setattr("zrpc.pool._QUICK", SOON)  # whatever else this machine does
+    pool, found = make_pool(1), []
+    me = admitted(pool)
+
+    def note():
+        found.append(threading.get_ident())
+
+    for _ in range(3):
+        pool.submit(note)
+    pool.run_as_guest(me, note)
+    assert found == [me] * 4
+    assert pool.active == 0
+
+
+def test_a_guest_leaves_what_is_queued_to_others_after_a_long_job(make_pool):
+    pool, found = make_pool(1), []
+    me, done = admitted(pool), threading.Event()
+
+    def note():
+        found.append(threading.get_ident())
+        done.set()
+
+    def long():
+        end = time.perf_counter() + 2 * _QUICK
+        while time.perf_counter() < end:
+            pass
+
+    pool.submit(note)
+    pool.run_as_guest(me, long)
+    assert done.wait(SOON)
+    assert found != [me]
+
+
+def test_what_is_queued_behind_a_guest_that_waits_runs_meanwhile(make_pool):
+    pool, gate = make_pool(1), threading.Lock()
+    me = admitted(pool)
+    gate.acquire()
+    pool.submit(gate.release)  # nobody else opens it
+    results = []
+    pool.run_as_guest(me, lambda: results.append(acquire(gate, SOON)))
+    assert results == [True]
+
+
+@pytest.mark.parametrize("in_a_pool", [True, False])
+def test_who_waits_may_receive_what_it_waits_for(make_pool, in_a_pool):
+    gate, ended = threading.Lock(), threading.Event()
+    gate.acquire()
+    found = []
+
+    def job():
+        found.append(acquire(gate, SOON, gate.release))
+        found.append(acquire(gate, 0, lambda: found.append("received")))
+        ended.set()
+
+    if in_a_pool:
+        make_pool(1).submit(job)
+    else:
+        job()
+    assert ended.wait(SOON)
+    assert found == [True, "received", False]
+
+
+def test_an_open_gate_needs_nothing_received():
+    assert acquire(threading.Lock(), SOON, lambda: pytest.fail("received"))
+
+
+def test_others_run_while_a_thread_receives(make_pool):
+    pool, gate, ran = make_pool(1), threading.Lock(), threading.Event()
+    gate.acquire()
+
+    def receive():
+        pool.submit(ran.set)
+        assert ran.wait(SOON)
+        gate.release()
+
+    pool.submit(lambda: acquire(gate, SOON, receive))
+    assert ran.wait(SOON)

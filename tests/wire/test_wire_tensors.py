@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pickling import sent, there
 
-from zrpc.errors import SerializationError
-from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
+from zrpc.errors import ProtocolError, SerializationError
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain
 
 DTYPES = [
     torch.float16,
@@ -179,3 +179,21 @@ def test_memory_of_a_device_is_refused():
     )
     with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):
         TensorWriter().add(on_device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (300, 100), (INLINE_BYTES,)])
+def test_what_arrives_is_nobodys_view(shape, requires_grad):
+    copy = there(torch.ones(shape, requires_grad=requires_grad))
+    assert copy.shape == shape
+    assert copy.requires_grad == requires_grad
+    assert copy._base is None
+    copy.detach_().add_(1)  # the first is refused for views
+    assert torch.equal(copy, torch.full(shape, 2.0))
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), ()])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape, kind):
+    with pytest.raises(ProtocolError, match="expected the bytes of a tensor"):
+        make_plain(0, shape, kind(12))
