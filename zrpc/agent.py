@@ -529,10 +529,12 @@ class Agent:
     def _receive_answer(self, call: PendingCall) -> None:
         """Receives until a call is settled, in the thread that waits for it; see `receive`.
 
-        Where that is no handler, the I/O thread rests for its sake from now on, see `_on_answer`.
+        A handler does not. It may be called back meanwhile, and another thread that receives, and
+        that this one wakes while its call is on its way, runs such a call itself.
+        For others the I/O thread rests from now on, see `_on_answer`.
         """
-        call.received_here = call.peer != self.membership.rank and not in_handler()
-        if call.peer != self.membership.rank:
+        if not in_handler() and call.peer != self.membership.rank:
+            call.received_here = True
             self.receive(call.gate, call.deadline)
 
     def receive(self, gate: threading.Lock, deadline: float = NEVER) -> None:
