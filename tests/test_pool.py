@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
+import weakref
+from functools import partial
 
 import pytest
 
@@ -411,7 +413,7 @@ def test_a_guest_runs_what_is_queued_behind_its_job(make_pool, monkeypatch):
 
     for _ in range(3):
         pool.submit(note)
-    pool.run_as_guest(me, note)
+    pool.run_as_guest(me, [note])
     assert found == [me] * 4
     assert pool.active == 0
 
@@ -430,7 +432,7 @@ def test_a_guest_leaves_what_is_queued_to_others_after_a_long_job(make_pool):
             pass
 
     pool.submit(note)
-    pool.run_as_guest(me, long)
+    pool.run_as_guest(me, [long])
     assert done.wait(SOON)
     assert found != [me]
 
@@ -441,8 +443,39 @@ def test_what_is_queued_behind_a_guest_that_waits_runs_meanwhile(make_pool):
     gate.acquire()
     pool.submit(gate.release)  # nobody else opens it
     results = []
-    pool.run_as_guest(me, lambda: results.append(acquire(gate, SOON)))
+    pool.run_as_guest(me, [lambda: results.append(acquire(gate, SOON))])
     assert results == [True]
+
+
+def test_a_guests_job_does_not_live_on_while_another_runs(make_pool):
+    pool, found = make_pool(1), []
+    me = admitted(pool)
+    gone = threading.Event()
+    argument = threading.Event()
+    weakref.finalize(argument, gone.set)
+    jobs = [partial(argument.is_set)]
+    del argument
+    pool.submit(lambda: found.append(gone.is_set()))
+    pool.run_as_guest(me, jobs)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("as_guest", [True, False])
+def test_a_job_that_ends_its_pool_has_the_rest_done_where_asked_for(make_pool, as_guest):
+    pool, found, done = make_pool(1), [], threading.Event()
+
+    def end():
+        for each in range(3):
+            pool.submit(partial(found.append, each))
+        pool.close(SOON, finish=True)
+        done.set()
+
+    if as_guest:
+        pool.run_as_guest(admitted(pool), [end])
+    else:
+        pool.submit(end)
+    assert done.wait(SOON)
+    assert found == [0, 1, 2]
 
 
 @pytest.mark.parametrize("in_a_pool", [True, False])

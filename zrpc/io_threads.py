@@ -125,7 +125,7 @@ class IoThreads:
             and self._job is None
             and pool.admit(self._in_turn)
         ):
-            self._job = partial(pool.run_as_guest, self._in_turn, job)
+            self._job = partial(pool.run_as_guest, self._in_turn, [job])
             return True
         return False
 

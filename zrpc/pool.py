@@ -204,14 +204,19 @@ class WorkerPool:
             self._guests.add(ident)
             return True
 
-    def run_as_guest(self, ident: int, job: Job) -> None:
-        """Runs ``job`` in the current thread, which was admitted, and what is queued behind it.
+    def run_as_guest(self, ident: int, jobs: list[Job]) -> None:
+        """Runs a job in the current thread, which was admitted, and what is queued behind it.
 
         Of that no more than what takes together about as long as one job that is quick.
+
+        Args:
+            ident: the thread's.
+            jobs: the job, to be taken out: it must not live on with its arguments, which may be
+                large, while another one runs.
         """
         _thread.pool = self
         end = time.perf_counter() + _QUICK
-        following: Job | None = job
+        following: Job | None = jobs.pop()
         try:
             while following is not None:
                 self._do(following)
@@ -284,6 +289,11 @@ class WorkerPool:
                 thread.gate.release()
             self._idle.clear()
             threads = self._threads - {threading.current_thread()}
+            if self._backlog and not threads:
+                # It waits for the current thread, or for a guest who does not come back.
+                self._running += 1
+                self._hand_over(self._backlog.popleft())
+                threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
@@ -333,7 +343,8 @@ class WorkerPool:
         """The thread's next job, waited for; None where the thread is to end."""
         with self._lock:
             # More threads run than may where some came back from a wait: this one gives way.
-            if self._backlog and self._running <= self._size:
+            # At the end one finishes all, whoever else is still at work.
+            if self._backlog and (self._running <= self._size or self._closed):
                 return self._backlog.popleft()
             self._running -= 1
             if self._closed or len(self._idle) >= self._size:

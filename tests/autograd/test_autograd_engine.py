@@ -56,3 +56,34 @@ def test_a_gradient_that_a_hook_keeps_is_copied() -> None:
     gradient = run((middle + torch.zeros(4, 4)).sum())[leaf]
     gradient.zero_()
     assert torch.equal(kept[0], torch.ones(4, 4))
+
+
+def test_a_gradient_that_is_a_view_of_what_a_hook_keeps_is_copied() -> None:
+    leaf, kept = torch.rand(4, 4, requires_grad=True), []
+    middle = leaf.view(16)
+    middle.register_hook(kept.append)
+    gradient = run((middle * 2).sum())[leaf]
+    gradient.zero_()
+    assert torch.equal(kept[0], torch.full((16,), 2.0))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_gradient_that_is_a_view_of_a_users_tensor_is_copied(saved: bool) -> None:
+    constant = torch.ones(16)
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            if saved:
+                ctx.save_for_backward(constant)
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx, _):
+            kept = ctx.saved_tensors[0] if saved else constant
+            return kept.view(4, 4)
+
+    leaf = torch.rand(4, 4, requires_grad=True)
+    gradient = run(Constant.apply(leaf))[leaf]
+    gradient.zero_()
+    assert torch.equal(constant, torch.ones(16))

@@ -197,3 +197,11 @@ def test_what_arrives_is_nobodys_view(shape, requires_grad):
 def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape, kind):
     with pytest.raises(ProtocolError, match="expected the bytes of a tensor"):
         make_plain(0, shape, kind(12))
+
+
+@pytest.mark.parametrize("size", [3, INLINE_BYTES])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_zeros_without_memory_arrive_as_zeros(size, requires_grad):
+    """As torch makes them where a derivative is zero."""
+    zeros = torch._efficientzerotensor((size,)).requires_grad_(requires_grad)
+    assert torch.equal(there(zeros), torch.zeros(size))

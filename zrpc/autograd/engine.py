@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -170,11 +171,27 @@ def _is_own(gradient: torch.Tensor, taken: set[int]) -> bool:
     first = id(gradient) not in taken
     taken.add(id(gradient))
     storage = gradient.untyped_storage()
-    # One reference is the gradient's, one that of `storage` here. What it is a view of is the
-    # engine's own: the weight's gradient of a linear layer is made transposed, for instance.
+    # One reference is the gradient's, one that of `storage` here. A view's third is that of what it
+    # is a view of, where that is the engine's own: the weight's gradient of a linear layer is made
+    # transposed, for instance.
     known = 2 if gradient._base is None else 3
     count = _storage_use_count(storage._cdata)
-    return first and storage.nbytes() == gradient.nbytes and count <= known
+    if not first or storage.nbytes() != gradient.nbytes or count > known:
+        return False
+    return gradient._base is None or _uses_of_base(gradient) == _NO_OTHER_USES
+
+
+def _uses_of_base(view: torch.Tensor) -> tuple[int, int]:
+    """By how many in C++ and in Python that is held which a tensor is a view of.
+
+    A hook may have kept it, or a function of the user's returned a view of a tensor of its own.
+    """
+    base: Any = view._base
+    return base._use_count() if hasattr(base, "_use_count") else 0, sys.getrefcount(base)
+
+
+# Those of a view, and of the look at it.
+_NO_OTHER_USES = _uses_of_base(torch.empty(2).view(2))
 
 
 def _has_hooks(accumulator: Any) -> bool:

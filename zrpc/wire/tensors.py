@@ -117,6 +117,8 @@ class TensorWriter:
         if not size:
             return None
         start = tensor.data_ptr()
+        if not start:
+            return None
         self._plain.append((start, start + size))
         if size <= _COPIED_BYTES:
             return number, tuple(tensor.shape), ctypes.string_at(start, size)
@@ -158,6 +160,8 @@ class TensorWriter:
                 f"expected tensors on the CPU, found one on {plain.device}: zrpc moves no "
                 "device memory; send tensor.cpu() and move it on arrival"
             )
+        elif plain._is_zerotensor():  # which has no memory
+            plain = plain.clone()
         self._tensors.append((plain, flags))
         return len(self._tensors) - 1
 
