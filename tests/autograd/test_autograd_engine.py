@@ -51,11 +51,11 @@ def test_gradients_of_two_leaves_share_no_memory(combine) -> None:
 
 def test_a_gradient_that_a_hook_keeps_is_copied() -> None:
     leaf, kept = torch.rand(4, 4, requires_grad=True), []
-    middle = leaf * 1
+    middle = leaf + torch.zeros(4, 4)
     middle.register_hook(kept.append)
-    gradient = run((middle + torch.zeros(4, 4)).sum())[leaf]
+    gradient = run((middle * 2).sum())[leaf]
     gradient.zero_()
-    assert torch.equal(kept[0], torch.ones(4, 4))
+    assert torch.equal(kept[0], torch.full((4, 4), 2.0))
 
 
 def test_a_gradient_that_is_a_view_of_what_a_hook_keeps_is_copied() -> None:
@@ -68,7 +68,9 @@ def test_a_gradient_that_is_a_view_of_what_a_hook_keeps_is_copied() -> None:
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_gradient_that_is_a_view_of_a_users_tensor_is_copied(saved: bool) -> None:
+@pytest.mark.parametrize("shape", [(4, 4), (16,)])
+def test_a_gradient_that_is_a_users_tensor_is_copied(saved: bool, shape: tuple[int, ...]) -> None:
+    """Or a view of it."""
     constant = torch.ones(16)
 
     class Constant(torch.autograd.Function):
@@ -81,9 +83,9 @@ def test_a_gradient_that_is_a_view_of_a_users_tensor_is_copied(saved: bool) -> N
         @staticmethod
         def backward(ctx, _):
             kept = ctx.saved_tensors[0] if saved else constant
-            return kept.view(4, 4)
+            return kept if shape == kept.shape else kept.view(shape)
 
-    leaf = torch.rand(4, 4, requires_grad=True)
+    leaf = torch.rand(shape, requires_grad=True)
     gradient = run(Constant.apply(leaf))[leaf]
     gradient.zero_()
     assert torch.equal(constant, torch.ones(16))

@@ -86,10 +86,12 @@ def run(
     hooked = {node: gradient for node, gradient in found.items() if _has_hooks(node)}
     if hooked:
         found.update(_run_accumulators(hooked))
-    taken: set[int] = set()
-    for node, gradient in found.items():
-        own = gradient.detach() if _is_own(gradient, taken) else gradient.clone()
-        accumulate(node.variable, own)
+    del gradients, hooked  # so that whoever else refers to a gradient can be seen
+    while found:
+        node, gradient = found.popitem()
+        uses = _uses(gradient)  # a statement of its own, where nothing else refers to it
+        own = _is_own(gradient, uses)
+        accumulate(node.variable, gradient.detach() if own else gradient.clone())
 
 
 def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
@@ -161,37 +163,48 @@ def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
         _thread.accumulating = False
 
 
-def _is_own(gradient: torch.Tensor, taken: set[int]) -> bool:
+def _is_own(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
     """Whether a gradient has its memory for itself, as one that may be changed in place must.
 
     As torch's AccumulateGrad, which takes over such a gradient and copies others.
+
+    Args:
+        gradient: the gradient.
+        uses: its `_uses`, looked at where it was found.
     """
     if gradient.layout is not torch.strided or _storage_use_count is None:
         return False
-    first = id(gradient) not in taken
-    taken.add(id(gradient))
     storage = gradient.untyped_storage()
+    is_view = gradient._base is not None
     # One reference is the gradient's, one that of `storage` here. A view's third is that of what it
     # is a view of, where that is the engine's own: the weight's gradient of a linear layer is made
     # transposed, for instance.
-    known = 2 if gradient._base is None else 3
-    count = _storage_use_count(storage._cdata)
-    if not first or storage.nbytes() != gradient.nbytes or count > known:
-        return False
-    return gradient._base is None or _uses_of_base(gradient) == _NO_OTHER_USES
+    known = 3 if is_view else 2
+    return (
+        storage.nbytes() == gradient.nbytes
+        and _storage_use_count(storage._cdata) <= known
+        and uses == (_USES_OF_NEW_VIEW if is_view else _USES_OF_NEW)
+    )
 
 
-def _uses_of_base(view: torch.Tensor) -> tuple[int, int]:
-    """By how many in C++ and in Python that is held which a tensor is a view of.
+def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How often a tensor, and what it is a view of, are referred to in C++ and in Python.
 
-    A hook may have kept it, or a function of the user's returned a view of a tensor of its own.
+    A hook may keep it, or a function of the user's have returned one of its own tensors.
     """
-    base: Any = view._base
-    return base._use_count() if hasattr(base, "_use_count") else 0, sys.getrefcount(base)
+    base: Any = tensor._base
+    uses = (_use_count(tensor), sys.getrefcount(tensor))
+    return uses if base is None else (*uses, _use_count(base), sys.getrefcount(base))
 
 
-# Those of a view, and of the look at it.
-_NO_OTHER_USES = _uses_of_base(torch.empty(2).view(2))
+def _uses_of_new(is_view: bool) -> tuple[int, ...]:
+    tensor = torch.empty(2).view(2) if is_view else torch.empty(2)
+    return _uses(tensor)
+
+
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
+_USES_OF_NEW = _uses_of_new(False)
+_USES_OF_NEW_VIEW = _uses_of_new(True)
 
 
 def _has_hooks(accumulator: Any) -> bool:
