@@ -200,6 +200,7 @@ class IoThreads:
             if self._rest_until:
                 self._rest_while_others_sit()
             return
+        self._rest_until = 0.0  # time has passed when the job is done
         with self._lock:
             self._jobs += 1
             self._busy = True
