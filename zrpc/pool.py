@@ -227,8 +227,7 @@ class WorkerPool:
                 self._guests.discard(ident)
                 self._running -= 1
                 if self._backlog and self._running < self._size and not self._closed:
-                    self._running += 1
-                    self._hand_over(self._backlog.popleft())
+                    self._start_next()
 
     def _next_of_guest(self, end: float) -> Job | None:
         if not self._backlog or time.perf_counter() > end:
@@ -261,8 +260,7 @@ class WorkerPool:
         self._cpu_before = cpu
         with self._lock:
             for _ in range(min(waiting, len(self._backlog))):
-                self._running += 1
-                self._hand_over(self._backlog.popleft())
+                self._start_next()
 
     def _at_work(self) -> set[int]:
         """The idents of the threads that have a job; the lock is held."""
@@ -291,14 +289,18 @@ class WorkerPool:
             threads = self._threads - {threading.current_thread()}
             if self._backlog and not threads:
                 # It waits for the current thread, or for a guest who does not come back.
-                self._running += 1
-                self._hand_over(self._backlog.popleft())
+                self._start_next()
                 threads = self._threads - {threading.current_thread()}
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
             self._backlog.clear()
         return not any(thread.is_alive() for thread in threads)
+
+    def _start_next(self) -> None:
+        """Has the first of the queued jobs run, beside what runs; the lock is held."""
+        self._running += 1
+        self._hand_over(self._backlog.popleft())
 
     def _hand_over(self, job: Job) -> None:
         """Gives ``job`` to an idle thread or to a new one; the lock is held."""
@@ -362,8 +364,7 @@ class WorkerPool:
         with self._lock:
             self._running -= 1
             if self._backlog and self._running < self._size:
-                self._running += 1
-                self._hand_over(self._backlog.popleft())
+                self._start_next()
 
     def _unblock(self) -> None:
         with self._lock:
