@@ -426,7 +426,7 @@ def _find_operator(name: str, overload: str | None) -> Any:
 
 
 def _current_encoder() -> Encoder:
-    current: Encoder | None = getattr(_thread, "encoder", None)
+    current = encoder()
     if current is None:
         raise SerializationError("tensors are reduced this way only inside of a message")
     return current
