@@ -33,7 +33,7 @@ from zrpc.transport.quick import Memory, QuickSocket
 from zrpc.transport.reserve import reserve
 from zrpc.transport.stream import Unpacked, Unpacker, header
 
-__all__ = ["DirectInbox", "DirectMailbox", "direct_path", "drain"]
+__all__ = ["BACKLOG", "Delivered", "DirectInbox", "DirectMailbox", "direct_path", "drain"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ logger = logging.getLogger(__name__)
 _READ = 1 << 18
 # More the system does not take in one call (IOV_MAX).
 _MOST_PARTS = 1024
-# As for ZeroMQ's: a whole mesh may connect at once.
-_BACKLOG = 4096
+# A whole mesh may connect at once.
+BACKLOG = 4096
+
+# The sender's identity, the first frame and the others; None for what there was no memory for.
+Delivered = tuple[bytes, bytes | None, Sequence[Any] | None]
 
 
 def direct_path(endpoint: str) -> Path:
@@ -106,7 +109,7 @@ class DirectMailbox:
         Raises:
             ConnectionError: the peer reads no more from this connection, or it was given up.
         """
-        data: Any = header(first, buffers) + first
+        data = header(first, buffers) + first
         parts: list[Any] = [data, *buffers]
         if len(parts) > _MOST_PARTS:
             parts = [b"".join(parts)]
@@ -229,15 +232,14 @@ class DirectInbox:
     Args:
         path: where to listen.
         poller: tells when there is something to read; in the thread that receives.
-        deliver: takes a message: the sender's identity, the first frame and the others, as
-            `Unpacker.feed` yields them.
+        deliver: takes a message.
     """
 
     def __init__(
         self,
         path: Path,
         poller: Poller,
-        deliver: Callable[[tuple[bytes, bytes | None, Sequence[Any] | None]], None],
+        deliver: Callable[[Delivered], None],
     ) -> None:
         self._poller = poller
         self._deliver = deliver
@@ -247,7 +249,7 @@ class DirectInbox:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
-        self._listener.listen(_BACKLOG)
+        self._listener.listen(BACKLOG)
         self._listening = False
         self.listen()
 

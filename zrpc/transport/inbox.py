@@ -14,7 +14,7 @@ import zmq
 
 from zrpc.transport.chunks import LARGEST_FRAME
 from zrpc.transport.curve import Curve
-from zrpc.transport.direct import DirectInbox, direct_path
+from zrpc.transport.direct import BACKLOG, Delivered, DirectInbox, direct_path
 from zrpc.transport.poller import Poller, supports_polling
 
 __all__ = ["Inbox", "OutOfMemory"]
@@ -59,13 +59,12 @@ class Inbox:
         # A peer whose connection broke without a word connects anew; its messages are to be
         # read, though the old connection may seem to stand. Its routing id is a secret of the mesh.
         self._socket.router_handover = True
-        # A whole mesh may connect at once.
-        self._socket.backlog = 4096
+        self._socket.backlog = BACKLOG
         self._timeout_ms = -1
         self.poller: Poller | None = None
         self._direct: DirectInbox | None = None
-        # What direct connections have brought: the sender's identity, the first frame, the others.
-        self._messages: deque[tuple[bytes, bytes | None, Sequence[Any] | None]] = deque()
+        # What direct connections have brought.
+        self._messages: deque[Delivered] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor tells only of changes, and
         # whoever has looked must read until there is none.
         self._unread = True
@@ -113,8 +112,8 @@ class Inbox:
         Args:
             timeout: seconds, rounded up to milliseconds.
             spin: seconds to look again and again before going to sleep; may outlast the timeout.
-                A message wakes several threads on its way, each of which takes 10 to 20 us where
-                its core sleeps too.
+                A thread that sleeps has to be woken, which takes 10 to 20 us where its core sleeps
+                too; ZeroMQ's message wakes several.
 
         Returns:
             The sender's identity, the first frame and the buffers, or None where the timeout
