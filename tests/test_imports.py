@@ -65,6 +65,7 @@ LAYERS: list[list[str]] = [
         "zrpc.context_thread",
         "zrpc.errors",
         "zrpc.exhaustion",
+        "zrpc.malloc",
         "zrpc.spin",
         "zrpc.switch_interval",
     ],

@@ -54,6 +54,7 @@ from zrpc.hooks import Hooks
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.io_threads import LONGEST_SITTING, IoThreads
 from zrpc.leaving import LeavingAlone
+from zrpc.malloc import keep_freed_memory
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.outbox import Outbox
@@ -235,6 +236,7 @@ class Agent:
             self.layers.append(plug_in(self))
         # Before the threads start: one of them may close this agent at once.
         self._switch_interval.ask()
+        keep_freed_memory()
         self._io.start()
 
     def layer(self, kind: type[L]) -> L:
@@ -684,6 +686,8 @@ class Agent:
         self._handler_taken = False
         count = 0
         try:
+            if self._assembler.busy:
+                spin = 0.0  # the next chunk's way through the system is better off with the core
             received = self._network.receive(max(0.0, wait), spin)
             self._spin_of_leader.waited(time.monotonic() - begun)
             while received is not None:

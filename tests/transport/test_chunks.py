@@ -167,6 +167,32 @@ def test_what_arrives_can_be_written_to(size):
     assert message[1][0][0] == 7
 
 
+@pytest.mark.usefixtures("small_chunks")
+def test_parts_are_copied_as_they_come():
+    assembler = Assembler()
+    *begin, (header, last) = sent(1, [b"x" * (HUGE - 1)])
+    for start, *parts in begin:
+        parts = [bytearray(part) for part in parts]
+        assembler.add("w0", start, parts)
+        for part in parts:
+            part[:] = bytes(len(part))  # nothing refers to them any more
+    assert as_bytes(assembler.add("w0", header, [last])) == [b"x" * (HUGE - 1)]
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_it_is_known_that_a_message_is_on_its_way():
+    assembler = Assembler()
+    assert not assembler.busy
+    for sender in ("w0", "w1"):
+        header, *parts = sent(1, [b"x" * HUGE])[0]
+        assembler.add(sender, header, parts)
+    for header, *parts in sent(1, [b"x" * HUGE])[1:]:
+        assembler.add("w0", header, parts)
+    assert assembler.busy
+    assembler.forget("w1")
+    assert not assembler.busy
+
+
 # -- through sockets -----------------------------------------------------------------------
 
 

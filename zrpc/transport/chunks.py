@@ -26,6 +26,7 @@ connection break in between, the rest is dropped.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import struct
 from collections.abc import Hashable, Iterator, Sequence
@@ -46,6 +47,10 @@ _SIZE = struct.Struct("<Q")
 # From this size on, in bytes, malloc takes fresh pages from the system each time. Their first use
 # takes ten times as long as the copy to them, with huge pages no longer than it.
 _HUGE_FROM = 2**25
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_new_bytearray.restype = ctypes.py_object
 
 
 def chunks(number: int, frames: Sequence[Any]) -> Iterator[list[Any]]:
@@ -80,6 +85,11 @@ class Assembler:
 
     def __init__(self) -> None:
         self._unfinished: dict[Hashable, _Unfinished] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message has begun to come, and its end has not."""
+        return bool(self._unfinished)
 
     def add(
         self, sender: Hashable, header: bytes, frames: Sequence[Any]
@@ -130,10 +140,9 @@ class _Unfinished:
         self.expects = (number, 0)
         self.frames: list[Any] = []
         self._sizes = sizes
-        # The present frame: so much of it is there, in memory of its own or as it has come.
+        # The present frame: so much of it is there, in memory of its own where it comes in parts.
         self._filled = 0
-        self._memory: mmap.mmap | None = None
-        self._parts: list[Any] = []
+        self._memory: memoryview | None = None
         self._begin_frame()
 
     @property
@@ -146,22 +155,21 @@ class _Unfinished:
         if self.complete or self._filled + len(frame) > self._sizes[len(self.frames)]:
             raise ProtocolError("found a chunk with more bytes than its message has")
         start, self._filled = self._filled, self._filled + len(frame)
-        if self._memory is None:
-            self._parts.append(frame)
-        else:
-            self._memory[start : self._filled] = frame
-        if self._filled == self._sizes[len(self.frames)]:
-            whole = self._parts[0] if len(self._parts) == 1 else bytearray().join(self._parts)
-            self.frames.append(whole if self._memory is None else self._memory)
+        size = self._sizes[len(self.frames)]
+        if len(frame) < size:
+            # Not all at the end: it would be late by the time that takes.
+            if self._memory is None:
+                self._memory = memoryview((_huge if size >= _HUGE_FROM else _uninitialized)(size))
+            self._memory[start : self._filled] = memoryview(frame)
+        if self._filled == size:
+            self.frames.append(frame if self._memory is None else self._memory.obj)
             self._begin_frame()
 
     def _begin_frame(self) -> None:
         """Prepares for the next frame that has any bytes."""
         while not self.complete and not self._sizes[len(self.frames)]:
             self.frames.append(b"")
-        self._filled, self._memory, self._parts = 0, None, []
-        if not self.complete and self._sizes[len(self.frames)] >= _HUGE_FROM:
-            self._memory = _huge(self._sizes[len(self.frames)])
+        self._filled, self._memory = 0, None
 
 
 def _sizes(header: bytes) -> list[int]:
@@ -171,10 +179,19 @@ def _sizes(header: bytes) -> list[int]:
     return [size for (size,) in _SIZE.iter_unpack(sizes)]
 
 
-def _huge(size: int) -> mmap.mmap | None:
+def _uninitialized(size: int) -> bytearray:
+    """Memory that malloc may have had in use before, without the zeros of ``bytearray(size)``."""
+    try:
+        memory: bytearray = _new_bytearray(None, size)
+    except (MemoryError, SystemError) as error:
+        raise ProtocolError(f"there is no memory for a frame of {size} bytes: {error}") from error
+    return memory
+
+
+def _huge(size: int) -> mmap.mmap | bytearray:
     """Memory with huge pages, where the system has them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+        return _uninitialized(size)
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
