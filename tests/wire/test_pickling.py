@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import pickle
 import threading
 from dataclasses import dataclass
@@ -73,7 +74,28 @@ def test_functions_and_classes_of_modules_go_by_name():
     assert there(function) is function
     assert there(Point) is Point
     assert there(torch.add) is torch.add
-    assert there([].append)(1) is None
+
+
+@pytest.mark.parametrize(
+    "builtin",
+    [len, math.sqrt, torch.add, torch.tensor, torch.nn.functional.linear, torch._C._nn.gelu],
+    ids=lambda builtin: builtin.__name__,
+)
+def test_builtin_functions_go_by_module_and_name(builtin):
+    assert there(builtin) is builtin
+    assert b"getattr" not in sent(builtin).body
+
+
+def test_builtin_methods_go_with_what_they_belong_to():
+    assert there([1].append)(2) is None
+    assert there([1, 2].index)(2) == 1
+    assert there(dict.fromkeys)("a") == {"a": None}
+    assert there(torch.ones(2).add)(1).tolist() == [2, 2]
+
+
+def test_a_builtin_function_that_hides_another_of_its_name(monkeypatch):
+    monkeypatch.setattr(math, "sqrt", math.floor)
+    assert there(math.sqrt)(2.5) == 2
 
 
 def test_lambdas_and_closures_go_by_value():

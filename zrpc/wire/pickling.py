@@ -13,6 +13,7 @@ import io
 import pickle
 import sys
 import threading
+import types
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -265,7 +266,10 @@ def decoder() -> Decoder:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    tensors = _current_encoder().tensors
+    current = getattr(_thread, "encoder", None) or _current_encoder()
+    tensors = current._tensors
+    if tensors is None:
+        tensors = current.tensors
     plain_row = tensors.add_plain(tensor)
     if plain_row is not None:
         return make_plain, plain_row
@@ -412,6 +416,13 @@ def _rebuild_script(code: bytes) -> Any:
     return torch.jit.load(io.BytesIO(code))
 
 
+def _reduce_builtin(function: Any) -> Any:
+    """Functions of C by their module and name, where they have these: torch's in half the time."""
+    name = function.__name__
+    module = sys.modules.get(function.__module__)
+    return name if getattr(module, name, None) is function else function.__reduce__()
+
+
 def _reduce_operator(operator: Any) -> Any:
     """Operators of ``torch.ops`` travel by name, custom ones too; without overload all of it."""
     if isinstance(operator, OpOverload):
@@ -439,5 +450,6 @@ register_reducer(torch.TypedStorage, _reduce_typed_storage)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.jit.RecursiveScriptModule, _reduce_script)
 register_reducer(torch._C.ScriptMethod, _reduce_script_method)
+register_reducer(types.BuiltinFunctionType, _reduce_builtin)
 register_reducer(OpOverload, _reduce_operator)
 register_reducer(OpOverloadPacket, _reduce_operator)
