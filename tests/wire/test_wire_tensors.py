@@ -205,3 +205,37 @@ def test_zeros_without_memory_arrive_as_zeros(size, requires_grad):
     """As torch makes them where a derivative is zero."""
     zeros = torch._efficientzerotensor((size,)).requires_grad_(requires_grad)
     assert torch.equal(there(zeros), torch.zeros(size))
+
+
+def shrink(tensor, size=0):
+    """The tensor, as FSDP leaves it: without the memory that it needs."""
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: shrink(torch.ones(n)),
+        lambda n: shrink(torch.ones(n), 4 * n - 1),
+        lambda n: shrink(torch.ones(n)[1:], 4 * n - 1),
+        lambda n: shrink(torch.ones(n, requires_grad=True)),
+        lambda n: shrink(torch.ones(2, n).t()),
+        lambda n: [shrink(torch.ones(n, dtype=torch.complex64).conj())] * 2,
+        lambda n: torch.sparse_coo_tensor(
+            torch.zeros(1, n), shrink(torch.ones(n)), (n,), check_invariants=False
+        ),
+    ],
+    ids=["freed", "shorter", "view", "grad", "transposed", "conjugate", "sparse"],
+)
+@pytest.mark.parametrize("count", [10, INLINE_BYTES])
+def test_a_tensor_whose_memory_was_freed_is_refused(make, count):
+    tensor = make(count)
+    with pytest.raises(SerializationError, match=r"expected a storage of .* it was resized"):
+        sent(tensor)
+
+
+def test_all_of_a_storage_that_was_cut_to_a_tensor_arrives():
+    tensor = torch.arange(10.0)[:5]
+    tensor.untyped_storage().resize_(5 * 4)
+    assert there(tensor).tolist() == [0, 1, 2, 3, 4]

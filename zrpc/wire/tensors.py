@@ -125,7 +125,11 @@ class TensorWriter:
         start = tensor.data_ptr()
         if not start:
             return None
-        self._plain.append((start, start + size))
+        end = start + size
+        storage = tensor.untyped_storage()
+        if end > storage.data_ptr() + storage.nbytes():
+            raise _memory_is_gone(tensor)
+        self._plain.append((start, end))
         if size <= _COPIED_BYTES:
             return number, tuple(tensor.shape), _copy_of(start, size)
         return number, tuple(tensor.shape), pickle.PickleBuffer(_window(start, size, tensor))
@@ -168,6 +172,10 @@ class TensorWriter:
             )
         elif plain._is_zerotensor():  # which has no memory
             plain = plain.clone()
+        if plain.numel() and not flags & _META:
+            storage = plain.untyped_storage()
+            if _end(plain) > storage.data_ptr() + storage.nbytes():
+                raise _memory_is_gone(plain)
         self._tensors.append((plain, flags))
         return len(self._tensors) - 1
 
@@ -270,6 +278,15 @@ def _extent(tensor: torch.Tensor) -> int:
 def _end(tensor: torch.Tensor) -> int:
     """The address after the tensor's last element."""
     return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
+
+
+def _memory_is_gone(tensor: torch.Tensor) -> SerializationError:
+    needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
+    return SerializationError(
+        f"expected a storage of {needed} bytes or more below a tensor of shape "
+        f"{tuple(tensor.shape)}, found one of {tensor.untyped_storage().nbytes()} bytes: it was "
+        "resized, as FSDP does to free it; send the tensor before that"
+    )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
