@@ -104,7 +104,7 @@ def what_is_left():
     layer = layer_of(agent)
     with layer._lock:
         references = len(layer._references), len(layer._values)
-    return (*references, len(agent.layer(AutogradLayer)), len(agent._calls))
+    return (*references, len(agent.layer(AutogradLayer)), len(agent.caller.calls))
 
 
 def until(condition, what):

@@ -34,7 +34,8 @@ LAYERS: list[list[str]] = [
     ["zrpc.backend_registry", "zrpc.joining", "zrpc.rref", "zrpc.shared_memory"],
     ["zrpc.elastic"],
     ["zrpc.agent", "zrpc.endpoints"],
-    ["zrpc.graceful_shutdown", "zrpc.outbox", "zrpc.watch"],
+    ["zrpc.callee", "zrpc.caller"],
+    ["zrpc.codec", "zrpc.graceful_shutdown", "zrpc.outbox", "zrpc.watch"],
     [
         "zrpc.current",
         "zrpc.execution",

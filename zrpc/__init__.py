@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from zrpc import backend_registry as backend_registry
     from zrpc import functions as functions
     from zrpc import options as options
-    from zrpc.agent import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
     from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
     from zrpc.api import _wait_all as _wait_all
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from zrpc.api import rpc_sync as rpc_sync
     from zrpc.api import shutdown as shutdown
     from zrpc.backend_registry import BackendType as BackendType
+    from zrpc.caller import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import AuthenticationError as AuthenticationError
     from zrpc.errors import BackwardError as BackwardError
     from zrpc.errors import NotInitializedError as NotInitializedError
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _MODULES = ("api", "backend_registry", "errors", "functions", "options")
 _NAMES = {
-    "zrpc.agent": ("UNSET_RPC_TIMEOUT",),
+    "zrpc.caller": ("UNSET_RPC_TIMEOUT",),
     "zrpc.api": (
         "_is_current_rpc_agent_set",
         "_set_rpc_timeout",

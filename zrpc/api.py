@@ -16,9 +16,10 @@ from torch.distributed import DistNetworkError, Store
 from torch.distributed import is_available as is_distributed_available
 from torch.utils.hooks import RemovableHandle
 
-from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
+from zrpc.agent import Agent
 from zrpc.autograd.layer import plug_in as plug_in_autograd
 from zrpc.backend_registry import BackendType
+from zrpc.caller import UNSET_RPC_TIMEOUT
 from zrpc.current import (
     current_agent,
     default_agent,
@@ -265,7 +266,7 @@ def rpc_sync(
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
-    return agent.call(agent.membership.find(to), Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+    return agent.caller.call(agent.membership.find(to), Kind.CALL, body, timeout)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -289,7 +290,7 @@ def rpc_async(
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
-    future: Future[T] = agent.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
+    future: Future[T] = agent.caller.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
     futures = getattr(_collected, "futures", None)
     if futures is not None:
         futures.append(future)
@@ -393,12 +394,12 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds; 0 means none."""
-    return _agent_with_timeout().rpc_timeout
+    return _agent_with_timeout().caller.rpc_timeout
 
 
 def _set_rpc_timeout(timeout: float) -> None:
     """Sets the default timeout of this worker's calls, in seconds; 0 means none."""
-    _agent_with_timeout().rpc_timeout = checked_timeout("rpc_timeout", timeout)
+    _agent_with_timeout().caller.rpc_timeout = checked_timeout("rpc_timeout", timeout)
 
 
 def _agent_with_timeout() -> Agent:

@@ -31,6 +31,7 @@ class Outbox:
     Attributes:
         carry: takes large buffers out of a message to a worker, to go another way than by frames;
             set by the layer of shared memory.
+        closed: whether the worker has shut down, or is about to.
     """
 
     carry: Callable[[int, Message], None] | None = None
@@ -47,7 +48,7 @@ class Outbox:
         # What this worker had no descriptors to send: rank, message, whether it counts.
         self._unsent: deque[tuple[int, Message, bool]] = deque()
         self._short = False  # of descriptors
-        self._closed = False
+        self.closed = False
 
     def __len__(self) -> int:
         """How many messages are still to be sent."""
@@ -89,7 +90,7 @@ class Outbox:
         except zmq.ZMQError as error:
             if error.errno == errno.ENOMEM:
                 raise MemoryError("there is no memory to send a message") from error
-            if out_of_descriptors(error) and not self._closed:
+            if out_of_descriptors(error) and not self.closed:
                 self._unsent.append((rank, message, counted))
             else:
                 name = self._membership.info.name
@@ -105,6 +106,10 @@ class Outbox:
         for _ in range(len(self._unsent)):
             self.post(*self._unsent.popleft())
 
+    def send_again_soon(self) -> None:
+        """Has `send_again` done in the I/O thread, which looks for descriptors then."""
+        self._in_io_thread(self.send_again)
+
     def close(self) -> None:
-        """Keeps nothing any more to be sent later."""
-        self._closed = True
+        """From now on, what can't be sent at once is not sent."""
+        self.closed = True

@@ -219,7 +219,7 @@ class SharedMemoryLayer:
 
     def _post(self, rank: int, body: bytes) -> None:
         # Not counted: it may go on while a shutdown looks for the last message.
-        self.agent.post(rank, Message(Kind.SEGMENT, body=body), counted=False)
+        self.agent.outbox.post(rank, Message(Kind.SEGMENT, body=body), counted=False)
 
     @classmethod
     def _before_fork(cls) -> None:

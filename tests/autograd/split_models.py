@@ -186,17 +186,19 @@ def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
     """Counts the messages without answer, by kind, that the workers of a mesh send."""
     counts: Counter[Kind] = Counter()
     lock = threading.Lock()
-    agents = [mesh.agent(name) for name in mesh]
-    for agent in agents:
+    outboxes = [mesh.agent(name).outbox for name in mesh]
+    for outbox in outboxes:
 
-        def post(rank: int, message: Any, *rest: Any, _post: Any = agent.post, **more: Any) -> None:
+        def post(
+            rank: int, message: Any, *rest: Any, _post: Any = outbox.post, **more: Any
+        ) -> None:
             with lock:
                 counts[Kind(message.kind)] += 1
             _post(rank, message, *rest, **more)
 
-        agent.post = post  # type: ignore[method-assign]
+        outbox.post = post  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        for agent in agents:
-            del agent.post  # type: ignore[method-assign]
+        for outbox in outboxes:
+            del outbox.post  # type: ignore[method-assign]

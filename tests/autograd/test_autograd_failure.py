@@ -375,8 +375,8 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh):
             arrived.set()
 
     agent = mesh.agent(1)
-    [(tag, receive)] = agent.openers.items()
-    agent.openers[tag] = lambda decoder: (
+    [(tag, receive)] = agent.codec.openers.items()
+    agent.codec.openers[tag] = lambda decoder: (
         hold_arrival(decoder),
         receive(decoder),
         note_arrival(decoder),

@@ -128,10 +128,10 @@ def test_what_the_old_process_still_sends_is_dropped(workers, restart, until):
     with workers[0].as_current():
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     # Its answer to a call, and a word about a pass of its own, find nobody.
-    call = workers[0]._calls.add(new.membership.rank, 0)
+    call = workers[0].caller.calls.add(new.membership.rank, 0)
     old.membership.lost.discard(0)
-    old.post(0, Message(Kind.RESULT, call.call_id))
-    old.post(0, Message(Kind.LEAVE))
+    old.outbox.post(0, Message(Kind.RESULT, call.call_id))
+    old.outbox.post(0, Message(Kind.LEAVE))
     with workers[0].as_current():
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     assert not call.settled

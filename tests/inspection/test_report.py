@@ -43,7 +43,7 @@ def awaited(mesh: Mesh, find: Callable[[Report], list[list[str]]]) -> list[str]:
 def ends(mesh: Mesh, waits: Future[int]) -> None:
     """Ends what would wait for ever."""
     for rank in range(len(mesh)):
-        mesh.agent(rank).calls.fail(lambda _: zrpc.RpcError("enough"))
+        mesh.agent(rank).caller.calls.fail(lambda _: zrpc.RpcError("enough"))
     with pytest.raises(zrpc.RpcError, match="enough"):
         waits.result(PATIENCE)
 

@@ -170,7 +170,7 @@ def test_what_remote_makes_may_take_its_time(mesh: Mesh, door: Door, warnings: W
         rules.look(later(31))
         assert warnings.all() == []
         waits = mesh.submit(0, rref.to_here)
-        while len(mesh.agent(0).calls) < 2:
+        while len(mesh.agent(0).caller.calls) < 2:
             assert not waits.done()
             time.sleep(0.001)  # it has no event
         rules.look(later(60))

@@ -76,7 +76,7 @@ def one_thread(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
 
 def busy(mesh: Mesh, rank: int = 1) -> int:
     """How many calls a worker has not answered."""
-    return len(mesh.agent(rank)._executing)
+    return len(mesh.agent(rank).callee.requests)
 
 
 # -- the future --------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ def test_a_nested_call_that_waits_for_room(caller: Mesh, watched: Watched) -> No
     """It is woken, and never sent."""
     future = rpc.rpc_async(1, fill_the_window, (watched,))
     watched.await_entry()
-    window = caller.agent(1)._window
+    window = caller.agent(1).caller.window
     until(lambda: bool(window._waiting))
     assert future.cancel()
     assert rpc.RpcCancelledError in watched.await_end(2)

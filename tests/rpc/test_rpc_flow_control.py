@@ -43,7 +43,7 @@ def flood(count):
 
 
 def test_calls_wait_rather_than_pile_up(mesh):
-    window = mesh.agent(0)._window
+    window = mesh.agent(0).caller.window
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood, 40)
         while not window._waiting:
@@ -74,14 +74,14 @@ def flood_with_small_ones(count):
 
 def test_also_small_calls_wait(mesh):
     """So that their number is bounded, at the caller and at the callee."""
-    window, most = mesh.agent(0)._window, LIMIT // OVERHEAD
+    window, most = mesh.agent(0).caller.window, LIMIT // OVERHEAD
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
         while not window._waiting:
             assert not flooding.done()
             time.sleep(0.001)
-        assert most // 2 < len(mesh.agent(0)._calls) <= most + 1
-        assert len(mesh.agent(1)._executing) <= most
+        assert most // 2 < len(mesh.agent(0).caller.calls) <= most + 1
+        assert len(mesh.agent(1).callee.requests) <= most
         gate.set()
         assert flooding.result(30) == list(range(4 * most))
     assert len(window) == 0
@@ -156,12 +156,12 @@ def test_calls_from_a_coroutine_are_sent_when_there_is_room(mesh, where):
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood_here)
         assert flooded.wait(30)  # the coroutine was not held up
-        assert len(agent._calls) >= 40
-        assert len(agent._window) <= LIMIT
-        assert len(mesh.agent(there)._executing) <= 17  # 16 that fit, and that of the handler
+        assert len(agent.caller.calls) >= 40
+        assert len(agent.caller.window) <= LIMIT
+        assert len(mesh.agent(there).callee.requests) <= 17  # 16 that fit, and that of the handler
         gate.set()
         assert flooding.result(30) == [float(number) for number in range(40)]
-    assert len(agent._window) == 0
+    assert len(agent.caller.window) == 0
 
 
 async def cancel_what_waits():
@@ -176,7 +176,7 @@ def test_what_a_coroutine_cancels_is_never_sent(mesh):
     sent = mesh.agent(0)._network.sent([1])
     assert mesh.run(0, asyncio.run, cancel_what_waits()) == (True, 20 * SIZE // 4)
     assert mesh.agent(0)._network.sent([1]) - sent == 20
-    assert len(mesh.agent(0)._window) == 0
+    assert len(mesh.agent(0).caller.window) == 0
 
 
 async def wait_in_vain():
@@ -190,7 +190,7 @@ async def wait_in_vain():
 
 def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh):
     assert mesh.run(0, asyncio.run, wait_in_vain()) == 20 * SIZE // 4
-    assert len(mesh.agent(0)._window) == 0
+    assert len(mesh.agent(0).caller.window) == 0
 
 
 def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh):

@@ -140,7 +140,7 @@ def test_an_interrupted_call_is_cancelled(agents, interrupted):
         sync_call(1)
         assert interrupted(lambda _: rpc_sync("worker1", watch, args=(id(seen),)), 0.02) == 0
         assert seen.wait(20)
-        assert len(agents[0]._calls) == 0
+        assert len(agents[0].caller.calls) == 0
         sync_call(2)
     del gates[id(seen)]
     with ThreadPoolExecutor(2) as pool:

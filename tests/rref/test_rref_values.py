@@ -147,7 +147,7 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh):
     def at_user():
         [layer, _] = layers(mesh)
         with pytest.raises(zrpc.RpcError, match="not here any more"):
-            layer.agent.call(
+            layer.agent.caller.call(
                 zrpc.get_worker_info("worker1"),
                 Kind.FETCH,
                 None,

@@ -499,7 +499,7 @@ def test_an_extension_of_nonsense_is_an_error_at_the_caller(introduced: Mesh, ca
     ours = layer_of(introduced, 0)
     segment = next(iter(ours.pool._segments.values()))
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        future = agent.call_async(
+        future = agent.caller.call_async(
             agent.membership.find(1),
             Kind.CALL,
             (echo, (1,), {}),
@@ -541,7 +541,7 @@ def test_words_of_nonsense_change_nothing(introduced: Mesh, caplog):
             head = note[: NOTE.size]
             if len(head) == NOTE.size and head[0] in (3, 4) and head[1:] == bytes(8):
                 note = NOTE.pack(head[0], number)
-            introduced.agent(2).post(0, Message(Kind.SEGMENT, body=note), counted=False)
+            introduced.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note), counted=False)
             # Behind it in the queue: answered when it has been read.
             assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
             assert ours.pool.lent == 1, note

@@ -68,7 +68,7 @@ pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 5})
 @pytest.mark.zrpc(timeout=10)
 def test_three(mesh):
     assert len(mesh) == 3
-    assert mesh.agent(0).rpc_timeout == 5
+    assert mesh.agent(0).caller.rpc_timeout == 5
 """
     )
     result.assert_outcomes(passed=1)

@@ -93,10 +93,10 @@ class AutogradLayer:
         agent.register(Kind.ENLIST, self._on_enlist)
         agent.register_extension(GRAPH, self._read_graph)
         agent.register_extension(PASS, lambda _, data: _PASS.unpack(data))
-        agent.finishers.append(self._append_send)
-        agent.openers[GRAPH] = self._append_receive
-        agent.scopes[GRAPH] = self._scope
-        agent.in_context = self._in_context
+        agent.codec.finishers.append(self._append_send)
+        agent.codec.openers[GRAPH] = self._append_receive
+        agent.callee.scopes[GRAPH] = self._scope
+        agent.codec.in_context = self._in_context
 
     # -- contexts ------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ class AutogradLayer:
         if context_id < 0:
             raise RpcError("User RRefs require 'dist_autograd_ctx_id' to be specified")
         body: Any = (_backward_at_owner, (rref, context_id, retain_graph), {})
-        self.agent.call(owner, Kind.CALL, body, -1)
+        self.agent.caller.call(owner, Kind.CALL, body, -1)
 
     def _run(
         self,
@@ -373,7 +373,7 @@ class AutogradLayer:
         sends, receives = pass_.events.with_peer(peer)
         data = _PASS.pack(state.context_id, pass_.pass_id, len(sends), retain_graph)
         numbers = b"".join(map(_NUMBER.pack, [*sends, *receives]))
-        return self.agent.call_async(
+        return self.agent.caller.call_async(
             self.agent.membership.infos[peer],
             Kind.BACKWARD,
             numbers,
@@ -382,14 +382,14 @@ class AutogradLayer:
         )
 
     def _on_backward(self, request: Message) -> None:
-        self.agent.accept(request)
+        self.agent.callee.accept(request)
         self.agent.pool.submit(partial(self._take_part, request))
 
     def _take_part(self, request: Message) -> None:
         """In the pool: a peer asks to take part in a pass."""
         try:
             context_id, pass_id, sent, retain_graph = self._pass_fields(request)
-            numbers = [n for (n,) in _NUMBER.iter_unpack(self.agent.unpack(request))]
+            numbers = [n for (n,) in _NUMBER.iter_unpack(self.agent.codec.unpack(request))]
             state = self._join(context_id, request.sender)
             if state is None:
                 raise RpcError(f"Could not find autograd context with id: {context_id}")
@@ -400,9 +400,9 @@ class AutogradLayer:
             if first:
                 self._run(state, pass_, [], bool(retain_graph), parent=request.sender)
         except Exception as error:
-            self.agent.answer_error(request, error)
+            self.agent.callee.answer_error(request, error)
         else:
-            self.agent.answer(request, None)
+            self.agent.callee.answer(request, None)
 
     def _settle_unknown(
         self,
@@ -439,7 +439,7 @@ class AutogradLayer:
         message = pass_.wait(send_id, self.agent.receive)
         if not isinstance(message, Message):
             return [None] * count
-        gradients: Gradients = self.agent.unpack(message)
+        gradients: Gradients = self.agent.codec.unpack(message)
         return gradients
 
     def _send_gradients(
@@ -463,10 +463,10 @@ class AutogradLayer:
         message = Message(Kind.GRADIENT)
         if gradients is not None and any(gradient is not None for gradient in gradients):
             with _outside_of_contexts():
-                self.agent.encoder(peer).pack(list(gradients), message)
+                self.agent.codec.encoder(peer).pack(list(gradients), message)
         data = _PASS.pack(context_id, pass_.pass_id, send_id, False)
         message.extensions = [*message.extensions, (PASS, data)]
-        self.agent.post(peer, message)
+        self.agent.outbox.post(peer, message)
 
     # -- failure -------------------------------------------------------------------------
 
@@ -521,7 +521,7 @@ class AutogradLayer:
             state.clear()
 
     def _post(self, peer: int, kind: Kind, data: bytes, body: bytes = b"") -> None:
-        self.agent.post(peer, Message(kind, body=body, extensions=[(PASS, data)]))
+        self.agent.outbox.post(peer, Message(kind, body=body, extensions=[(PASS, data)]))
 
     @staticmethod
     def _pass_fields(message: Message) -> tuple[int, int, int, int]:

@@ -75,7 +75,7 @@ def activities(agent: Agent) -> list[Activity]:
 
     May be called from any thread.
     """
-    accepted = {id(request) for request in agent.requests()}
+    accepted = {id(request) for request in agent.callee.requests.all()}
     frames = sys._current_frames()
     found = []
     for thread in threading.enumerate():
@@ -162,7 +162,7 @@ def _calls_of(futures: Any, agent: Agent) -> list[PendingCall]:
 
 
 def _waits(call: PendingCall, agent: Agent) -> bool:
-    return not call.settled and call.is_of(agent.calls)
+    return not call.settled and call.is_of(agent.caller.calls)
 
 
 def _request_in(frame: FrameType) -> tuple[Message | None, str]:
@@ -191,7 +191,7 @@ def _all_coroutines(agent: Agent, running: set[int]) -> list[Activity]:
 
 def of_coroutines(agent: Agent, coroutines: Iterable[Any]) -> list[Activity]:
     """What some handlers do that are coroutines and do not run just now."""
-    accepted = {id(request) for request in agent.requests()}
+    accepted = {id(request) for request in agent.callee.requests.all()}
     found = []
     for coroutine in coroutines:
         activity = _read(reversed(_chain(coroutine)), agent, accepted)

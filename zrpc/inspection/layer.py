@@ -50,7 +50,7 @@ class InspectionLayer:
         agent.register(Kind.BUSY, self._on_busy)
         agent.register(Kind.INSPECT, self._on_inspect)
         agent.register(Kind.SNAPSHOT, self._on_snapshot)
-        agent.calls.explain = self.explain
+        agent.caller.calls.explain = self.explain
         agent.tickers.append(self._tick)
 
     def explain(self, rank: int) -> str:
@@ -104,7 +104,7 @@ class InspectionLayer:
         waiting = {request.sender for request in requests} - {self.agent.membership.rank}
         said = self._queues[place].tell(now, waiting, self._report(place, now))
         for rank, body in said.items():
-            self.agent.post(rank, Message(Kind.BUSY, body=body), counted=False)
+            self.agent.outbox.post(rank, Message(Kind.BUSY, body=body), counted=False)
 
     def _report(self, place: Place, now: float) -> Report | None:
         if place is Place.LOOP:
@@ -151,12 +151,14 @@ class InspectionLayer:
         number = next(self._numbers)
         self._asked[number] = (visitor, ranks)
         for rank in sorted(ranks):
-            self.agent.post(rank, Message(Kind.INSPECT, body=_NUMBER.pack(number)), counted=False)
+            self.agent.outbox.post(
+                rank, Message(Kind.INSPECT, body=_NUMBER.pack(number)), counted=False
+            )
 
     def _on_inspect(self, message: Message) -> None:
         """A member is asked by its user what the others do."""
         body = bytes(message.body[: _NUMBER.size]) + self._survey()
-        self.agent.post(message.sender, Message(Kind.SNAPSHOT, body=body), counted=False)
+        self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body), counted=False)
 
     def _on_snapshot(self, message: Message) -> None:
         try:

@@ -45,12 +45,12 @@ class StuckCalls:
         """Warns where there is something to warn of; to be called often."""
         if not self._limit or now < self._next_look:
             return
-        oldest = self._agent.calls.oldest()
+        oldest = self._agent.caller.calls.oldest()
         if oldest is None or now - oldest.begun < self._limit:
             return
         # Those that were named already may stay the oldest for long.
         self._next_look = now + self._limit / 10
-        calls = [call for call in self._agent.calls.under_way() if call.kind != Kind.REMOTE]
+        calls = [call for call in self._agent.caller.calls.under_way() if call.kind != Kind.REMOTE]
         self._named &= {call.call_id for call in calls}
         new = [call for call in calls if call.call_id not in self._named]
         if any(now - call.begun >= self._limit for call in new):

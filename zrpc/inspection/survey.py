@@ -40,8 +40,8 @@ def survey(agent: Agent, full_for: float | None, notes: Sequence[str]) -> Snapsh
     names = {id(a.request): a.function for a in found if a.request is not None}
     queued = {id(request) for request in _requests_in(load.backlog)}
     waited_for = {call.call_id for activity in found for call in activity.calls}
-    calls = agent.calls.under_way()
-    requests = agent.requests()
+    calls = agent.caller.calls.under_way()
+    requests = agent.callee.requests.all()
     # Those that somebody waits for, or works for, before the others.
     calls.sort(key=lambda call: call.call_id not in waited_for)
     requests.sort(key=lambda request: id(request) not in names)

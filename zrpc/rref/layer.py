@@ -155,7 +155,7 @@ class RRefLayer:
 
         ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
         try:
-            self.agent.call_notify(
+            self.agent.caller.call_notify(
                 owner, Kind.REMOTE, body, timeout, (SUBJECT, _pack_ids(ids)), settled
             )
         except BaseException:
@@ -199,11 +199,11 @@ class RRefLayer:
         if subject:
             self._run_method(request, self._find(subject[0]), outlet)
         else:
-            self.agent.execute(request, outlet, partial(self.agent.unpack, request))
+            self.agent.callee.execute(request, outlet, partial(self.agent.codec.unpack, request))
 
     def _on_fetch(self, request: Message) -> None:
         value = self._find(*self._ids(request))
-        self.agent.accept(request)
+        self.agent.callee.accept(request)
         value.when_ready(partial(self.agent.run, partial(self._answer_fetch, request, value)))
 
     def _answer_fetch(self, request: Message, value: OwnedValue) -> None:
@@ -211,22 +211,22 @@ class RRefLayer:
         try:
             content = value.get()
         except BaseException as error:
-            self.agent.answer_error(request, error)
+            self.agent.callee.answer_error(request, error)
         else:
-            self.agent.answer(request, content)
+            self.agent.callee.answer(request, content)
 
     def _on_method(self, request: Message) -> None:
         value = self._find(*self._ids(request))
-        self._run_method(request, value, self.agent.answering(request))
+        self._run_method(request, value, self.agent.callee.answering(request))
 
     def _run_method(self, request: Message, value: OwnedValue, outlet: Any) -> None:
         def resolve() -> tuple[Any, Any, Any]:
-            name, args, kwargs = self.agent.unpack(request)
+            name, args, kwargs = self.agent.codec.unpack(request)
             return getattr(value.get(), name), args, kwargs
 
         # No thread waits for a value that is still to come.
-        self.agent.accept(request)
-        value.when_ready(lambda: self.agent.execute(request, outlet, resolve))
+        self.agent.callee.accept(request)
+        value.when_ready(lambda: self.agent.callee.execute(request, outlet, resolve))
 
     def _on_reference(self, message: Message) -> None:
         with self._lock:
@@ -326,7 +326,7 @@ class RRefLayer:
         with self._lock:
             outgoing, self._references.outgoing = self._references.outgoing, []
         for rank, message in outgoing:
-            self.agent.post(rank, Message(Kind.REFERENCE, body=message.pack()))
+            self.agent.outbox.post(rank, Message(Kind.REFERENCE, body=message.pack()))
 
 
 class _Keep:
@@ -341,12 +341,12 @@ class _Keep:
 
     def value(self, value: Any) -> None:
         self._value.set(value)
-        self._layer.agent.answer(self.request, None)
+        self._layer.agent.callee.answer(self.request, None)
 
     def error(self, error: BaseException) -> None:
-        self._layer.agent.log_failure(error)
+        self._layer.agent.callee.log_failure(error)
         self._value.set(error=error)
-        self._layer.agent.answer(self.request, None)
+        self._layer.agent.callee.answer(self.request, None)
 
 
 def layer_of(agent: Agent) -> RRefLayer:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import Any, Generic, TypeVar
 
-from zrpc.agent import UNSET_RPC_TIMEOUT, Agent
+from zrpc.agent import Agent
+from zrpc.caller import UNSET_RPC_TIMEOUT
 from zrpc.cancel_scope import current_scope
 from zrpc.current import find_agent
 from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError, WorkerDied
@@ -165,7 +166,7 @@ class RRef(Generic[T]):
         agent = self._layer.agent
         self._check()
         if self._value is not None:
-            timeout = agent.rpc_timeout if timeout < 0 else timeout
+            timeout = agent.caller.rpc_timeout if timeout < 0 else timeout
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
@@ -224,7 +225,7 @@ class RRef(Generic[T]):
         """Asks the owner about the value, and waits for the answer."""
         subject = self._layer.subject(self._rref_id)
         try:
-            return self._layer.agent.call(
+            return self._layer.agent.caller.call(
                 self._owner,
                 kind,
                 body,
@@ -243,7 +244,7 @@ class RRef(Generic[T]):
 
     def _call_method_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()
-        return self._layer.agent.call_async(
+        return self._layer.agent.caller.call_async(
             self._owner,
             Kind.METHOD,
             (name, args, kwargs),
@@ -257,7 +258,7 @@ class RRef(Generic[T]):
         self._check()
         agent = self._layer.agent
         if name not in self._methods:
-            agent.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
+            agent.caller.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
             self._methods |= {name}
         return self._create(agent, self._owner, (name, args, kwargs), timeout, self._rref_id)
 

@@ -93,7 +93,7 @@ def under_way() -> str:
     lines = _left(agent)
     lines += [
         f"call {call.call_id} to rank {call.peer} for {now - call.begun:.1f} s"
-        for call in sorted(agent._calls._calls.values(), key=lambda call: call.begun)
+        for call in sorted(agent.caller.calls._calls.values(), key=lambda call: call.begun)
     ]
     sent = {number: agent._network.sent([number]) for number in members}
     lines.append(f"messages sent, by the number of the receiver: {sent}")
@@ -116,8 +116,8 @@ def _left(agent: Agent) -> list[str]:
     rrefs = agent.layer(RRefLayer)
     shared = agent.layer(SharedMemoryLayer)
     counts = {
-        "calls without an answer": len(agent._calls),
-        "requests that are not answered": len(agent._executing),
+        "calls without an answer": len(agent.caller.calls),
+        "requests that are not answered": len(agent.callee.requests),
         "jobs of handlers": agent.pool.active,
         "jobs of completions": agent._completions.active,
         "values of RRefs": len(rrefs._values),
@@ -127,7 +127,7 @@ def _left(agent: Agent) -> list[str]:
         "autograd contexts": len(agent.layer(AutogradLayer)),
         "segments that peers have": shared.pool.lent,
         "segments of peers in use": len(shared.loans._open),
-        "bytes that the window takes for under way": sum(agent._window._used.values()),
+        "bytes that the window takes for under way": sum(agent.caller.window._used.values()),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]
 
