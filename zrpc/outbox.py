@@ -6,6 +6,7 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
@@ -60,20 +61,23 @@ class Outbox:
         Raises:
             zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
         """
-        carry = self.carry
-        if carry is not None and message.buffers:
-            carry(rank, message)
-        first = message.first_frame()
         if hold_interrupts():
             try:
-                self._network.send(rank, first, message.buffers, counted)
+                self._send(rank, message, counted)
             finally:
                 release_interrupts()
         else:
             # A signal handler of the program's own may raise in the midst of it. Copied, since
             # the caller may change its tensors as soon as the call is sent.
-            buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
-            self._in_io_thread(lambda: self._network.send(rank, first, buffers, counted))
+            message.buffers = [_copy(buffer) for buffer in message.buffers]
+            self._in_io_thread(lambda: self._send(rank, message, counted))
+
+    def _send(self, rank: int, message: Message, counted: bool) -> None:
+        """Not to be interrupted: what is lent of shared memory must leave with the message."""
+        carry = self.carry
+        if carry is not None and message.buffers:
+            carry(rank, message)
+        self._network.send(rank, message.first_frame(), message.buffers, counted)
 
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
         """Sends a message that has no answer; does nothing where the peer or we are gone.
@@ -113,3 +117,8 @@ class Outbox:
     def close(self) -> None:
         """From now on, what can't be sent at once is not sent."""
         self.closed = True
+
+
+def _copy(buffer: Any) -> memoryview:
+    """A copy that can be written to, as shared memory asks."""
+    return memoryview(bytearray(memoryview(buffer)))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from zrpc import RpcTimeoutError, current_call, rpc_async, rpc_sync
 from zrpc.api import start_agent
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.shared_memory import SharedMemoryLayer
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -99,6 +100,20 @@ def tensor_call(i):
     assert rpc_sync("worker1", torch.neg, args=(torch.full((10_000,), i),))[-1] == -i
 
 
+def until_all_is_returned(agents):
+    """Waits until no segment of shared memory is lent, which has no event."""
+    pools = [agent.layer(SharedMemoryLayer).pool for agent in agents]
+    deadline = time.monotonic() + 10
+    while any(pool.lent for pool in pools):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def shared_call(i):
+    """By shared memory."""
+    assert rpc_sync("worker1", torch.neg, args=(torch.full((100_000,), i),))[-1] == -i
+
+
 def mixed_call(i):
     future = rpc_async("worker1", divmod, args=(i, 7))
     sync_call(i)
@@ -107,13 +122,14 @@ def mixed_call(i):
 
 # pyzmq looks after signals also where it frees a frame, and can't raise there.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, mixed_call])
+@pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, shared_call, mixed_call])
 def test_an_interruption_at_any_point_loses_no_message(agents, interrupted, call):
     with agents[0].as_current():
         call(1)
         done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(60))
         assert done
         call(1)  # the next call is as good as the first
+        until_all_is_returned(agents)
     # A graceful shutdown counts all messages sent and received: none may be missing.
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
