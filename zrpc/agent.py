@@ -642,6 +642,7 @@ class Agent:
                     sent = _SENT.pack(self._network.sent([rank])) if gracefully else b""
                     self.outbox.post(rank, Message(Kind.LEAVE, body=sent), counted=False)
         ended = self._io.stop(_HANDLER_TIMEOUT if self.callee.requests else _JOIN_TIMEOUT)
+        self.outbox.send_handed_over()  # that of leaving, say
         self.caller.calls.fail(lambda _: has_shut_down())
         self._watch.close()
         for layer in self.layers:

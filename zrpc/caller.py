@@ -260,19 +260,27 @@ class Caller:
                 call.sent = False  # cancelled, by a thread that looks at `sent` afterwards
                 return
             try:
-                self._outbox.send(call.peer, message)
+                self._outbox.send(call.peer, message, partial(self._fail_unsent, call))
             except zmq.ZMQError as error:
-                hint = advice(error)
-                if hint is not None:
+                exhausted = _exhausted(error)
+                if exhausted is not None:
                     call.sent = False
-                    if error.errno == errno.ENOMEM:
-                        raise MemoryError(f"the call can't be sent: {hint}") from error
-                    raise OSError(error.errno, f"the call can't be sent: {hint}") from error
+                    raise exhausted from error
                 # The peer's mailbox is closed when it is lost, and all are at the end.
                 if call.peer not in lost:
                     self.calls.fail(lambda _: has_shut_down())
         if call.peer in lost:
             self.calls.fail(self.died, call.peer)
+
+    def _fail_unsent(self, call: PendingCall, error: Exception) -> None:
+        """The I/O thread could not send a call for another thread, which may wait for it."""
+        reason = error
+        if isinstance(error, zmq.ZMQError):
+            gone = self.died(call) if call.peer in self._membership.lost else has_shut_down()
+            reason = _exhausted(error) or gone
+        call.sent = False
+        call.give_up(reason)
+        self._undo_unsent(call)
 
     def _receive_answer(self, call: PendingCall) -> None:
         """Receives until a call is settled, in the thread that waits for it; see `Agent.receive`.
@@ -306,3 +314,13 @@ class Caller:
             f"{self._why_gone(call.peer)}; calls to it fail, unless another one is started under "
             "its name and joins the mesh"
         )
+
+
+def _exhausted(error: zmq.ZMQError) -> Exception | None:
+    """What to tell the caller where there was no descriptor or memory; None for other errors."""
+    hint = advice(error)
+    if hint is None:
+        return None
+    if error.errno == errno.ENOMEM:
+        return MemoryError(f"the call can't be sent: {hint}")
+    return OSError(error.errno, f"the call can't be sent: {hint}")

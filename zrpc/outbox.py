@@ -6,6 +6,7 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -48,29 +49,61 @@ class Outbox:
         self._in_io_thread = in_io_thread
         # What this worker had no descriptors to send: rank, message, whether it counts.
         self._unsent: deque[tuple[int, Message, bool]] = deque()
+        # What threads that may be interrupted leave to the I/O thread.
+        self._handed_over: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
         self._short = False  # of descriptors
         self.closed = False
 
     def __len__(self) -> int:
         """How many messages are still to be sent."""
-        return len(self._unsent)
+        return len(self._unsent) + len(self._handed_over)
 
-    def send(self, rank: int, message: Message, counted: bool = True) -> None:
-        """Sends a message.
+    def send(self, rank: int, message: Message, failed: Callable[[Exception], None]) -> None:
+        """Sends a message that has an answer.
+
+        Args:
+            rank: to whom.
+            message: what.
+            failed: called in the I/O thread with what is raised there, where that thread sends it.
 
         Raises:
             zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
         """
         if hold_interrupts():
             try:
-                self._send(rank, message, counted)
+                self._send(rank, message, True)
             finally:
                 release_interrupts()
         else:
-            # A signal handler of the program's own may raise in the midst of it. Copied, since
-            # the caller may change its tensors as soon as the call is sent.
-            message.buffers = [_copy(buffer) for buffer in message.buffers]
-            self._in_io_thread(lambda: self._send(rank, message, counted))
+            self._hand_over(rank, message, self._send, True, failed)
+
+    def _hand_over(
+        self,
+        rank: int,
+        message: Message,
+        send: Callable[[int, Message, bool], None],
+        counted: bool,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Has the I/O thread send a message.
+
+        Here a signal handler of the program's own may raise in the midst of it. The buffers are
+        copied, since the caller may change its tensors as soon as the message is sent.
+        """
+        message.buffers = [_copy(buffer) for buffer in message.buffers]
+        self._handed_over.append((partial(send, rank, message, counted), failed))
+        self._in_io_thread(self.send_handed_over)
+
+    def send_handed_over(self) -> None:
+        """Sends what other threads could not. In the I/O thread, or once that has ended."""
+        while self._handed_over:
+            send, failed = self._handed_over[0]
+            try:
+                send()
+            except Exception as error:
+                failed(error)
+            finally:
+                self._handed_over.popleft()  # now: it counts until it is sent
 
     def _send(self, rank: int, message: Message, counted: bool) -> None:
         """Not to be interrupted: what is lent of shared memory must leave with the message."""
@@ -89,8 +122,17 @@ class Outbox:
         """
         if rank in self._membership.lost:
             return
+        if hold_interrupts():
+            try:
+                self._post(rank, message, counted)
+            finally:
+                release_interrupts()
+        else:
+            self._hand_over(rank, message, self._post, counted, self._log_failure)
+
+    def _post(self, rank: int, message: Message, counted: bool) -> None:
         try:
-            self.send(rank, message, counted)
+            self._send(rank, message, counted)
         except zmq.ZMQError as error:
             if error.errno == errno.ENOMEM:
                 raise MemoryError("there is no memory to send a message") from error
@@ -99,6 +141,9 @@ class Outbox:
             else:
                 name = self._membership.info.name
                 logger.debug("%s: nothing sent to %s: %s", name, rank, error)
+
+    def _log_failure(self, error: Exception) -> None:
+        logger.error("%s: a message can't be sent: %s", self._membership.info, error)
 
     def send_again(self) -> None:
         """Sends what could not be sent when there were no descriptors left. In the I/O thread."""

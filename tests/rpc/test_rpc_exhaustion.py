@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import resource
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ import zmq
 from rpc_targets import Gate
 
 import zrpc as rpc
+from zrpc.failure_detector import Reason
 from zrpc.testing import Mesh
 from zrpc.transport import reserve as reserves
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
 
@@ -237,6 +241,61 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) 
         gate.open()
         assert other.wait() == "done"
         assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+@pytest.fixture
+def own_handler() -> Iterator[None]:
+    """The program handles a signal itself, so that the I/O thread sends for the main thread."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.parametrize(
+    ("number", "expected", "reason"),
+    [
+        (errno.EMFILE, OSError, "the call can't be sent"),
+        (errno.ENOMEM, MemoryError, "the call can't be sent"),
+        (errno.ENOTSOCK, rpc.NotInitializedError, "shut down"),
+    ],
+)
+def test_a_call_that_the_io_thread_can_not_send(
+    mesh: Mesh, sends: list[int], number: int, expected: type[Exception], reason: str
+) -> None:
+    """It fails, before its deadline, nor do references leak."""
+    with mesh.agent(1).as_current():
+        rref = rpc.RRef(1)
+        sends += [number]
+        with pytest.raises(expected, match=reason):
+            rpc.rpc_sync(0, repr, (rref,), timeout=20)
+        assert rref._layer.holders(rref._rref_id) == []
+        assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_message_that_the_io_thread_can_not_send_is_sent_later(
+    mesh: Mesh, sends: list[int]
+) -> None:
+    sends += [errno.EMFILE] * 2
+    mesh.agent(1).outbox.post(0, Message(Kind.CANCEL, 2**60))
+    until(lambda: not sends and not len(mesh.agent(1).outbox))
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
+def test_what_the_io_thread_can_not_send_any_more_is_sent_at_the_end(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word that a worker leaves, else its peers would miss it only after a time."""
+    leaves, stays = mesh.agent(0), mesh.agent(1)
+    with leaves.as_current():
+        assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    # As if that thread ended without another turn.
+    monkeypatch.setattr(leaves.outbox, "_in_io_thread", lambda _: None)
+    leaves.close()
+    until(lambda: stays.reason_gone(0) is not None)
+    assert stays.reason_gone(0) is Reason.LEFT
 
 
 class Large:
