@@ -52,7 +52,7 @@ from zrpc.pool import WorkerPool, in_pool
 from zrpc.spin import Spin
 from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
-from zrpc.transport.chunks import Assembler, is_chunk
+from zrpc.transport.chunks import Assembler, NoMemory, is_chunk
 from zrpc.transport.inbox import OutOfMemory
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
@@ -387,6 +387,8 @@ class Agent:
             handler = self._handlers.get(message.kind)
             if handler is None:
                 raise ProtocolError(f"expected a known kind of message, found {message.kind}")
+        except NoMemory as error:
+            raise OutOfMemory(identity, error.first) from error
         except ProtocolError as error:
             logger.error("%s: a message from %s: %s", self.worker_info, sender, error)
             return
@@ -420,10 +422,15 @@ class Agent:
         sender = self.membership.rank_of(error.identity)
         if sender is None:
             return
+        first = error.first
+        if isinstance(first, bytes) and is_chunk(first):
+            if self._assembler.ignores(sender, first):
+                return
+            first = self._assembler.lose(sender, first)
         self._received[sender] += 1  # what is large is counted
-        if error.first is None:
+        if first is None:
             return
-        message = parse(error.first, (), sender)
+        message = parse(first, (), sender)
         if message.kind in REQUESTS:
             self.callee.answer_error(message, error)
         elif (call := self.caller.calls.pop(message.call_id)) is not None:

@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rpc_targets import Gate
 import zrpc as rpc
 from zrpc.failure_detector import Reason
 from zrpc.testing import Mesh
+from zrpc.transport import chunks
 from zrpc.transport import reserve as reserves
 from zrpc.wire.header import Message
 from zrpc.wire.kind import Kind
@@ -351,6 +353,53 @@ def test_no_memory_for_a_frame(
     assert socket.failed
     assert rpc.rpc_sync(1, torch.numel, (torch.ones(LARGE),)) == LARGE
     assert rpc.rpc_sync(1, torch.ones, (LARGE,)).numel() == LARGE
+
+
+@pytest.mark.filterwarnings("ignore:.*security")
+@pytest.mark.parametrize("lost", ["frame", "chunk"])
+@pytest.mark.parametrize("direction", ["call", "answer"])
+def test_no_memory_for_a_message_in_chunks(
+    make_mesh: Callable[..., Mesh], monkeypatch: pytest.MonkeyPatch, direction: str, lost: str
+) -> None:
+    """As above; and a shutdown, which counts messages, ends."""
+    mesh = make_mesh(workers=2, options={"transport": "tcp", "security": "none"})
+    with mesh.agent(0).as_current():
+        rpc.rpc_sync(1, max, (1, 2))
+        if lost == "frame":
+            failures = [MemoryError("none")]
+            monkeypatch.setattr(chunks, "_huge", partial(fail_or_allocate, failures))
+        else:
+            inbox = mesh.agent(1 if direction == "call" else 0)._network._inbox
+            monkeypatch.setattr(inbox, "_socket", LosesChunk(inbox._socket))
+        with pytest.raises(MemoryError, match="no memory for a message that has come"):
+            raise_or_send_chunks(direction)
+        raise_or_send_chunks(direction)
+
+
+def fail_or_allocate(failures: list[Exception], size: int) -> bytearray:
+    if failures:
+        raise chunks.NoMemory(size, failures.pop())
+    return bytearray(size)
+
+
+def raise_or_send_chunks(direction: str) -> None:
+    for _ in range(2):  # the thread may be about to read from the other socket
+        if direction == "call":
+            assert rpc.rpc_sync(1, torch.numel, (torch.ones(4 * LARGE),), timeout=20) == 4 * LARGE
+        else:
+            assert rpc.rpc_sync(1, torch.ones, (4 * LARGE,), timeout=20).numel() == 4 * LARGE
+
+
+class LosesChunk(ShortOfMemory):
+    """A socket that has no memory for a part of the third chunk."""
+
+    seen = 0
+
+    def recv(self, *args: Any, copy: bool = True) -> Any:
+        if not copy:
+            self.seen += 1
+            self.failed = self.seen != 4
+        return super().recv(*args, copy=copy)
 
 
 def raise_or_return_sizes(direction: str) -> None:

@@ -16,7 +16,7 @@ import zrpc
 from zrpc.current import current_agent
 from zrpc.errors import ProtocolError
 from zrpc.transport import chunks as chunks_module
-from zrpc.transport.chunks import CHUNK, LARGEST_FRAME, Assembler, chunks, is_chunk
+from zrpc.transport.chunks import CHUNK, LARGEST_FRAME, Assembler, NoMemory, chunks, is_chunk
 from zrpc.transport.network import BULK, Network
 from zrpc.wire.header import Message
 
@@ -135,6 +135,46 @@ def test_any_bytes_are_a_chunk_or_refused(stream):
     for header, frames in stream:
         with contextlib.suppress(ProtocolError):
             assembler.add("w0", b"\0\0\0\0" + header, frames)
+
+
+def no_memory(size):
+    raise NoMemory(size, MemoryError())
+
+
+@pytest.mark.parametrize("frames", [[b"head", b"x" * 30], [b"head" * 8]], ids=["later", "first"])
+@pytest.mark.usefixtures("small_chunks")
+def test_a_message_that_there_is_no_memory_for_is_lost_once(monkeypatch, frames):
+    assembler = Assembler()
+    with monkeypatch.context() as patched:
+        patched.setattr(chunks_module, "_huge", no_memory)
+        (header, *parts), *rest = sent(1, frames)
+        with pytest.raises(NoMemory) as caught:
+            assembler.add("w0", header, parts)
+        assert caught.value.first[:4] == b"head"
+        assert not assembler.busy
+    for header, *parts in rest:
+        assert assembler.ignores("w0", header)
+        assert assembler.add("w0", header, parts) is None
+    # A number may come again: that of a message of which the sender could not send all.
+    for header, *parts in sent(1, frames):
+        message = assembler.add("w0", header, parts)
+    assert as_bytes(message) == frames
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_message_of_which_a_chunk_is_lost_is_ignored():
+    assembler = Assembler()
+    (header, *parts), (lost, *_), *rest = sent(1, [b"head", b"x" * 30])
+    assembler.add("w0", header, parts)
+    assert not assembler.ignores("w0", lost)
+    assert assembler.lose("w0", lost) == b"head"
+    assert not assembler.busy
+    assert assembler.lose("w1", lost) is None
+    for header, *parts in rest:
+        assert assembler.add("w0", header, parts) is None
+    assembler.forget("w0")
+    with pytest.raises(ProtocolError, match="the first of a message"):
+        assembler.add("w0", header, parts)
 
 
 def test_no_message_looks_like_a_chunk():

@@ -34,7 +34,7 @@ from typing import Any
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["CHUNK", "LARGEST_FRAME", "Assembler", "chunks", "is_chunk"]
+__all__ = ["CHUNK", "LARGEST_FRAME", "Assembler", "NoMemory", "chunks", "is_chunk"]
 
 # The most bytes of a message in one chunk.
 CHUNK = 2**20 - 1024
@@ -51,6 +51,18 @@ _HUGE_FROM = 2**25
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytearray.restype = ctypes.py_object
+
+
+class NoMemory(ProtocolError):
+    """There is no memory for a frame of a message, which is lost.
+
+    Attributes:
+        first: the beginning of its first frame.
+    """
+
+    def __init__(self, size: int, reason: Exception) -> None:
+        super().__init__(f"there is no memory for a frame of {size} bytes: {reason}")
+        self.first = memoryview(b"")
 
 
 def chunks(number: int, frames: Sequence[Any]) -> Iterator[list[Any]]:
@@ -85,6 +97,8 @@ class Assembler:
 
     def __init__(self) -> None:
         self._unfinished: dict[Hashable, _Unfinished] = {}
+        # The number of the message that there was no memory for, of which more may come.
+        self._lost: dict[Hashable, int] = {}
 
     @property
     def busy(self) -> bool:
@@ -102,11 +116,15 @@ class Assembler:
         Raises:
             ProtocolError: the chunk does not go on with what has come of this sender. What has is
                 dropped.
+            NoMemory: there is none for the message. The rest of it is ignored.
         """
         unfinished = self._unfinished.pop(sender, None)
         if len(header) < _HEADER.size:
             raise ProtocolError(f"expected the header of a chunk, found {len(header)} bytes")
         _, index, number = _HEADER.unpack_from(header)
+        if self.ignores(sender, header):
+            return None
+        self._lost.pop(sender, None)
         if index == 0:
             unfinished = _Unfinished(number, _sizes(header))
         elif unfinished is None or unfinished.expects != (number, index):
@@ -115,8 +133,13 @@ class Assembler:
                 f"expected chunk {expected}, found {(number, index)}: a connection broke "
                 "while a large message was on its way, which is lost"
             )
-        for frame in frames:
-            unfinished.add(frame)
+        try:
+            for frame in frames:
+                unfinished.add(frame)
+        except NoMemory as error:
+            error.first = memoryview(unfinished.frames[0] if unfinished.frames else frame)
+            self._lost[sender] = number
+            raise
         unfinished.expects = (number, index + 1)
         if unfinished.complete:
             return unfinished.frames[0], unfinished.frames[1:]
@@ -126,6 +149,25 @@ class Assembler:
     def forget(self, sender: Hashable) -> None:
         """Drops what is unfinished of a sender, who is gone."""
         self._unfinished.pop(sender, None)
+        self._lost.pop(sender, None)
+
+    def ignores(self, sender: Hashable, header: bytes) -> bool:
+        """Whether this chunk belongs to a message that is lost for lack of memory."""
+        _, index, number = _HEADER.unpack_from(header)
+        return bool(index) and self._lost.get(sender) == number
+
+    def lose(self, sender: Hashable, header: bytes) -> memoryview | None:
+        """There is no memory for a chunk; its message is lost, and the rest of it ignored.
+
+        Returns:
+            The beginning of the message's first frame; None where that has not come.
+        """
+        _, index, number = _HEADER.unpack_from(header)
+        unfinished = self._unfinished.pop(sender, None)
+        self._lost[sender] = number
+        if unfinished is None or unfinished.expects != (number, index) or not unfinished.frames:
+            return None
+        return memoryview(unfinished.frames[0])
 
 
 class _Unfinished:
@@ -184,7 +226,7 @@ def _uninitialized(size: int) -> bytearray:
     try:
         memory: bytearray = _new_bytearray(None, size)
     except (MemoryError, SystemError) as error:
-        raise ProtocolError(f"there is no memory for a frame of {size} bytes: {error}") from error
+        raise NoMemory(size, error) from error
     return memory
 
 
@@ -195,7 +237,7 @@ def _huge(size: int) -> mmap.mmap | bytearray:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise ProtocolError(f"there is no memory for a frame of {size} bytes: {error}") from error
+        raise NoMemory(size, error) from error
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory

@@ -28,10 +28,10 @@ class OutOfMemory(MemoryError):
 
     Attributes:
         identity: the sender's.
-        first: its first frame; None where that is lost too.
+        first: its first frame, or the beginning of that; None where that is lost too.
     """
 
-    def __init__(self, identity: bytes, first: bytes | None = None) -> None:
+    def __init__(self, identity: bytes, first: bytes | memoryview | None = None) -> None:
         super().__init__("there is no memory for a message that has come")
         self.identity = identity
         self.first = first
