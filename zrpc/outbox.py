@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from collections import deque
@@ -128,7 +129,8 @@ class Outbox:
             finally:
                 release_interrupts()
         else:
-            self._hand_over(rank, message, self._post, counted, self._log_failure)
+            with contextlib.suppress(zmq.ZMQError):  # closed
+                self._hand_over(rank, message, self._post, counted, self._log_failure)
 
     def _post(self, rank: int, message: Message, counted: bool) -> None:
         try:

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 from pages import ROOT, links, pages
+
+from zrpc.testing import Mesh
 
 
 def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
@@ -78,3 +81,12 @@ def test_every_public_name_is_in_the_reference() -> None:
     names += [f"zrpc.testing.{name}" for name in zrpc.testing.__all__]
     unlisted = [name for name in names if not re.search(rf":: {re.escape(name)}\b", reference)]
     assert unlisted == []
+
+
+@pytest.mark.zrpc(workers=1)
+def test_what_contributing_names_of_an_agent_is_there(mesh: Mesh) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = re.findall(r"`agent\.([a-z_.]+)", text)
+    assert names
+    for name in names:
+        assert attrgetter(name)(mesh.agent(0))

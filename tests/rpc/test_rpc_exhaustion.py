@@ -300,6 +300,16 @@ def test_what_the_io_thread_can_not_send_any_more_is_sent_at_the_end(
     assert stays.reason_gone(0) is Reason.LEFT
 
 
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
+def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:
+    left = mesh.agent(0)
+    left.close()
+    left.outbox.post(1, Message(Kind.CANCEL, 1))
+    with left.as_current(), pytest.raises(rpc.NotInitializedError):
+        rpc.rpc_sync(1, max, (1, 2))
+
+
 class Large:
     """What can't be unpickled for lack of memory."""
 

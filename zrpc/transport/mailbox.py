@@ -42,7 +42,7 @@ class Mailbox:
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.routing_id = identity
-        # The number of calls under way bounds the queue, see Agent; a limit on messages here
+        # What calls have under way bounds the queue, see Window; a limit on messages here
         # would drop answers or block the I/O thread.
         self._socket.sndhwm = 0
         self._socket.linger = 0
