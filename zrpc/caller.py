@@ -229,7 +229,7 @@ class Caller:
         size = message.nbytes
         if not self.window.enter_now(call, caller, size):
             # The caller may change its tensors meanwhile.
-            message.buffers = [bytes(memoryview(buffer)) for buffer in message.buffers]
+            message.copy_buffers()
             if not self.window.enter_later(call, caller, size, go):
                 return None
         return not call.settled

@@ -8,7 +8,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import zmq
 
@@ -91,7 +90,7 @@ class Outbox:
         Here a signal handler of the program's own may raise in the midst of it. The buffers are
         copied, since the caller may change its tensors as soon as the message is sent.
         """
-        message.buffers = [_copy(buffer) for buffer in message.buffers]
+        message.copy_buffers()
         self._handed_over.append((partial(send, rank, message, counted), failed))
         self._in_io_thread(self.send_handed_over)
 
@@ -164,8 +163,3 @@ class Outbox:
     def close(self) -> None:
         """From now on, what can't be sent at once is not sent."""
         self.closed = True
-
-
-def _copy(buffer: Any) -> memoryview:
-    """A copy that can be written to, as shared memory asks."""
-    return memoryview(bytearray(memoryview(buffer)))

@@ -3,6 +3,7 @@ nobody else's."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import pickle
 import threading
@@ -110,6 +111,25 @@ def test_segments_are_used_again(introduced: Mesh, lends):
         until_returned(layer_of(introduced, 0))
     assert len({lend.number for lend in lends}) == 1
     assert pool.size <= 2 * 4 * LARGE + MIB
+
+
+async def means_from_a_coroutine(count):
+    """Calls of which only the first finds room, and of a tensor that changes meanwhile."""
+    tensor = torch.zeros(LARGE)
+    futures = []
+    for number in range(count):
+        tensor.fill_(number)
+        futures.append(zrpc.rpc_async(1, torch.mean, (tensor,)))
+    return [(await future).item() for future in futures]
+
+
+def test_calls_of_a_coroutine_that_wait_for_room_go_by_shared_memory(make_mesh, lends):
+    mesh = make_mesh(options={"max_bytes_in_flight": 4 * LARGE})
+    with mesh.agent(0).as_current():
+        introduce(1)
+        lends.clear()
+        assert mesh.run(0, asyncio.run, means_from_a_coroutine(8)) == list(range(8))
+    assert [lend.sizes for lend in lends] == [[4 * LARGE]] * 8
 
 
 def test_small_tensors_go_by_frames(introduced: Mesh, lends):

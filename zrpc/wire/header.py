@@ -89,6 +89,13 @@ class Message:
             )
         return self.attachments[tag]
 
+    def copy_buffers(self) -> None:
+        """Has it sent as it is now, whatever becomes of the values that it was made from.
+
+        The copies can be written to, as shared memory asks.
+        """
+        self.buffers = [memoryview(bytearray(memoryview(buffer))) for buffer in self.buffers]
+
     def first_frame(self) -> bytes:
         """The first of the frames; the buffers are the others."""
         extensions = b""
