@@ -261,7 +261,7 @@ class Caller:
                 return
             try:
                 self._outbox.send(call.peer, message, partial(self._fail_unsent, call))
-            except zmq.ZMQError as error:
+            except (zmq.ZMQError, MemoryError) as error:
                 exhausted = _exhausted(error)
                 if exhausted is not None:
                     call.sent = False
@@ -274,10 +274,9 @@ class Caller:
 
     def _fail_unsent(self, call: PendingCall, error: Exception) -> None:
         """The I/O thread could not send a call for another thread, which may wait for it."""
-        reason = error
-        if isinstance(error, zmq.ZMQError):
-            gone = self.died(call) if call.peer in self._membership.lost else has_shut_down()
-            reason = _exhausted(error) or gone
+        reason = _exhausted(error) or error
+        if reason is error and isinstance(error, zmq.ZMQError):
+            reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
         call.sent = False
         call.give_up(reason)
         self._undo_unsent(call)
@@ -316,11 +315,12 @@ class Caller:
         )
 
 
-def _exhausted(error: zmq.ZMQError) -> Exception | None:
+def _exhausted(error: Exception) -> Exception | None:
     """What to tell the caller where there was no descriptor or memory; None for other errors."""
     hint = advice(error)
     if hint is None:
         return None
-    if error.errno == errno.ENOMEM:
+    number = getattr(error, "errno", errno.ENOMEM)
+    if number == errno.ENOMEM:
         return MemoryError(f"the call can't be sent: {hint}")
-    return OSError(error.errno, f"the call can't be sent: {hint}")
+    return OSError(number, f"the call can't be sent: {hint}")

@@ -27,6 +27,8 @@ from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
 
+# In place of an errno.
+PYTHONS = 0
 LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
 
 
@@ -202,13 +204,16 @@ def test_no_memory_left(mesh: Mesh) -> None:
 
 @pytest.fixture
 def sends(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes worker1's attempts to send fail, as many as the list says: errors of ZeroMQ."""
+    """Makes worker1's attempts to send fail, as many as the list says: errors of ZeroMQ, or a
+    MemoryError of Python's.
+    """
     network = caller.agent(1)._network
     send, failures = network.send, []  # type: ignore[var-annotated]
 
     def fail(*args: Any) -> None:
         if failures:
-            raise zmq.ZMQError(failures.pop())
+            number = failures.pop()
+            raise MemoryError if number == PYTHONS else zmq.ZMQError(number)
         send(*args)
 
     monkeypatch.setattr(network, "send", fail)
@@ -229,14 +234,14 @@ def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, PYTHONS])
 def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) -> None:
     """It fails where it is made; others under way do not, nor do references leak."""
     with mesh.agent(1).as_current(), Gate() as gate:
         other = rpc.rpc_async(1, gate.wait_inside, ("done",))
         rref = rpc.RRef(1)
         sends += [number]
-        expected = MemoryError if number == errno.ENOMEM else OSError
+        expected = OSError if number == errno.EMFILE else MemoryError
         with pytest.raises(expected, match="the call can't be sent"):
             rpc.rpc_async(0, repr, (rref,))
         assert rref._layer.holders(rref._rref_id) == []
@@ -259,6 +264,7 @@ def own_handler() -> Iterator[None]:
     [
         (errno.EMFILE, OSError, "the call can't be sent"),
         (errno.ENOMEM, MemoryError, "the call can't be sent"),
+        (PYTHONS, MemoryError, "the call can't be sent"),
         (errno.ENOTSOCK, rpc.NotInitializedError, "shut down"),
     ],
 )
@@ -376,7 +382,7 @@ def test_no_memory_for_a_message_in_chunks(
     with mesh.agent(0).as_current():
         rpc.rpc_sync(1, max, (1, 2))
         if lost == "frame":
-            failures = [MemoryError("none")]
+            failures: list[Exception] = [MemoryError("none")]
             monkeypatch.setattr(chunks, "_huge", partial(fail_or_allocate, failures))
         else:
             inbox = mesh.agent(1 if direction == "call" else 0)._network._inbox
