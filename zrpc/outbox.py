@@ -21,6 +21,9 @@ __all__ = ["Outbox"]
 
 logger = logging.getLogger(__name__)
 
+# To whom, what sends the message, and what is told where that fails.
+_HandedOver = tuple[int, Callable[[], None], Callable[[Exception], None]]
+
 
 class Outbox:
     """Sends the messages of one worker. All methods may be called from any thread.
@@ -50,7 +53,7 @@ class Outbox:
         # What this worker had no descriptors to send: rank, message, whether it counts.
         self._unsent: deque[tuple[int, Message, bool]] = deque()
         # What threads that may be interrupted leave to the I/O thread.
-        self._handed_over: deque[tuple[Callable[[], None], Callable[[Exception], None]]] = deque()
+        self._handed_over: deque[_HandedOver] = deque()
         self._short = False  # of descriptors
         self.closed = False
 
@@ -91,15 +94,16 @@ class Outbox:
         copied, since the caller may change its tensors as soon as the message is sent.
         """
         message.copy_buffers()
-        self._handed_over.append((partial(send, rank, message, counted), failed))
+        self._handed_over.append((rank, partial(send, rank, message, counted), failed))
         self._in_io_thread(self.send_handed_over)
 
     def send_handed_over(self) -> None:
         """Sends what other threads could not. In the I/O thread, or once that has ended."""
         while self._handed_over:
-            send, failed = self._handed_over[0]
+            rank, send, failed = self._handed_over[0]
             try:
-                send()
+                if rank not in self._membership.lost:  # meanwhile; its calls have failed
+                    send()
             except Exception as error:
                 failed(error)
             finally:

@@ -308,6 +308,23 @@ def test_what_the_io_thread_can_not_send_any_more_is_sent_at_the_end(
 
 @pytest.mark.usefixtures("own_handler")
 @pytest.mark.zrpc(workers=2)
+def test_nothing_is_sent_to_who_is_lost_meanwhile(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mailbox is opened for it, which would stay."""
+    agent = mesh.agent(0)
+    monkeypatch.setattr(agent.outbox, "_in_io_thread", lambda _: None)
+    agent.outbox.post(1, Message(Kind.CANCEL, 1))
+    mesh.agent(1).close()
+    until(lambda: 1 in agent.membership.lost)
+    until(lambda: not agent._network.knows(1))
+    agent.outbox.send_handed_over()
+    assert not len(agent.outbox)
+    assert not agent._network.knows(1)
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
 def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:
     left = mesh.agent(0)
     left.close()
