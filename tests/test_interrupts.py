@@ -1,5 +1,7 @@
+import asyncio
 import os
 import signal
+import sys
 import threading
 
 import pytest
@@ -41,14 +43,75 @@ def test_nested():
     release_interrupts()  # it is not raised twice
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_handler_of_the_programs_own_cannot_be_held_back(name):
-    number = getattr(signal, name)
-    before = signal.signal(number, lambda *_: None)
+class Interruption(BaseException):
+    """What a handler of the program's own raises."""
+
+
+def raise_interruption(*_):
+    raise Interruption
+
+
+@pytest.fixture
+def own_handler():
+    """A handler of the program's own for Ctrl-C."""
+    before = signal.signal(signal.SIGINT, raise_interruption)
+    yield raise_interruption
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_programs_own_is_called_at_the_end(own_handler):
+    for _ in range(2):
+        assert hold_interrupts()
+        interrupt()
+        with pytest.raises(Interruption):
+            release_interrupts()
+        assert signal.getsignal(signal.SIGINT) is own_handler
+
+
+def test_a_handler_of_the_programs_own_is_not_called_for_nothing(own_handler):
+    assert hold_interrupts()
+    release_interrupts()
+    assert signal.getsignal(signal.SIGINT) is own_handler
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run leaves Ctrl-C alone there")
+def test_the_first_interrupt_of_asyncio_run_cancels_its_task():
+    async def main():
+        assert hold_interrupts()
+        interrupt()
+        release_interrupts()  # does not raise
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return "cancelled"
+
+    assert asyncio.run(main()) == "cancelled"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_an_event_loop_is_called_once():
+    seen = []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, seen.append, "interrupt")
+        assert hold_interrupts()
+        interrupt()
+        release_interrupts()
+        interrupt()
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # a third would have come by now
+
+    asyncio.run(main())
+    assert seen == ["interrupt"] * 2
+
+
+def test_a_handler_for_another_signal_cannot_be_held_back():
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         assert not hold_interrupts()
     finally:
-        signal.signal(number, before)
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_signal_that_is_ignored_does_no_harm():

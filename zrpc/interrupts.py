@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import signal
+import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -29,9 +30,11 @@ _OTHERS = tuple(
 # These, and a handler that is not Python's, raise nothing.
 _HARMLESS = (int(signal.SIG_DFL), int(signal.SIG_IGN), None)
 
-# How many times over the main thread holds Ctrl-C back (it sends while it receives), and whether
-# one has come; of that thread only.
+# How many times over the main thread holds Ctrl-C back (it sends while it receives); the handler
+# that is put aside meanwhile: Python's, that of ``asyncio.run``, or the program's own; and whether
+# one has come. Of that thread only.
 _held = 0
+_aside: Any = None
 _noted = False
 
 
@@ -41,9 +44,10 @@ def hold_interrupts() -> bool:
     In threads other than the main one no signal does anyhow. May be nested.
 
     Returns:
-        False where the program has handlers of its own, which can't be held back.
+        False where the program has handlers of its own for other signals than SIGINT. They can't
+        be held back as well, since one could come while others are put aside.
     """
-    global _held, _noted
+    global _held, _aside, _noted
     if threading.get_ident() != threading.main_thread().ident:
         return True
     if _held:
@@ -53,30 +57,32 @@ def hold_interrupts() -> bool:
         if _get(number) not in _HARMLESS:
             return False
     handler = _get(_INTERRUPT)
-    if handler is signal.default_int_handler:
-        _noted = False
+    if handler not in _HARMLESS:
+        _aside, _noted = handler, False
         _set(_INTERRUPT, _note)
         _held = 1
-        return True
-    return handler in _HARMLESS
+    return True
 
 
 def release_interrupts() -> None:
     """Ends what the last `hold_interrupts` that returned True has begun.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C has come meanwhile.
+        KeyboardInterrupt: Ctrl-C has come meanwhile; or whatever the handler raises for that.
     """
-    global _held, _noted
+    global _held, _aside, _noted
     if not _held or threading.get_ident() != threading.main_thread().ident:
         return
     _held -= 1
     if _held:
         return
-    _set(_INTERRUPT, signal.default_int_handler)
+    handler, _aside = _aside, None
+    _set(_INTERRUPT, handler)
     if _noted:  # looked at now that it does not change any more
         _noted = False
-        raise KeyboardInterrupt
+        # Not by the signal once more, of which also those would hear who listen at a descriptor
+        # (``signal.set_wakeup_fd``), a second time.
+        handler(_INTERRUPT, sys._getframe())
 
 
 def _note(number: int, frame: FrameType | None) -> None:

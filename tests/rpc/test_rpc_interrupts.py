@@ -53,12 +53,18 @@ def raise_interruption(signum, frame):
     raise Interruption
 
 
-@pytest.fixture(params=["Ctrl-C", "a handler of the program's own"])
+HANDLERS = {
+    "Ctrl-C": ("SIGINT", signal.default_int_handler, KeyboardInterrupt),
+    "Ctrl-C with a handler of the program's own": ("SIGINT", raise_interruption, Interruption),
+    "another signal": ("SIGALRM", raise_interruption, Interruption),
+}
+
+
+@pytest.fixture(params=HANDLERS)
 def interrupted(request):
     """A function that calls another until a signal interrupts it; returns how often."""
-    own = request.param != "Ctrl-C"
-    number, error = (signal.SIGALRM, Interruption) if own else (signal.SIGINT, KeyboardInterrupt)
-    handler = raise_interruption if own else signal.default_int_handler
+    name, handler, error = HANDLERS[request.param]
+    number = getattr(signal, name)
     before = signal.signal(number, handler)
 
     def call_until_interrupted(call, after):
@@ -69,7 +75,7 @@ def interrupted(request):
             wait = after
             while not arrived.wait(wait):
                 os.kill(os.getpid(), number)
-                wait = 1.0  # once more: pyzmq swallows what is raised while it frees a frame
+                wait = 3.0  # once more: pyzmq swallows what is raised while it frees a frame
 
         sender = threading.Thread(target=send)
         sender.start()
