@@ -62,6 +62,8 @@ def _run_session(where: str, block: Block, directory: Path) -> None:
 def _run(where: str, command: list[str], directory: Path) -> str:
     scripts = os.path.dirname(sys.executable)
     env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    # With it `print` writes the end of a line apart, and lines of two processes get mixed.
+    env.pop("PYTHONUNBUFFERED", None)
     done = subprocess.run(
         command,
         cwd=directory,
