@@ -91,6 +91,19 @@ def test_children_end_with_it(scope, calls):
     assert len(calls) == 0
 
 
+def test_calls_that_are_not_sent_yet_end_first(scope, calls):
+    """They wait for room, which the end of the others would give them."""
+    scope.begin()
+    ended = []
+    for i in range(20):
+        call = calls.add(0, 0)
+        call.sent = i % 2 == 0
+        call.on_settled = lambda call: ended.append(call.sent)
+        scope.adopt(call)
+    scope.cancel()
+    assert ended == [False] * 10 + [True] * 10
+
+
 def test_children_that_have_ended_are_forgotten(scope, calls):
     scope.begin()
     for _ in range(10):

@@ -36,6 +36,7 @@ class Child(Protocol):
     """A call that a handler waits for, or has begun; see `zrpc.calls.PendingCall`."""
 
     group: Any
+    sent: bool
 
     @property
     def settled(self) -> bool:
@@ -104,7 +105,8 @@ class CancelScope:
             self.cancelled = True
             if self._gate is not None:
                 self._gate.release()
-            children = list(self._children or ())
+            # First those that wait for room, which the others' ends would give them.
+            children = sorted(self._children or (), key=lambda child: child.sent)
         if not self.begun:
             return True
         if (task := self._task) is not None:
