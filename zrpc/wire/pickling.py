@@ -266,6 +266,7 @@ def decoder() -> Decoder:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    # As `_current_encoder().tensors`, without the calls: it is done for each small tensor.
     current = getattr(_thread, "encoder", None) or _current_encoder()
     tensors = current._tensors
     if tensors is None:

@@ -126,7 +126,7 @@ class TensorWriter:
         if not start:
             return None
         end = start + size
-        storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()  # as in `add`; not a call more for each small tensor
         if end > storage.data_ptr() + storage.nbytes():
             raise _memory_is_gone(tensor)
         self._plain.append((start, end))
