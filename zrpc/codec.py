@@ -50,4 +50,6 @@ class Codec:
 
     def unpack(self, message: Message) -> Any:
         """The object in a message. It runs what the sender chose: never in the I/O thread."""
-        return Decoder(self._agent, message, self.openers).unpack()
+        value = Decoder(self._agent, message, self.openers).unpack()
+        message.buffers = ()  # which would keep large tensors as long as the message
+        return value

@@ -86,6 +86,8 @@ class Execution:
         try:
             function, args, kwargs = self._resolve()
             result = function(*args, **kwargs)
+            # What they hold of shared memory goes back with the answer.
+            del args, kwargs
             if is_async_execution(function):
                 self._follow_future(result)
                 return

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import zmq
@@ -36,10 +36,12 @@ class Outbox:
     Attributes:
         carry: takes large buffers out of a message to a worker, to go another way than by frames;
             set by the layer of shared memory.
+        to_return: not empty where there is something else for ``carry`` to add to a message.
         closed: whether the worker has shut down, or is about to.
     """
 
     carry: Callable[[int, Message], None] | None = None
+    to_return: Collection[object] = ()
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ class Outbox:
     def _send(self, rank: int, message: Message, counted: bool) -> None:
         """Not to be interrupted: what is lent of shared memory must leave with the message."""
         carry = self.carry
-        if carry is not None and message.buffers:
+        if carry is not None and (message.buffers or self.to_return):
             carry(rank, message)
         self._network.send(rank, message.first_frame(), message.buffers, counted)
 

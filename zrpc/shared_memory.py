@@ -2,7 +2,8 @@
 
 The sender copies the large buffers of a message into a segment of its own, and the message
 says where. The receiver maps the segment, its tensors are views of it, and when they are gone
-it gives the segment back, to be used again. So there is one copy in and none out.
+it gives the segment back, to be used again: with the next message that goes to the sender, often
+the answer, else by a message of its own. So there is one copy in and none out.
 
 Whether a peer can open a segment is tried when there is first something large for it (OFFER,
 answered by ACCEPT); until then, where it can't, and where the pool is full, frames do.
@@ -17,6 +18,7 @@ import threading
 import time
 import weakref
 from enum import IntEnum
+from itertools import chain
 from typing import Any, ClassVar
 
 from zrpc.agent import Agent
@@ -28,8 +30,10 @@ from zrpc.wire.kind import Kind
 
 __all__ = ["SharedMemoryLayer", "plug_in"]
 
-# The tag of the extension that says which buffers of a message are where.
+# The tags of the extensions that say which buffers of a message are where, and which segments
+# are returned with it.
 SHARED = 5
+RETURNED = 6
 
 # Messages whose large buffers are smaller than this in all go by frames: finding and giving
 # back a segment costs more than copying the bytes through a socket. Measured, there and back:
@@ -39,6 +43,7 @@ LEAST_BYTES = 1 << 18
 _DESCRIPTOR = struct.Struct("<QIIQQ")  # number, pid, fd, inode, size
 _PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
+_NUMBER = struct.Struct("<Q")  # of a segment
 
 
 class _Verb(IntEnum):
@@ -64,18 +69,21 @@ class SharedMemoryLayer:
 
     def __init__(self, agent: Agent, capacity: int) -> None:
         self.agent = agent
-        # Guards the pool, which any thread that sends uses.
+        # Guards the pool and what has been borrowed, which any thread that sends uses.
         self._lock = threading.Lock()
         self.pool = SegmentPool(capacity)
-        # Touched in the I/O thread only, but for its `ended`.
         self.loans = Loans()
+        # Loans that have ended, by the owner, who is to be told.
+        self._to_return: dict[int, list[Loan]] = {}
         self._accepted: set[int] = set()
         self._offered: set[int] = set()
         self._next_look = 0.0
         self._pid = os.getpid()
         agent.register(Kind.SEGMENT, self._on_segment)
         agent.register_extension(SHARED, self._borrow)
+        agent.register_extension(RETURNED, self._on_returned)
         agent.outbox.carry = self.carry
+        agent.outbox.to_return = self.loans.ended
         agent.flushers.append(self._flush)
         agent.tickers.append(self._tick)
         self._all.add(self)
@@ -83,7 +91,33 @@ class SharedMemoryLayer:
     # -- sending -------------------------------------------------------------------------
 
     def carry(self, rank: int, message: Message) -> None:
-        """Moves the large buffers of a message into a segment, where that can be done."""
+        """Moves the large buffers of a message into a segment, where that can be done.
+
+        With it go the segments that this worker returns to that one: with an answer, say, those
+        of the arguments. So the next call finds them free, and their memory still cached.
+        """
+        if self.loans.ended:
+            self._return_with(rank, message)
+        if message.buffers:
+            self._carry_buffers(rank, message)
+
+    def _return_with(self, rank: int, message: Message) -> None:
+        with self._lock:
+            self._sort_ended()
+            loans = self._to_return.get(rank, [])
+            returned = [loan for loan in loans if not loan.keep]
+            if returned:
+                self._to_return[rank] = [loan for loan in loans if loan.keep]  # for `_flush`
+        if returned:
+            data = b"".join(_NUMBER.pack(loan.number) for loan in returned)
+            message.extensions = [*message.extensions, (RETURNED, data)]
+
+    def _sort_ended(self) -> None:
+        """Sorts loans that have ended by their owner; the lock is held."""
+        for loan in self.loans.returned():
+            self._to_return.setdefault(loan.owner, []).append(loan)
+
+    def _carry_buffers(self, rank: int, message: Message) -> None:
         windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
         sizes = [ctypes.sizeof(window) for _, window in windows]
         if sum(sizes) < LEAST_BYTES or not self.agent.membership.reaches_by_ipc(rank):
@@ -157,6 +191,12 @@ class SharedMemoryLayer:
         message.buffers = [by_index[i] if i in by_index else next(others) for i in range(count)]
         return loan
 
+    def _on_returned(self, message: Message, data: bytes) -> None:
+        """Takes back the segments that a message came with."""
+        with self._lock:
+            for (number,) in _NUMBER.iter_unpack(data):
+                self.pool.give_back(number, message.sender)
+
     def _on_segment(self, message: Message) -> None:
         body = bytes(message.body)
         if len(body) < _NOTE.size:
@@ -180,8 +220,11 @@ class SharedMemoryLayer:
 
     def _flush(self) -> None:
         """Gives back what is not used any more, and tells of what was closed."""
-        if self.loans.ended:
-            for loan in self.loans.returned():
+        if self.loans.ended or self._to_return:
+            with self._lock:
+                self._sort_ended()
+                ended, self._to_return = self._to_return, {}
+            for loan in chain.from_iterable(ended.values()):
                 verb = _Verb.KEEP if loan.keep else _Verb.RETURN
                 self._post(loan.owner, _NOTE.pack(verb, loan.number))
         if self.pool.retired:
@@ -204,6 +247,7 @@ class SharedMemoryLayer:
         self._accepted.discard(rank)
         with self._lock:
             self.pool.lose(rank)
+            self._to_return.pop(rank, None)
         self.loans.forget(rank)
 
     def quiet(self) -> bool:

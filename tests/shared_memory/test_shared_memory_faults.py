@@ -34,7 +34,7 @@ from sharing import (
 )
 
 import zrpc
-from zrpc.shared_memory import SHARED
+from zrpc.shared_memory import RETURNED, SHARED
 from zrpc.testing import Mesh
 from zrpc.transport.loans import Loans
 from zrpc.transport.segments import Segment, supports_segments
@@ -549,6 +549,29 @@ def test_words_of_nonsense_change_nothing(introduced: Mesh, caplog):
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     assert torch.equal(kept()["held"], large(1))
+    drop("held")
+    until_returned(ours)
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("data", [b"", b"half", "another's", struct.pack("<Q", TOO_MUCH)])
+def test_returns_of_nonsense_change_nothing(introduced: Mesh, caplog, data):
+    ours = layer_of(introduced, 0)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    if data == "another's":
+        number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+        data = struct.pack("<Q", number)
+    stranger = introduced.agent(2)
+    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
+        future = stranger.caller.call_async(
+            stranger.membership.find(0), Kind.CALL, (echo, (1,), {}), 20, extension=(RETURNED, data)
+        )
+        if len(data) % 8:
+            with pytest.raises(zrpc.ProtocolError, match="extension"):
+                future.wait()
+        else:
+            assert future.wait() == 1
+    assert ours.pool.lent == 1
     drop("held")
     until_returned(ours)
 

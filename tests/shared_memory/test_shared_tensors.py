@@ -399,10 +399,51 @@ def test_a_clone_does_not_hold_the_loan(introduced: Mesh):
     assert torch.equal(clone, large(1))
 
 
-def test_arguments_are_returned_when_the_handler_is_done(introduced: Mesh):
+FUNCTIONS = {
+    "builtin": torch.numel,
+    "python": lambda t: t.numel(),
+    "large result": torch.neg,
+    "keyword": lambda *, t: t.numel(),
+    "array": lambda t: t.numpy().size,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends, name):
+    ours = layer_of(introduced, 0)
+    for i in range(5):
+        if name == "keyword":
+            zrpc.rpc_sync(1, FUNCTIONS[name], kwargs={"t": large(i)})
+        else:
+            zrpc.rpc_sync(1, FUNCTIONS[name], (large(i),))
+        assert ours.pool.lent == 0
+    assert len({lend.number for lend in lends if lend.pool is ours.pool}) == 1
+
+
+def test_results_are_returned_with_the_next_call(introduced: Mesh, lends):
+    for i in range(5):
+        received = zrpc.rpc_sync(1, make, (i,))
+        del received
+    assert len({lend.number for lend in lends}) == 1
+
+
+def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(introduced: Mesh):
     for i in range(3):
-        zrpc.rpc_sync(1, torch.numel, (large(i),))
+        zrpc.rpc_sync(1, keep, (i, large(i)))
+    drop(0, 1, 2)
     until_returned(layer_of(introduced, 0))
+
+
+@pytest.mark.zrpc(workers=3)
+def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introduced: Mesh):
+    introduced.run(0, introduce, 2)
+    introduced.run(2, introduce, 1)
+    zrpc.rpc_sync(1, keep, (0, large(0)))
+    introduced.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
+    drop(0, 1)
+    zrpc.rpc_sync(1, echo, (2,))
+    until_returned(layer_of(introduced, 0))
+    until_returned(layer_of(introduced, 2))
 
 
 def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(make_mesh, lends):
