@@ -30,6 +30,9 @@ __all__ = ["FORKS", "RRefLayer", "layer_of"]
 FORKS = 1
 SUBJECT = 2
 
+# So many messages of the reference count travel in one: the receiver does nothing else meanwhile.
+_MOST_IN_ONE = 256
+
 # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
 _ID = struct.Struct("<IQ")
 
@@ -229,8 +232,10 @@ class RRefLayer:
         value.when_ready(lambda: self.agent.callee.execute(request, outlet, resolve))
 
     def _on_reference(self, message: Message) -> None:
+        sender, words = message.sender, ReferenceMessage.parse_all(message.body)
         with self._lock:
-            self._references.handle(message.sender, ReferenceMessage.parse(bytes(message.body)))
+            for word in words:
+                self._references.handle(sender, word)
         self._settle_references()
 
     def _receive_forks(self, message: Message, data: bytes) -> list[Any]:
@@ -325,8 +330,13 @@ class RRefLayer:
     def _send_outgoing(self) -> None:
         with self._lock:
             outgoing, self._references.outgoing = self._references.outgoing, []
-        for rank, message in outgoing:
-            self.agent.outbox.post(rank, Message(Kind.REFERENCE, body=message.pack()))
+        packed: dict[int, list[bytes]] = {}
+        for rank, word in outgoing:
+            packed.setdefault(rank, []).append(word.pack())
+        for rank, words in packed.items():
+            for start in range(0, len(words), _MOST_IN_ONE):
+                body = b"".join(words[start : start + _MOST_IN_ONE])
+                self.agent.outbox.post(rank, Message(Kind.REFERENCE, body=body))
 
 
 class _Keep:

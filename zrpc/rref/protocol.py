@@ -88,18 +88,20 @@ class ReferenceMessage(NamedTuple):
         return _LAYOUT.pack(self.verb, self.serial, *ids)
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> ReferenceMessage:
-        """The message from its bytes.
+    def parse_all(cls, data: bytes | bytearray | memoryview) -> list[ReferenceMessage]:
+        """The messages that were packed one after the other.
 
         Raises:
-            ProtocolError: they are none.
+            ProtocolError: the bytes are none.
         """
+        unique = GloballyUniqueId
         try:
-            verb, serial, a, b, c, d, parent, e, f = _LAYOUT.unpack(data)
-            rref_id, fork_id = GloballyUniqueId(a, b), GloballyUniqueId(c, d)
-            return cls(Verb(verb), serial, rref_id, fork_id, parent, GloballyUniqueId(e, f))
+            return [
+                cls(Verb(verb), serial, unique(a, b), unique(c, d), parent, unique(e, f))
+                for verb, serial, a, b, c, d, parent, e, f in _LAYOUT.iter_unpack(data)
+            ]
         except (struct.error, ValueError) as error:
-            raise ProtocolError(f"expected a reference-count message: {error}") from error
+            raise ProtocolError(f"expected reference-count messages: {error}") from error
 
 
 class Fork(NamedTuple):
@@ -256,7 +258,10 @@ class References:
 
     def _entry(self, rref_id: RRefId) -> _Owned:
         """The entry of a value, made where a message about it came before its creation."""
-        return self._owned.setdefault(rref_id, _Owned())
+        owned = self._owned.get(rref_id)
+        if owned is None:
+            owned = self._owned[rref_id] = _Owned()
+        return owned
 
     def _free_if_unused(self, rref_id: RRefId) -> None:
         owned = self._owned[rref_id]
