@@ -59,9 +59,14 @@ def test_wait_returns_when_the_call_is_settled(calls):
     assert call.claim() == "outcome"
 
 
-def test_on_settled_is_called_once_it_is(calls):
+def test_a_follower_is_told_once_it_is_settled(calls):
     call, seen = calls.add(peer=0, timeout=0), []
-    call.on_settled = lambda settled: seen.append((settled is call, settled.settled))
+
+    class Follower:
+        def on_settled(self, settled):
+            seen.append((settled is call, settled.settled))
+
+    call.follower = Follower()
     call.settle("outcome")
     assert seen == [(True, True)]
 

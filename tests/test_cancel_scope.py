@@ -95,10 +95,15 @@ def test_calls_that_are_not_sent_yet_end_first(scope, calls):
     """They wait for room, which the end of the others would give them."""
     scope.begin()
     ended = []
+
+    class Follower:
+        def on_settled(self, call):
+            ended.append(call.sent)
+
     for i in range(20):
         call = calls.add(0, 0)
         call.sent = i % 2 == 0
-        call.on_settled = lambda call: ended.append(call.sent)
+        call.follower = Follower()
         scope.adopt(call)
     scope.cancel()
     assert ended == [False] * 10 + [True] * 10

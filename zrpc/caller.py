@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from zrpc.calls import PendingCall, PendingCalls, name_of
+from zrpc.calls import Follower, PendingCall, PendingCalls, name_of
 from zrpc.cancel_scope import current_scope
 from zrpc.codec import NONE, Codec
 from zrpc.current import has_shut_down
@@ -79,6 +79,7 @@ class Caller:
         self.window = Window(options.max_bytes_in_flight)
         self.calls = PendingCalls(self._receive_answer, self.window.leave, self._tell_cancelled)
         self.rpc_timeout = options.rpc_timeout
+        self._decode = self.decode  # bound once, for all futures
 
     def call(
         self,
@@ -128,7 +129,7 @@ class Caller:
             NotInitializedError: the agent is closed.
         """
         call, message = self._prepare(to, kind, obj, timeout, extension, holds, died)
-        future: Future[Any] = Future.of_call(call, self.decode, self._complete)
+        future: Future[Any] = Future.of_call(call, self._decode, self._complete)
         self._send_call(call, message)
         return future
 
@@ -139,14 +140,14 @@ class Caller:
         obj: Any,
         timeout: float,
         extension: tuple[int, bytes],
-        on_settled: Callable[[PendingCall], None],
+        follower: Follower,
     ) -> None:
-        """Sends a request; ``on_settled(call)`` is called when there is an outcome.
+        """Sends a request; ``follower`` is told when there is an outcome.
 
-        That is in the I/O thread or in the one that calls this, and must be short.
+        That is in the I/O thread or in the one that calls this.
         """
         call, message = self._prepare(to, kind, obj, timeout, extension)
-        call.on_settled = on_settled
+        call.follower = follower
         self._send_call(call, message)
 
     def _prepare(

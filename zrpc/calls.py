@@ -10,14 +10,18 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Protocol
 
 from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
 from zrpc.pool import acquire
 
-__all__ = ["NEVER", "PendingCall", "PendingCalls", "name_of"]
+__all__ = ["NEVER", "Follower", "PendingCall", "PendingCalls", "name_of"]
 
 NEVER = float("inf")
+
+# The outcome of a call that has none yet. As many calls may be under way, each has as few objects
+# as may be: the garbage collector goes through all there are when there are many new ones.
+_NONE: list[Any] = []
 
 
 def name_of(body: Any) -> object:
@@ -35,6 +39,13 @@ def name_of(body: Any) -> object:
         return what.__qualname__
     except Exception:  # of an object that can be called
         return type(what).__qualname__
+
+
+class Follower(Protocol):
+    """What a call is followed by, for which no thread waits."""
+
+    def on_settled(self, call: PendingCall) -> None:
+        """The call has an outcome. In the thread that settled it; to be short."""
 
 
 class PendingCall:
@@ -57,11 +68,11 @@ class PendingCall:
         "deadline",
         "delayed",
         "died",
+        "follower",
         "gate",
         "group",
         "holds",
         "kind",
-        "on_settled",
         "peer",
         "received_here",
         "room",
@@ -106,9 +117,9 @@ class PendingCall:
         self.kind = 0
         self.holds = holds
         self.died = died
-        # Called by the thread that settles the call, after the gate has opened.
-        self.on_settled: Callable[[PendingCall], None] | None = None
-        self._outcome: list[Any] = []
+        # Told by the thread that settles the call, after the gate has opened.
+        self.follower: Follower | None = None
+        self._outcome = _NONE
         # Opens when there is an outcome.
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -150,8 +161,8 @@ class PendingCall:
             self.group.discard(self)
         if self.room is not None:
             self._calls.on_leave(self)
-        if self.on_settled is not None:
-            self.on_settled(self)
+        if self.follower is not None:
+            self.follower.on_settled(self)
 
     def give_up(self, error: Exception) -> None:
         """Settles the call with an error, where nothing else has done so."""

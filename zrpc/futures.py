@@ -25,6 +25,10 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+def _no_source() -> None:
+    """Of a future that was not made by `then`."""
+
+
 class Future(torch.futures.Future[T]):
     """What `zrpc.rpc_async` returns: a result that is on its way.
 
@@ -51,15 +55,20 @@ class Future(torch.futures.Future[T]):
     See also ``torch.futures.Future``.
     """
 
-    # Set where the future stands for a call under way; see `of_call`.
-    _call: PendingCall | None = None
-    # What this future is made of by `then`, as long as that lives; a strong reference would make
-    # a cycle, by way of torch's list of callbacks.
-    _source: Callable[[], Future[Any] | None] = staticmethod(lambda: None)
-    _cancelled = False
+    # Not in a dictionary, which would be one more object of each call under way.
+    __slots__ = ("_call", "_cancelled", "_decode", "_gate", "_schedule", "_source")
+
+    _decode: Callable[[Any], T]  # as `of_call` was given them
+    _schedule: Callable[[Callable[[], None]], None]
 
     def __init__(self, *, devices: list[Any] | None = None) -> None:
         super().__init__(devices=devices)
+        # Set where the future stands for a call under way; see `of_call`.
+        self._call: PendingCall | None = None
+        # What this future is made of by `then`, as long as that lives; a strong reference would
+        # make a cycle, by way of torch's list of callbacks.
+        self._source: Callable[[], Future[Any] | None] = _no_source
+        self._cancelled = False
         # Open once the torch future below is complete.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -79,10 +88,10 @@ class Future(torch.futures.Future[T]):
             schedule: has a job done in another thread; used where nobody waits.
         """
         future: Future[T] = cls()
-        future._decode = decode  # type: ignore[attr-defined]
-        future._schedule = schedule  # type: ignore[attr-defined]
+        future._decode = decode
+        future._schedule = schedule
         future._call = call
-        call.on_settled = future._on_settled
+        call.follower = future
         return future
 
     def wait(self) -> T:
@@ -94,7 +103,7 @@ class Future(torch.futures.Future[T]):
             except BaseException:
                 # Interrupted: should the call be settled just now, somebody must complete it.
                 if call.settled:
-                    self._on_settled(call)
+                    self.on_settled(call)
                 raise
             self._complete(call)
         acquire(self._gate)
@@ -240,14 +249,16 @@ class Future(torch.futures.Future[T]):
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("Can not pickle torch.futures.Future")
 
-    def _on_settled(self, call: PendingCall) -> None:
+    def on_settled(self, call: PendingCall) -> None:
         """Has the future completed elsewhere, where no thread waits that would do it.
 
         Runs in the thread that settled the call, mostly the I/O thread, which must not run
         what the user wrote: unpickling and callbacks.
+
+        :meta private:
         """
         if not call.waited_for:
-            self._schedule(lambda: self._complete(call))  # type: ignore[attr-defined]
+            self._schedule(functools.partial(self._complete, call))
 
     def _complete(self, call: PendingCall) -> None:
         """Makes the value from the call's outcome; only the first caller gets to do it."""
@@ -255,7 +266,7 @@ class Future(torch.futures.Future[T]):
         if outcome is None:
             return
         self._cancelled = isinstance(outcome, RpcCancelledError)
-        decode = functools.partial(self._decode, outcome)  # type: ignore[attr-defined]
+        decode = functools.partial(self._decode, outcome)
         try:
             value = decode()
         except BaseException as error:

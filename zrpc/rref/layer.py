@@ -7,7 +7,7 @@ import struct
 import threading
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.agent import Agent
 from zrpc.errors import OwnerDied, RpcError
@@ -19,11 +19,12 @@ from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable
 
     from zrpc.calls import PendingCall
 
-__all__ = ["FORKS", "RRefLayer", "layer_of"]
+__all__ = ["FORKS", "Handle", "RRefLayer", "layer_of"]
 
 # The tag of the extension that lists the forks in a message, and of the one that names the
 # RRef that a message is about.
@@ -35,6 +36,13 @@ _MOST_IN_ONE = 256
 
 # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
 _ID = struct.Struct("<IQ")
+
+
+class Handle(Protocol):
+    """An RRef, as far as it is known here."""
+
+    def fail(self, error: Exception) -> None:
+        """The call that was to make the value has failed; in any thread."""
 
 
 class RRefLayer:
@@ -120,7 +128,7 @@ class RRefLayer:
         body: Any,
         timeout: float,
         subject: RRefId | None,
-        on_settled: Callable[[Any], None],
+        handle: weakref.ref[Handle],
     ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
         """Has a value made by a call of a function, or of a method of a value.
 
@@ -129,8 +137,7 @@ class RRefLayer:
             body: function (or the method's name), args, kwargs.
             timeout: seconds; as for any call.
             subject: the value whose method is called.
-            on_settled: called with the answer when the function has returned or failed, or
-                with the exception that came of the call instead; in the I/O thread.
+            handle: told with what the call fails; not with what the function raises.
 
         Returns:
             The ids of the value and of our fork, and the value. There is no fork where this
@@ -146,20 +153,11 @@ class RRefLayer:
                 value = self._value(rref_id)
             else:
                 self._references.create(rref_id, fork_id, owner.number)
-
-        def settled(call: PendingCall) -> None:
-            outcome = call.claim()
-            if own:
-                self.dropped.append((rref_id, None))
-            elif not isinstance(outcome, Exception):
-                with self._lock:
-                    self._references.created(fork_id)
-            on_settled(outcome)
-
         ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
+        creation = _Creation(self, rref_id, None if own else fork_id, handle)
         try:
             self.agent.caller.call_notify(
-                owner, Kind.REMOTE, body, timeout, (SUBJECT, _pack_ids(ids)), settled
+                owner, Kind.REMOTE, body, timeout, (SUBJECT, _pack_ids(ids)), creation
             )
         except BaseException:
             with self._lock:
@@ -171,6 +169,11 @@ class RRefLayer:
             self._settle_references()
             raise
         return rref_id, None if own else fork_id, value
+
+    def created(self, fork_id: ForkId) -> None:
+        """The owner lists a fork of ours, which was made with its value."""
+        with self._lock:
+            self._references.created(fork_id)
 
     def subject(self, rref_id: RRefId) -> tuple[int, bytes]:
         """The extension of a message that is about a value."""
@@ -337,6 +340,42 @@ class RRefLayer:
             for start in range(0, len(words), _MOST_IN_ONE):
                 body = b"".join(words[start : start + _MOST_IN_ONE])
                 self.agent.outbox.post(rank, Message(Kind.REFERENCE, body=body))
+
+
+class _Creation:
+    """Follows a call that makes a value elsewhere, or here.
+
+    Args:
+        layer: of the worker that calls.
+        rref_id: the value's.
+        fork_id: of this worker's fork; None at the owner.
+        handle: see `RRefLayer.create`.
+    """
+
+    __slots__ = ("_fork_id", "_handle", "_layer", "_rref_id")
+
+    def __init__(
+        self,
+        layer: RRefLayer,
+        rref_id: RRefId,
+        fork_id: ForkId | None,
+        handle: weakref.ref[Handle],
+    ) -> None:
+        self._layer = layer
+        self._rref_id = rref_id
+        self._fork_id = fork_id
+        self._handle = handle
+
+    def on_settled(self, call: PendingCall) -> None:
+        """In the I/O thread, or in the one that calls."""
+        outcome = call.claim()
+        failed = isinstance(outcome, Exception)
+        if self._fork_id is None:
+            self._layer.dropped.append((self._rref_id, None))
+        elif not failed:
+            self._layer.created(self._fork_id)
+        if failed and (handle := self._handle()) is not None:  # it may be gone by now
+            handle.fail(outcome)
 
 
 class _Keep:

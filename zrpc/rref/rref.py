@@ -116,19 +116,18 @@ class RRef(Generic[T]):
         """What `zrpc.remote` returns; see `RRefLayer.create`."""
         layer = layer_of(agent)
         rref: RRef[Any] = cls.__new__(cls)
-        waiting = weakref.ref(rref)
-
-        def on_settled(outcome: Any) -> None:
-            # In the I/O thread, or in this one. The handle may be gone by now.
-            handle = waiting()
-            if isinstance(outcome, Exception) and handle is not None:
-                handle._failure = outcome
-
-        rref_id, fork_id, value = layer.create(to, body, timeout, subject, on_settled)
+        rref_id, fork_id, value = layer.create(to, body, timeout, subject, weakref.ref(rref))
         failure = getattr(rref, "_failure", None)  # where it has failed already
         rref._fill(layer, rref_id, fork_id, to, value)
         rref._failure = failure
         return rref
+
+    def fail(self, error: Exception) -> None:
+        """The call that was to make the value has failed; in any thread.
+
+        :meta private:
+        """
+        self._failure = error
 
     def __del__(self) -> None:
         # Only a note: see RRefLayer.dropped. A handle that was never filled has no layer.

@@ -20,24 +20,22 @@ class OwnedValue:
         begun: whether the call that makes it has arrived; others may ask for it before.
     """
 
-    __slots__ = ("_error", "_followers", "_gate", "_lock", "_value", "begun")
+    __slots__ = ("_error", "_followers", "_lock", "_there", "_value", "begun")
 
     def __init__(self) -> None:
         self.begun = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # Open once there is a value or an error.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        # Whether there is one of the two; set last, and read without the lock.
+        self._there = False
         # Guards the followers; they are called without it.
         self._lock = threading.Lock()
-        self._followers: list[Callable[[], None]] | None = []
+        self._followers: list[Callable[[], None]] | None = None  # mostly there are none
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Settles what the value is, once, and calls those that wait for it."""
         with self._lock:
-            followers, self._followers = self._followers, None
-            if followers is None:
+            if self._there:
                 return
             self._value, self._error = value, error
             if error is not None:
@@ -46,14 +44,17 @@ class OwnedValue:
                 error.__context__ = None
                 error.__cause__ = RemoteError("".join(lines))
                 error.__traceback__ = None
-            self._gate.release()
-        for follower in followers:
+            self._there = True
+            followers, self._followers = self._followers, None
+        for follower in followers or ():
             follower()
 
     def when_ready(self, follower: Callable[[], None]) -> None:
         """Calls ``follower()`` once there is a value or an error, at once where there is."""
         with self._lock:
-            if self._followers is not None:
+            if not self._there:
+                if self._followers is None:
+                    self._followers = []
                 self._followers.append(follower)
                 return
         follower()
@@ -67,12 +68,24 @@ class OwnedValue:
         Raises:
             RpcTimeoutError: the timeout passed first.
         """
-        if not acquire(self._gate, timeout or -1):
-            raise RpcTimeoutError(
-                f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) and will now be "
-                "marked with an error: the RRef's value is not made yet"
-            )
-        self._gate.release()
+        if not self._there:
+            self._wait(timeout)
         if self._error is not None:
             raise self._error.with_traceback(None)
         return self._value
+
+    def _wait(self, timeout: float) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        opened = gate.release
+        self.when_ready(opened)
+        try:
+            if not acquire(gate, timeout or -1):
+                raise RpcTimeoutError(
+                    f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) and will now be "
+                    "marked with an error: the RRef's value is not made yet"
+                )
+        finally:
+            with self._lock:
+                if self._followers is not None and opened in self._followers:
+                    self._followers.remove(opened)
