@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import operator
 import pickle
 import threading
@@ -15,6 +16,7 @@ import torch
 from rpc_targets import PATIENCE, Gate, echo, fail
 
 import zrpc as rpc
+from zrpc.calls import PendingCalls
 from zrpc.testing import Mesh
 
 
@@ -26,6 +28,21 @@ def test_it_is_a_torch_future(shared: Mesh) -> None:
     assert future.wait() == 3
     assert future.done()
     assert future.value() == 3
+
+
+def test_one_under_way_is_few_objects_for_the_garbage_collector() -> None:
+    """It looks at all there are whenever there are many new ones."""
+    calls = PendingCalls()
+
+    def make() -> rpc.Future[Any]:
+        return rpc.Future.of_call(calls.add(peer=0, timeout=60), operator.neg, operator.call)
+
+    futures = [make()]
+    gc.collect()
+    before = len(gc.get_objects())
+    futures += [make() for _ in range(100)]
+    # The call, the future and a gate of each.
+    assert len(gc.get_objects()) - before <= 4 * 100
 
 
 def test_wait_again_and_again(shared: Mesh) -> None:

@@ -23,6 +23,7 @@ from tracked import (
 )
 
 import zrpc
+from zrpc.wire.kind import Kind
 
 KEPT: dict[str, object] = {}
 
@@ -50,6 +51,28 @@ def test_a_value_ends_with_its_only_rref(mesh):
     assert_kept(mesh, "own")
     del rref
     assert is_freed("own")
+    assert_empty(mesh)
+
+
+def test_the_end_of_many_is_told_in_few_messages(mesh, monkeypatch):
+    agent, count = mesh.agent(0), 600  # two messages and a bit
+    rrefs = [mesh.run(0, zrpc.remote, "worker1", Value, args=(f"{i}",)) for i in range(count)]
+    until(lambda: all(rref.confirmed_by_owner() for rref in rrefs))
+    sent, post = [], agent.outbox.post
+
+    def note(rank, message, *args, **kwargs):
+        sent.append(message.kind)
+        post(rank, message, *args, **kwargs)
+
+    monkeypatch.setattr(agent.outbox, "post", note)
+    dropped, told = threading.Event(), threading.Event()
+    # All together: the I/O thread waits meanwhile, and looks at what was dropped afterwards.
+    agent.in_io_thread(lambda: (told.set(), dropped.wait(SOON)))
+    assert told.wait(SOON)
+    rrefs.clear()
+    dropped.set()
+    assert all(is_freed(f"{i}") for i in range(count))
+    assert sent.count(Kind.REFERENCE) == 3
     assert_empty(mesh)
 
 
