@@ -59,7 +59,9 @@ LAYERS: list[list[str]] = [
     ],
     ["zrpc.failure_detector", "zrpc.hooks", "zrpc.leaving", "zrpc.news"],
     ["zrpc.roster"],
-    ["zrpc.card", "zrpc.entries"],
+    ["zrpc.summary"],
+    ["zrpc.item"],
+    ["zrpc.card", "zrpc.entries", "zrpc.horizon"],
     ["zrpc.pool", "zrpc.secret", "zrpc.worker_info"],
     ["zrpc.transport", "zrpc.wire"],
     [

@@ -547,6 +547,18 @@ class Agent:
         if loss is not None:
             self._lose(loss)
 
+    def recall(self, number: int) -> None:
+        """Somebody speaks of a worker that this one does not know.
+
+        Raises:
+            ProtocolError: it is not one that was gone before this one came.
+        """
+        card = self.membership.recall(number)
+        if card is None:
+            raise ProtocolError(f"expected the number of a worker, found {number}")
+        self.introduce(card, "")
+        self.part(number, Reason.LEFT)
+
     def expect(self, numbers: Collection[int]) -> None:
         """Looks after these workers also where nothing was exchanged with them, and no others."""
         self._watch.expected = set(numbers)

@@ -24,8 +24,10 @@ from zrpc.card import Card
 from zrpc.endpoints import endpoint_of
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.failure_detector import Reason
+from zrpc.item import Departure, Item, Verb
 from zrpc.news import News
-from zrpc.roster import Change, Departure, Item, Roster, Verb, What
+from zrpc.roster import Change, Roster, What
+from zrpc.summary import Summary
 from zrpc.transport.address import is_alive
 from zrpc.transport.probe import ListenerProbe
 from zrpc.worker_info import WorkerInfo
@@ -79,9 +81,9 @@ def claim(news: News, roster: Roster, card: Card, deadline: float) -> Card:
     """
     any_rank = card.rank < 0
     since = time.monotonic()
-    news.note(card.token, 0)
     while True:
         _catch_up(news, roster)
+        news.shorten(roster, len(roster.members))
         taken = {member.rank for member in roster.members.values()}
         while any_rank and (card.rank < 0 or card.rank in taken):
             card = replace(card, rank=news.next_rank())
@@ -96,7 +98,11 @@ def claim(news: News, roster: Roster, card: Card, deadline: float) -> Card:
                 return roster.members[number]
             obstacle = roster.obstacle(card)
             if obstacle is None:
-                raise RendezvousError(str(roster.refusal(card.token)))
+                raise RendezvousError(
+                    roster.refusal(card.token)
+                    or f"worker {card.name} was suspended while it asked to join the mesh, which "
+                    "has gone on without it: start it again"
+                )
         if any_rank and obstacle.name != card.name:
             continue  # somebody has chosen that rank meanwhile
         _wait_for_end(news, obstacle, card, min(deadline, since + _DEATH_KNOWN_WITHIN))
@@ -158,11 +164,13 @@ class ElasticLayer:
         self._roster = roster
         self._card = agent.membership.cards[agent.membership.rank]
         self._token = self._card.token
-        # Who others have to hear of: written in the I/O thread, read in that of the news.
-        self._losses: deque[int] = deque()
+        # Who others have to hear of, why they are gone, and more for a log: written in the I/O
+        # thread and in that of the news, read in the latter.
+        self._losses: deque[tuple[int, Departure, str]] = deque()
         # When to give up what workers that have left may have sent; for the I/O thread.
         self._leaving: dict[int, float] = {}
         self._noted = -1
+        self._have_read: dict[int, int] = {}  # what others noted last, by number
         self._said = False  # that this worker is in
         self._complete_at = 0  # the position of the news at which all were in
         self._in = threading.Event()
@@ -176,6 +184,7 @@ class ElasticLayer:
         self._thread = threading.Thread(
             target=self._serve, name=f"zrpc-{self._card.name}-news", daemon=True
         )
+        agent.membership.starts = dict(roster.starts)
         for card, why in roster.departed.values():
             self._know_of_departed(card, why)
         for number, card in roster.members.items():
@@ -232,7 +241,7 @@ class ElasticLayer:
         if reason not in (Reason.SILENT, Reason.GAVE_UP):
             self.agent.shut_out(rank)
         if reason is Reason.ENDED:
-            self._losses.append(rank)
+            self._losses.append((rank, Departure.ENDED, ""))
             self._wake.set()
 
     def quiet(self) -> bool:
@@ -299,21 +308,47 @@ class ElasticLayer:
         """Reads what is new, and says what there is to say."""
         items = self._news.read()
         changes = [change for item in items for change in self._roster.read(item)]
-        if changes and not self._apply(changes):
+        skipped = any(isinstance(item, Summary) for item in items)
+        if (changes or skipped) and not self._apply(changes, skipped):
             return  # we close
+        if not self._tell_of_losses():
+            return  # not before the news are read again
+        member = self._card.number in self._roster.members
         if self._noted != self._roster.position:
-            self._news.note(self._token, self._roster.position)
             self._noted = self._roster.position
-        while self._losses:
-            number = self._losses.popleft()
-            if number in self._roster.members:
-                token = self._roster.members[number].token
-                self._news.post(Item(Verb.GONE, token, why=Departure.ENDED))
-        if not self._in.is_set():
+            if member:
+                self._news.note(self._token, self._noted)
+            else:
+                self._news.withdraw(self._token)
+        if not self._in.is_set() and member:
             self._come_in()
+        if items and member:
+            self._news.shorten(self._roster, self._line())
 
-    def _apply(self, changes: list[Change]) -> bool:
-        """Has the agent's I/O thread carry out changes, and waits for that."""
+    def _tell_of_losses(self) -> bool:
+        """Says who is gone; False where that is to be tried again."""
+        while self._losses:
+            number, why, text = self._losses[0]
+            card = self._roster.members.get(number)
+            gone = None if card is None else Item(Verb.GONE, card.token, why=why, text=text)
+            if gone is not None and not self._news.post(gone):
+                return False
+            self._losses.popleft()
+        return True
+
+    def _line(self) -> int:
+        """How many members come before this one, where something is to be done by any."""
+        lost = self.agent.membership.lost
+        return sum(n < self._card.number and n not in lost for n in self._roster.members)
+
+    def _apply(self, changes: list[Change], skipped: bool) -> bool:
+        """Has the agent's I/O thread carry out changes, and waits for that.
+
+        Args:
+            changes: what the news have changed.
+            skipped: whether there were workers that came and went, of which they say no more.
+        """
+        starts = dict(self._roster.starts) if skipped else None
         to_do: list[tuple[Change, str]] = []
         for change in changes:
             endpoint = ""
@@ -328,6 +363,8 @@ class ElasticLayer:
         def errand() -> None:
             try:
                 self._carry_out(to_do)
+                if starts is not None:
+                    self.agent.membership.starts = starts
             finally:
                 done.set()
 
@@ -346,8 +383,7 @@ class ElasticLayer:
                 self._fail(error)  # who comes has to fit
                 return ""
             logger.warning("%s refuses %s: %s", self._card.info, card.info, error)
-            gone = Item(Verb.GONE, card.token, why=Departure.REFUSED, text=str(error))
-            self._news.post(gone)
+            self._losses.append((card.number, Departure.REFUSED, str(error)))
             return ""
 
     def _hear_of_oneself(self, change: Change) -> None:
@@ -363,8 +399,7 @@ class ElasticLayer:
         """Says that this worker is in once all others know it, and waits for all to have heard."""
         if not self._said:
             if self._all_have_read(self._roster.joined(self._token)):
-                self._said = True
-                self._news.post(Item(Verb.IN, self._token))
+                self._said = self._news.post(Item(Verb.IN, self._token))
                 self._pause = _PAUSES[0]
         elif self._card.number in self._roster.admitted and not self._roster.missing:
             self._complete_at = self._complete_at or self._roster.position
@@ -386,11 +421,20 @@ class ElasticLayer:
             )
 
     def _all_have_read(self, position: int) -> bool:
-        lost, members = self.agent.membership.lost, self._roster.members
-        others = [n for n in members if n != self._card.number and n not in lost]
-        noted = self._news.noted(members[n].token for n in others)
-        late = [n for n, read in zip(others, noted, strict=True) if read < position]
-        if late and time.monotonic() > self._impatient_at:
+        """Whether all others have read so many items, those that are lost apart."""
+        lost = self.agent.membership.lost
+        impatient = time.monotonic() > self._impatient_at
+        late: list[int] = []
+        for number, card in self._roster.members.items():
+            if number == self._card.number or number in lost:
+                continue
+            if self._have_read.get(number, 0) < position:
+                self._have_read[number] = self._news.noted(card.token)
+            if self._have_read[number] < position:
+                late.append(number)
+                if not impatient:
+                    break  # the others can be asked when this one has read it
+        if late and impatient:
             self.agent.expect(late)  # do they live?
         return not late
 
@@ -402,7 +446,10 @@ class ElasticLayer:
     def _say_farewell(self) -> None:
         if self._card.number not in self._roster.members:
             return
-        self._news.post(Item(Verb.GONE, self._token, why=Departure.LEFT))
+        while not self._news.post(Item(Verb.GONE, self._token, why=Departure.LEFT)):
+            _catch_up(self._news, self._roster)
+            if self._card.number not in self._roster.members:
+                return
         if not self.agent.has_terminated:
             return
         # All leave together. Who comes back at once is not to find who is about to leave.

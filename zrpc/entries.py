@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch.distributed import PrefixStore, Store
 
@@ -24,6 +25,8 @@ _UNSIGNED = b"-"
 _SIGNATURE = re.compile(rb"-|[0-9a-f]{64}")
 # A card has some hundred bytes; what is longer is not read.
 _LONGEST = 64 * 1024
+# What no entry is, and how one is named that is never there.
+_NOTHING = "?"
 
 
 class Entries:
@@ -47,14 +50,37 @@ class Entries:
         entry = self._signed(key, value)
         return bytes(self._store.compare_set(key, "", entry)) == entry.encode()
 
-    def first(self, key: str, value: str) -> str:
+    def first(self, key: str, value: str, longest: int = _LONGEST) -> str:
         """The entry under a key that was written first, now or before.
 
         Raises:
-            AuthenticationError: it is not signed as it must be.
+            AuthenticationError: it is not signed as it must be, or has more bytes than ``longest``.
         """
         entry = self._store.compare_set(key, "", self._signed(key, value))
-        return self.opened(key, bytes(entry))
+        return self.opened(key, bytes(entry), longest)
+
+    def replace(self, key: str, before: bytes, value: str) -> None:
+        """Writes an entry in place of one that was found there; b"" stands for none.
+
+        Does nothing where something else is there by now.
+        """
+        self._store.compare_set(key, before.decode(), self._signed(key, value))
+
+    def delete(self, key: str) -> None:
+        """Removes an entry, where there is one."""
+        self._store.delete_key(key)
+
+    @cached_property
+    def can_forget(self) -> bool:
+        """Whether `delete` works, and `peek` sees at once that there is nothing.
+
+        All stores that come with torch can; of others, torch does not ask for it.
+        """
+        try:
+            self._store.delete_key(_NOTHING)
+            return self._peek(_NOTHING) is None
+        except RuntimeError:  # also where the store is gone, which shows soon enough
+            return False
 
     def count(self, key: str, more: int) -> int:
         """Adds to a number, which begins at 0 and is not signed; returns the sum."""
@@ -72,10 +98,21 @@ class Entries:
         """An entry that is there, unread."""
         return bytes(self._store.get(key))
 
-    def opened(self, key: str, entry: bytes) -> str:
-        """The value of an entry that was found under a key; see `get`."""
-        signature, _, value = entry[:_LONGEST].partition(b" ")
-        if not _SIGNATURE.fullmatch(signature) or len(entry) > _LONGEST:
+    def peek(self, key: str) -> bytes | None:
+        """An entry, unread; None where there is none. It may be deleted at any time."""
+        if self.can_forget:
+            return self._peek(key)
+        return self.raw(key) if self.check([key]) else None
+
+    def _peek(self, key: str) -> bytes | None:
+        # A get would wait for it. This compares it with what it can't be, and so writes nothing.
+        entry = bytes(self._store.compare_set(key, _NOTHING, _NOTHING))
+        return None if entry == _NOTHING.encode() else entry
+
+    def opened(self, key: str, entry: bytes, longest: int = _LONGEST) -> str:
+        """The value of an entry that was found under a key; see `first`."""
+        signature, _, value = entry[:longest].partition(b" ")
+        if not _SIGNATURE.fullmatch(signature) or len(entry) > longest:
             raise AuthenticationError(
                 f"expected a signature and a value under {key}, found neither: all workers must "
                 "run the same version of zrpc, and nobody else may write to their store"

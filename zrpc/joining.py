@@ -17,11 +17,12 @@ from zrpc.elastic import ElasticLayer, claim
 from zrpc.endpoints import Meeting, find_endpoints, listen, make_keys, tell_of_listening
 from zrpc.entries import Entries
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.item import Departure, Item, Verb
 from zrpc.membership import Membership
 from zrpc.news import News
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.rendezvous import Card, meet
-from zrpc.roster import Departure, Item, Roster, Verb
+from zrpc.roster import Roster
 from zrpc.secret import ClusterSecret, find_secret
 from zrpc.transport.address import host_key, supports_ipc
 from zrpc.transport.network import Network

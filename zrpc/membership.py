@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from zrpc.card import Card
 from zrpc.errors import RpcError
 from zrpc.transport.network import bulk_identity
-from zrpc.worker_info import WorkerInfo
+from zrpc.worker_info import WorkerInfo, incarnation_of, rank_of
 
 __all__ = ["Membership"]
 
@@ -28,6 +28,8 @@ class Membership:
         infos: likewise.
         awaited: the numbers of those that have been introduced and not admitted.
         lost: the numbers of those that are gone.
+        starts: how many members each rank had before this worker came, as far as some of them may
+            be gone that it was never told of.
 
     The look-ups may be called from any thread, what changes anything from one.
     """
@@ -38,6 +40,7 @@ class Membership:
         self.rank = rank
         self.awaited: set[int] = set()
         self.lost: set[int] = set()
+        self.starts: Mapping[int, int] = {}
         self._found = set(self.infos)  # those that could be found at any time
         self._by_name = {info.name: info for info in self.infos.values()}
         self._by_rank = {info.id: info for info in self.infos.values()}
@@ -127,6 +130,20 @@ class Membership:
             self._awaited_ranks.pop(identity, None)
         self.lost.add(rank)
         self.awaited.discard(rank)
+
+    def recall(self, number: int) -> Card | None:
+        """A card in place of that of a worker which was gone before this one came.
+
+        Others may still speak of it.
+
+        Returns:
+            None where there was no such worker.
+        """
+        rank, incarnation = rank_of(number), incarnation_of(number)
+        if number in self.cards or incarnation >= self.starts.get(rank, 0):
+            return None
+        token = f"{number:032x}"  # drawn by nobody
+        return Card("departed", rank, 0, token, "", "", "", incarnation=incarnation)
 
     def was_found(self, number: int) -> bool:
         """Whether a worker is, or was, more than about to come."""

@@ -15,89 +15,31 @@ GONE    anybody            that worker has left, or its process has ended
   worker that was started again under its own name and rank takes the place of its predecessor,
   which has died, whether or not anybody has noticed.
 - How many have had a rank before is a member's incarnation. All count alike, as all read the same.
-- A worker that is refused may ask again. Once accepted, it is never accepted again: what is an old
+- A worker that is refused may ask again. Once accepted, it is not accepted again: what is an old
   card of an old incarnation is none of a new one's.
+
+Of those that are gone only the last are remembered, and of all others how many there were of each
+rank. So what is known does not grow as workers come and go, and fits into a summary
+(`zrpc.summary`): who reads that has read all that came before it.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from zrpc.card import Card
+from zrpc.item import Departure, Item, Verb
+from zrpc.summary import Summary
 from zrpc.worker_info import INCARNATIONS, RANKS, WorkerInfo, number_of
 
-__all__ = ["Change", "Departure", "Item", "Roster", "Verb", "What"]
+__all__ = ["Change", "Roster", "What"]
 
-
-class Verb(Enum):
-    """What an item of the news says."""
-
-    JOIN = "join"
-    IN = "in"
-    GONE = "gone"
-
-
-class Departure(Enum):
-    """Why a worker is gone."""
-
-    LEFT = "left"
-    ENDED = "ended"  # its process
-    REPLACED = "replaced"  # by its next incarnation
-    REFUSED = "refused"  # a member can't trust it
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One item of the news.
-
-    Attributes:
-        verb: what it says.
-        token: of the worker that it is about.
-        card: that worker's, for JOIN.
-        why: for GONE.
-        text: for GONE, more for who reads a log.
-    """
-
-    verb: Verb
-    token: str
-    card: Card | None = None
-    why: Departure | None = None
-    text: str = ""
-
-    def dump(self) -> str:
-        """The item as text."""
-        card = None if self.card is None else self.card.dump()
-        why = None if self.why is None else self.why.value
-        return json.dumps([self.verb.value, self.token, card, why, self.text])
-
-    @classmethod
-    def parse(cls, text: str) -> Item:
-        """Reads an item that was written by `dump`.
-
-        Raises:
-            ValueError: it is none, or one of another version of zrpc.
-        """
-        try:
-            verb, token, card, why, more = json.loads(text)
-            item = cls(
-                Verb(verb),
-                str(token),
-                None if card is None else Card.parse(card),
-                None if why is None else Departure(why),
-                str(more),
-            )
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"expected an item of a mesh's news, found another: {error}") from None
-        wanted = (item.verb is Verb.JOIN, item.verb is Verb.GONE)
-        if wanted != (item.card is not None, item.why is not None):
-            raise ValueError(f"expected an item of a mesh's news, found half of one: {text:.99}")
-        if item.card is not None and item.card.token != item.token:
-            raise ValueError("expected a card of the worker that an item is about, found another's")
-        return item
+# So many of those that are gone, and of those that were refused, are remembered.
+_REMEMBERED = 32
 
 
 class What(Enum):
@@ -132,7 +74,10 @@ class Roster:
         position: how many items were read.
         members: the cards of all that are accepted and not gone, by number.
         admitted: the numbers of those of them that can be found.
-        departed: the cards of those that are gone, and why, by number.
+        departed: the cards of the last that are gone, and why, by number; in a mesh of a fixed
+            size, of all.
+        starts: how many members each rank has had.
+        lost: the tokens of those that are gone, by the item that said so; `forget` shortens it.
     """
 
     def __init__(self) -> None:
@@ -140,16 +85,22 @@ class Roster:
         self.members: dict[int, Card] = {}
         self.admitted: set[int] = set()
         self.departed: dict[int, tuple[Card, Departure]] = {}
-        self._starts: Counter[int] = Counter()
+        self.starts: Counter[int] = Counter()
+        self.lost: dict[int, str] = {}
         self._joined: dict[str, tuple[int, int]] = {}  # by token: the number, and the position
         self._refused: dict[str, str] = {}
 
-    def read(self, item: Item | None) -> list[Change]:
-        """Reads the next item; None for one that could not be read.
+    def read(self, item: Item | Summary | None) -> list[Change]:
+        """Reads the next item, or what stands for all up to some place.
+
+        Args:
+            item: None for one that could not be read.
 
         Returns:
             What has changed by it, in order.
         """
+        if isinstance(item, Summary):
+            return list(self._skip_to(item))
         self.position += 1
         if item is None:
             return []
@@ -166,13 +117,28 @@ class Roster:
         self.admitted.add(number)
         return [Change(What.ADMITTED, self.members[number])]
 
+    def summary(self) -> Summary:
+        """What was read, in short."""
+        return Summary(
+            position=self.position,
+            members=dict(self.members),
+            joined={number: self._joined[card.token][1] for number, card in self.members.items()},
+            admitted=frozenset(self.admitted),
+            departed=dict(self.departed),
+            starts=dict(self.starts),
+        )
+
+    def forget(self, position: int) -> None:
+        """Forgets what `lost` says of the first so many items."""
+        self.lost = {place: token for place, token in self.lost.items() if place > position}
+
     def number(self, token: str) -> int | None:
-        """The number of the worker with this token; None where it was not accepted."""
+        """The number of the member with this token; None where there is none."""
         found = self._joined.get(token)
         return None if found is None else found[0]
 
     def joined(self, token: str) -> int:
-        """Which item brought the worker that was accepted with this token."""
+        """Which item brought the member with this token."""
         return self._joined[token][1]
 
     def refusal(self, token: str) -> str | None:
@@ -209,23 +175,26 @@ class Roster:
         _, why = self.departed.get(number_of(card.rank, card.incarnation - 1), (card, None))
         if why in (None, Departure.LEFT):
             return []
-        last = [number_of(rank, self._starts[rank] - 1) for rank in self.missing]
+        last = [number_of(rank, self.starts[rank] - 1) for rank in self.missing]
         found = [self.departed[number] for number in last if number in self.departed]
         return [card.info for card, why in found if why is Departure.LEFT]
 
     def _join(self, card: Card) -> Iterator[Change]:
-        if card.token in self._joined:
+        if card.token in self._joined or any(
+            card.token == gone.token for gone, _ in self.departed.values()
+        ):
             return  # accepted before: somebody repeats an old card
         refusal = self._objection(card)
         if refusal is not None:
             self._refused[card.token] = refusal
+            _shorten(self._refused)
             return
         self._refused.pop(card.token, None)
         for number, member in list(self.members.items()):
             if member.rank == card.rank:
                 yield self._lose(number, Departure.REPLACED)
-        card = replace(card, incarnation=self._starts[card.rank])
-        self._starts[card.rank] += 1
+        card = replace(card, incarnation=self.starts[card.rank])
+        self.starts[card.rank] += 1
         self.members[card.number] = card
         self._joined[card.token] = (card.number, self.position)
         yield Change(What.INTRODUCED, card)
@@ -236,7 +205,7 @@ class Roster:
             return mismatch
         if not 0 <= card.rank < (card.world_size or RANKS):
             return f"expected a rank below {card.world_size or RANKS}, found {card.rank}"
-        if self._starts[card.rank] >= INCARNATIONS:
+        if self.starts[card.rank] >= INCARNATIONS:
             return f"rank {card.rank} was used {INCARNATIONS} times: take another one"
         other = self.obstacle(card)
         if other is None:
@@ -254,8 +223,40 @@ class Roster:
     def _lose(self, number: int, why: Departure, text: str = "") -> Change:
         card = self.members.pop(number)
         self.admitted.discard(number)
+        del self._joined[card.token]
+        self.lost[self.position] = card.token
         self.departed[number] = (card, why)
+        if not card.world_size:  # else there is a limit: how often workers are started again
+            _shorten(self.departed)
         return Change(What.LOST, card, why, text)
+
+    def _skip_to(self, summary: Summary) -> Iterator[Change]:
+        """Takes over what a summary says; what came before it need not be read any more."""
+        members, admitted = self.members, self.admitted
+        self.position = summary.position
+        self.members = dict(summary.members)
+        self.admitted = set(summary.admitted)
+        self.departed = dict(summary.departed)
+        self.starts = Counter(summary.starts)
+        self.lost = {}
+        self._joined = {
+            card.token: (number, summary.joined[number]) for number, card in self.members.items()
+        }
+        for number, card in members.items():
+            if number not in self.members:
+                _, why = self.departed.get(number, (card, Departure.LEFT))
+                yield Change(What.LOST, card, why)
+        for number, card in self.members.items():
+            if number not in members:
+                yield Change(What.INTRODUCED, card)
+            if number in self.admitted - admitted:
+                yield Change(What.ADMITTED, card)
+
+
+def _shorten(remembered: dict[Any, Any]) -> None:
+    """Keeps the last."""
+    while len(remembered) > _REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def _other_size(card: Card, other: Card) -> str:

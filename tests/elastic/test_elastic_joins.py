@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
-from zrpc.roster import Departure, Item, Verb
+from zrpc.item import Departure, Item, Verb
 from zrpc.secret import ClusterSecret
 from zrpc.testing.leaks import lasting
 from zrpc.transport.address import host_key

@@ -245,6 +245,9 @@ class RRefLayer:
         """Makes the handles of a message, even where nobody will unpickle it."""
         handles = []
         forks = Fork.unpack_all(data)
+        for fork in forks:
+            if fork.owner not in self.agent.membership.infos:
+                self.agent.recall(fork.owner)
         with self._lock:
             for fork in forks:
                 self._references.receive(fork, message.sender)
