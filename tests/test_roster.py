@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from zrpc.card import Card
 from zrpc.item import Departure, Item, Verb
 from zrpc.roster import Roster, What
+from zrpc.summary import Summary
 from zrpc.worker_info import RANKS, WorkerInfo, incarnation_of, number_of, rank_of
 
 
@@ -223,3 +224,54 @@ def test_whatever_the_news_nobody_is_taken_for_another(news):
         assert len({member.name for member in members}) == len(members)
         assert roster.admitted <= roster.members.keys()
         assert not roster.members.keys() & roster.departed.keys()
+
+
+@given(st.lists(items, max_size=40), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_a_summary_stands_for_all_that_came_before(news, half):
+    roster, late, frozen = Roster(), Roster(), Roster()
+    for item in news[:half]:
+        roster.read(item)
+    for item in news[: half // 2]:
+        frozen.read(item)
+    summary = Summary.parse(roster.summary().dump())
+    assert summary == roster.summary()
+    known = set(frozen.members)
+    for reader, had in ((late, set()), (frozen, known)):
+        changes = [(change.what, change.card.number) for change in reader.read(summary)]
+        assert reader.summary() == summary
+        lost = {number for what, number in changes if what is What.LOST}
+        introduced = {number for what, number in changes if what is What.INTRODUCED}
+        assert (had - lost) | introduced == set(roster.members)
+        assert len(changes) == len(set(changes))
+    for item in news[half:]:
+        assert roster.read(item) == late.read(item) == frozen.read(item)
+    assert roster.summary() == late.summary() == frozen.summary()
+
+
+def test_what_is_known_does_not_grow_as_workers_come_and_go(roster):
+    sizes = []
+    for rank in range(400):
+        read(roster, join(card(rank)), join(card(rank, 1, name="w0")), come_in(card(rank)))
+        if rank:
+            read(roster, gone(card(rank)))
+        roster.forget(roster.position - 10)
+        sizes.append(len(roster.summary().dump()))
+    assert max(sizes[100:]) < sizes[50] + 1000
+    assert (len(roster.departed), len(roster.lost)) == (32, 3)
+    # Whose number is whose is known for all.
+    assert sum(roster.starts.values()) == 400
+    again = card(7, 9)
+    assert read(roster, join(again)) == [(What.INTRODUCED, number_of(7, 1), None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "[" * 10_000, "[1, [], []]", "[1, [], [], [[5, 4, 1]]]", "[1, [[1]], [], []]"),
+        *(f"[1, [], [], [[0, {RANKS + 1}, 1]]]", '[1, [], [["card", "left"]], []]'),
+    ],
+)
+def test_a_text_that_is_no_summary(text):
+    with pytest.raises(ValueError, match="expected a summary"):
+        Summary.parse(text)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 
 from torch.distributed import PrefixStore, Store
 
@@ -40,6 +39,7 @@ class Entries:
     def __init__(self, store: Store, secret: ClusterSecret | None) -> None:
         self._store = PrefixStore(_PREFIX, store)
         self._secret = secret
+        self._can_forget: bool | None = None  # nobody has asked
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
@@ -70,17 +70,19 @@ class Entries:
         """Removes an entry, where there is one."""
         self._store.delete_key(key)
 
-    @cached_property
+    @property
     def can_forget(self) -> bool:
         """Whether `delete` works, and `peek` sees at once that there is nothing.
 
         All stores that come with torch can; of others, torch does not ask for it.
         """
-        try:
-            self._store.delete_key(_NOTHING)
-            return self._peek(_NOTHING) is None
-        except RuntimeError:  # also where the store is gone, which shows soon enough
-            return False
+        if self._can_forget is None:
+            try:
+                self._store.delete_key(_NOTHING)
+                self._can_forget = self._peek(_NOTHING) is None
+            except RuntimeError:  # also where the store is gone, which shows soon enough
+                self._can_forget = False
+        return self._can_forget
 
     def count(self, key: str, more: int) -> int:
         """Adds to a number, which begins at 0 and is not signed; returns the sum."""

@@ -85,7 +85,7 @@ class Horizon:
         """
         try:
             values = json.loads(text)
-        except RecursionError:
+        except (ValueError, RecursionError):
             values = None
         if (
             not isinstance(values, list)
