@@ -237,3 +237,36 @@ def test_the_store_goes_and_the_mesh_goes_on(elastic, until, caplog):
     agents[0].shutdown()
     with agents[1].as_current(), pytest.raises(rpc.WorkerDied, match="it left the mesh"):
         rpc.rpc_sync("w0", max, (1, 2))
+
+
+def test_a_reference_to_what_a_worker_owned_that_was_gone_before(elastic, monkeypatch):
+    """So long before that nobody tells the new worker of it."""
+    monkeypatch.setattr("zrpc.roster._REMEMBERED", 0)
+    monkeypatch.setattr("zrpc.horizon._LENGTH", 0)
+    first, owner = elastic.join_all(2)
+    with first.as_current():
+        kept = rpc.remote("w1", dict)
+        assert kept.to_here() == {}
+    number = owner.membership.rank
+    owner.shutdown(graceful=False)
+    for name in ("between", "late"):
+        late = elastic.join(name)
+    assert number not in late.membership.infos
+    with first.as_current():
+        for use in (lambda ref: ref.to_here(), lambda ref: ref.rpc_sync().keys()):
+            with pytest.raises(rpc.OwnerDied, match=r"worker departed \(rank 1\) is gone: it left"):
+                rpc.rpc_sync("late", use, (kept,))
+        assert rpc.rpc_sync("late", lambda ref: ref.owner().id, (kept,)) == 1
+    assert call(late, "w0") == 2
+
+
+def test_a_reference_to_what_nobody_owns(elastic):
+    first, _ = elastic.join_all(2)
+    with first.as_current():
+        kept = rpc.remote("w1", dict)
+        assert kept.to_here() == {}
+        nobody = first.membership.infos[77] = rpc.WorkerInfo("nobody", 77)
+        kept._owner = nobody
+        with pytest.raises(rpc.ProtocolError, match="expected the number of a worker, found 77"):
+            rpc.rpc_sync("w1", id, (kept,))
+        assert rpc.rpc_sync("w1", max, (1, 2)) == 2
