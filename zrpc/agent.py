@@ -488,6 +488,7 @@ class Agent:
     def _lose(self, loss: Loss) -> None:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
+        self._received.pop(rank, None)
         self._assembler.forget(rank)
         if self.membership.was_found(rank):
             logger.info("%s: %s", self.worker_info, self.why_gone(rank))
@@ -577,8 +578,8 @@ class Agent:
         return self._shutdown.done
 
     def has_heard(self, number: int) -> bool:
-        """Whether any message of a worker ever came in."""
-        return bool(self._received[number])
+        """Whether any message ever came in of a worker that is not gone."""
+        return bool(self._received.get(number))
 
     # -- the end -------------------------------------------------------------------------
 
@@ -656,7 +657,7 @@ class Agent:
         self.callee.requests.close()
         if not self._shutdown.done:
             for rank in self.membership.living:
-                known = self._network.knows(rank) or self._received[rank]
+                known = self._network.knows(rank) or self._received.get(rank)
                 if known and rank != self.membership.rank:
                     sent = _SENT.pack(self._network.sent([rank])) if gracefully else b""
                     self.outbox.post(rank, Message(Kind.LEAVE, body=sent), counted=False)

@@ -42,6 +42,7 @@ class Membership:
         self.lost: set[int] = set()
         self.starts: Mapping[int, int] = {}
         self._found = set(self.infos)  # those that could be found at any time
+        self._living = set(self.infos)  # those of them that are not gone
         self._by_name = {info.name: info for info in self.infos.values()}
         self._by_rank = {info.id: info for info in self.infos.values()}
         self._ranks = {i: card.number for card in self.cards.values() for i in _identities(card)}
@@ -58,7 +59,7 @@ class Membership:
     @property
     def living(self) -> list[int]:
         """The numbers of all workers that can be found and are not gone."""
-        return sorted(number for number in list(self._found) if number not in self.lost)
+        return sorted(self._living.copy())
 
     def introduce(self, card: Card) -> None:
         """A worker is about to come."""
@@ -80,6 +81,7 @@ class Membership:
             self._ranks[identity] = number
         self.awaited.discard(number)
         self._found.add(number)
+        self._living.add(number)
         self._by_rank[info.id] = info
         self._by_name[info.name] = info
         return True
@@ -129,6 +131,7 @@ class Membership:
             self._ranks.pop(identity, None)
             self._awaited_ranks.pop(identity, None)
         self.lost.add(rank)
+        self._living.discard(rank)
         self.awaited.discard(rank)
 
     def recall(self, number: int) -> Card | None:

@@ -34,7 +34,7 @@ class Watch:
         network: the worker's.
         membership: the worker's; those that are gone are marked there.
         limit: how long a peer may be silent, in seconds; 0 for any time.
-        received: how many messages came of each worker, kept by the agent.
+        received: how many messages came of each worker that is not gone, kept by the agent.
 
     For one thread at a time, that which receives; but `epitaph` may be called from any.
     """
@@ -103,7 +103,7 @@ class Watch:
         Returns:
             None where that was known, or is not to be believed yet.
         """
-        if self._received[rank] < sent:
+        if self._received.get(rank, sent) < sent:
             self._farewells[rank] = (reason, sent)
             return None
         loss = self._detector.lose(rank, reason, time.monotonic())
@@ -201,6 +201,7 @@ class Watch:
         self._epitaphs[loss.rank] = f"{why}; {last}"
         self._reasons[loss.rank] = loss.reason
         self._farewells.pop(loss.rank, None)
+        self._counted.pop(loss.rank, None)
         self._membership.lose(loss.rank)
         if loss.rank in self._neighbours:
             self._neighbours.remove(loss.rank)
