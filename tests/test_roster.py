@@ -258,7 +258,7 @@ def test_what_is_known_does_not_grow_as_workers_come_and_go(roster):
         roster.forget(roster.position - 10)
         sizes.append(len(roster.summary().dump()))
     assert max(sizes[100:]) < sizes[50] + 1000
-    assert (len(roster.departed), len(roster.lost)) == (32, 3)
+    assert (len(roster.departed), len(roster.lost)) == (16, 3)
     # Whose number is whose is known for all.
     assert sum(roster.starts.values()) == 400
     again = card(7, 9)

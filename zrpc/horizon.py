@@ -1,7 +1,7 @@
 """How far back the news of a mesh go: the rules by which old ones are forgotten. No I/O in here.
 
 Whoever reads the news knows who is in the mesh, and that is all that old ones are good for. So
-now and then somebody writes it down, in a *summary* (`zrpc.summary`), and what came before is
+now and then somebody writes it down, in a *summary* (``zrpc.summary``), and what came before is
 forgotten. Who joins then reads the newest summary, and what came after it::
 
                 swept         floor          base            the end

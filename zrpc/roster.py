@@ -20,7 +20,7 @@ GONE    anybody            that worker has left, or its process has ended
 
 Of those that are gone only the last are remembered, and of all others how many there were of each
 rank. So what is known does not grow as workers come and go, and fits into a summary
-(`zrpc.summary`): who reads that has read all that came before it.
+(``zrpc.summary``): who reads that has read all that came before it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zrpc.worker_info import INCARNATIONS, RANKS, WorkerInfo, number_of
 __all__ = ["Change", "Roster", "What"]
 
 # So many of those that are gone, and of those that were refused, are remembered.
-_REMEMBERED = 32
+_REMEMBERED = 16
 
 
 class What(Enum):
