@@ -6,8 +6,8 @@ its place and with the mesh's own id, so that no old item can be put in the plac
 
 Each reader *notes* how far it has come, for those who must know that all have read something.
 
-Old items are forgotten, by the rules of ``zrpc.horizon``: then the news begin with a summary. In the
-store are as many entries as the mesh has members, however many there ever were.
+Old items are forgotten, by the rules of ``zrpc.horizon``: then the news begin with a summary. So
+the number of entries follows that of the members, however many there ever were.
 """
 
 from __future__ import annotations

@@ -108,10 +108,10 @@ class DistributedOptimizer(Optimizer):
             RuntimeError: there is no such context.
             Exception: what an owner's step raised; the other owners have stepped.
         """
-        layer = current_agent().layer(AutogradLayer)
+        contexts = current_agent().layer(AutogradLayer).contexts
         if context_id is None:
-            context_id = layer.current_context()
-        layer.find(context_id)
+            context_id = contexts.current()
+        contexts.find(context_id)
         options = self._options()
         _wait_for_all(
             [rref.rpc_async().step(context_id, options) for rref in self.remote_optimizers]
@@ -226,7 +226,7 @@ class _LocalOptimizer:
 
     def step(self, context_id: int, options: dict[int, Options]) -> None:
         """Steps with the gradients of a context."""
-        gradients = current_agent().layer(AutogradLayer).gradients_if_any(context_id)
+        gradients = current_agent().layer(AutogradLayer).contexts.gradients_if_any(context_id)
         with _locked(self._params):
             for index, group in zip(self._indices, self._optimizer.param_groups, strict=True):
                 group.update(options[index])
@@ -284,7 +284,7 @@ def clip_grad_norm_(
 
     See also ``torch.nn.utils.clip_grad_norm_``.
     """
-    current_agent().layer(AutogradLayer).find(context_id)
+    current_agent().layer(AutogradLayer).contexts.find(context_id)
     parts = _by_owner(params_rref)
     norms = _wait_for_all(
         [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
@@ -304,7 +304,7 @@ def clip_grad_norm_(
 
 def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
     """The norms of the gradients of the parameters here, as a vector."""
-    gradients = current_agent().layer(AutogradLayer).gradients_if_any(context_id)
+    gradients = current_agent().layer(AutogradLayer).contexts.gradients_if_any(context_id)
     norms = [
         torch.linalg.vector_norm(_values(gradients[param]), norm_type)
         for param in (rref.local_value() for rref in rrefs)
@@ -315,7 +315,7 @@ def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tenso
 
 def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
     params = [rref.local_value() for rref in rrefs]
-    current_agent().layer(AutogradLayer).scale_gradients(context_id, params, factor)
+    current_agent().layer(AutogradLayer).contexts.scale_gradients(context_id, params, factor)
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

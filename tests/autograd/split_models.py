@@ -90,8 +90,7 @@ def layers(mesh: Mesh) -> list[AutogradLayer]:
 
 def gradients_at(mesh: Mesh, worker: int, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """What a worker holds; nothing where it took no part."""
-    layer = mesh.agent(worker).layer(AutogradLayer)
-    return layer.gradients(context_id) if context_id in layer._contexts else {}
+    return mesh.agent(worker).layer(AutogradLayer).contexts.gradients_if_any(context_id)
 
 
 def gradients(mesh: Mesh, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -163,7 +162,7 @@ def until(condition: Callable[[], object], what: str = "") -> None:
 def assert_freed(mesh: Mesh) -> None:
     """No worker has a context any more, once the messages of that have arrived."""
     for layer in layers(mesh):
-        until(lambda layer=layer: len(layer) == 0, f"worker {layer.rank} has no context")
+        until(lambda layer=layer: len(layer) == 0, f"{layer.agent.worker_info} has no context")
 
 
 def settle(mesh: Mesh, rounds: int = 2) -> None:

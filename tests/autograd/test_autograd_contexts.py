@@ -325,7 +325,7 @@ def test_gradients_are_read_in_another_thread(mesh):
 def test_backward_begins_at_a_worker_that_did_not_make_the_context(mesh):
     def there(x):
         loss = (layer(1, x) * call("worker2", layer, 2, x)).sum()
-        context_id = mesh.agent(1).layer(type(layers(mesh)[1])).current_context()
+        context_id = layers(mesh)[1].contexts.current()
         dist_autograd.backward(context_id, [loss])
 
     def run():

@@ -361,7 +361,7 @@ def relay_without_waiting(x):
 @pytest.mark.zrpc(workers=3, timeout=15)
 def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh):
     """worker2 lists them as sent, and worker1 has them, but not in the chain that it runs."""
-    first, second = layers(mesh)[1:]
+    first, second = (layer.passes for layer in layers(mesh)[1:])
     begun, arrived = threading.Event(), threading.Event()
     released = threading.Event()
 
@@ -416,7 +416,7 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh):
 @pytest.mark.zrpc(workers=3, timeout=15)
 def test_a_worker_that_is_asked_again_after_its_part_is_done(mesh):
     """Nothing runs twice: worker2 asks worker1 when that is done with the pass."""
-    first, second = layers(mesh)[1:]
+    first, second = (layer.passes for layer in layers(mesh)[1:])
     done = threading.Event()
     runs = []
     run_first, ask_second = first._run, second._ask
@@ -460,7 +460,7 @@ def test_a_worker_that_is_asked_again_after_its_part_is_done(mesh):
 @pytest.mark.zrpc(workers=3, timeout=15)
 def test_a_worker_that_is_asked_after_the_pass_has_failed(mesh):
     """It neither runs its part, nor waits for gradients that will not come."""
-    second = layers(mesh)[2]
+    second = layers(mesh)[2].passes
     take_part, failed = second._take_part, threading.Event()
 
     def take_part_later(request):
@@ -656,7 +656,7 @@ def test_a_context_that_went_on_by_a_worker_that_is_gone(mesh, ends_first):
     running = mesh.submit(0, run)
     assert is_told.wait(SOON)
     if ends_first:  # its end comes to worker1, and not from there to worker2
-        mesh.agent(1).layer(AutogradLayer)._release = lambda *_, **__: None
+        mesh.agent(1).layer(AutogradLayer).contexts.release = lambda *_, **__: None
         go.set()
         running.result(SOON)
         until(lambda: len(mesh.agent(0).layer(AutogradLayer)) == 0)

@@ -43,7 +43,7 @@ def context() -> AbstractContextManager[int]:
         NotInitializedError: there is no agent.
         RpcError: this thread is in a context already.
     """
-    return _layer().context()
+    return _layer().contexts.context()
 
 
 def backward(
@@ -72,8 +72,8 @@ def backward(
     """
     if not isinstance(context_id, int) and roots is None:
         roots = context_id
-        context_id = _layer().current_context()
-    _layer().backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
+        context_id = _layer().contexts.current()
+    _layer().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -82,7 +82,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeError: there is no such context at this worker.
     """
-    return _layer().gradients(context_id)
+    return _layer().contexts.gradients(context_id)
 
 
 def _layer() -> AutogradLayer:
