@@ -247,7 +247,7 @@ def test_all_know_the_same_whatever_happens_in_between(moves):
 
 
 @pytest.mark.parametrize("litter", [False, True])
-@pytest.mark.parametrize("lives", [1, 2, 3, 5])
+@pytest.mark.parametrize("lives", [2, 5])
 def test_who_is_frozen_at_any_step_finds_its_way(lives, litter):
     step = 0
     while True:

@@ -20,8 +20,8 @@ from zrpc.testing.leaks import lasting
 PATIENCE = 30.0
 LENGTH = 6  # of the news between two summaries, but for what each member adds
 STEADY = 3
-# The news of three lengths, where eight have joined or left at once; notes, and what there is once.
-MOST = 3 * (LENGTH + 8 + STEADY) + 8 + STEADY + 5
+# The news of three lengths, where six have joined or left at once; notes, and what there is once.
+MOST = 3 * (LENGTH + 6 + STEADY) + 6 + STEADY + 5
 
 
 @pytest.fixture
@@ -79,15 +79,15 @@ def test_the_store_does_not_grow_as_workers_come_and_go(store, make_mesh, until)
         found = [mesh.run(worker, known) for worker in workers]
         return found[0] if found == found[:1] * len(found) else None
 
-    receive_guests(range(STEADY), "guest", 5)
+    receive_guests(range(STEADY), "guest", 4)
     mesh.pause(1)
-    receive_guests([0, 2], "quick", 4, at_once=4)
+    receive_guests([0, 2], "quick", 3, at_once=3)
     mesh.kill(2)
     receive_guests([0], "last", 1)
     mesh.resume(1)
     until(lambda: agree([0, 1]), "the one that was stopped knows what the other does")
     position, members = agree([0, 1])
     assert members == ["worker0", "worker1"]
-    assert position >= 3 * (15 + 8 + 1)
+    assert position >= 3 * (12 + 6 + 1)
     assert store.num_keys() <= MOST  # and not one for each item, and each worker that ever was
     receive_guests([1], "guest-of-both", 1)
