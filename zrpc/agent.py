@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
-from zrpc.callee import Callee
+from zrpc.callee import UNREAD, Callee
 from zrpc.caller import Caller
 from zrpc.calls import NEVER
 from zrpc.card import Card
@@ -56,7 +56,7 @@ from zrpc.transport.chunks import Assembler, NoMemory, is_chunk
 from zrpc.transport.inbox import OutOfMemory
 from zrpc.transport.network import Network
 from zrpc.watch import Watch
-from zrpc.wire.header import Message, parse
+from zrpc.wire.header import Message, parse, parse_head
 from zrpc.wire.kind import REQUESTS, Kind
 from zrpc.worker_info import rank_of
 
@@ -150,7 +150,7 @@ class Agent:
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
-        self._assembler = Assembler()  # of the I/O thread
+        self._assembler = Assembler(self._on_broken_message)  # of the I/O thread
         self._received = dict.fromkeys(membership.infos, 0)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
@@ -190,6 +190,7 @@ class Agent:
             Kind.TERMINATION: self._on_termination,
             Kind.LEAVE: self._on_leave,
         }
+        self.register_extension(UNREAD, lambda answer, _: self.caller.undo_unread(answer.call_id))
         self._switch_interval = SwitchInterval(options.switch_interval)
         self._next_tick = 0.0
         # Of the thread that leads, by all messages; of one that sits for it, by its answers.
@@ -388,7 +389,7 @@ class Agent:
             if handler is None:
                 raise ProtocolError(f"expected a known kind of message, found {message.kind}")
         except NoMemory as error:
-            raise OutOfMemory(identity, error.first) from error
+            raise OutOfMemory(identity, error.head) from error
         except ProtocolError as error:
             logger.error("%s: a message from %s: %s", self.worker_info, sender, error)
             return
@@ -417,24 +418,49 @@ class Agent:
             raise
 
     def _on_lost_message(self, error: OutOfMemory) -> None:
-        """Tells whoever waits for it, where so much of it is known."""
-        logger.error("%s: %s", self.worker_info, advice(error))
+        """There is no memory for a message."""
+        hint = advice(error)
+        logger.error("%s: %s", self.worker_info, hint)
         sender = self.membership.rank_of(error.identity)
         if sender is None:
             return
-        first = error.first
-        if isinstance(first, bytes) and is_chunk(first):
-            if self._assembler.ignores(sender, first):
+        head = error.first
+        if head is not None and is_chunk(head):
+            head = self._assembler.lose(sender, head)
+            if head is None:
                 return
-            first = self._assembler.lose(sender, first)
+        self._tell_lost(sender, head, error, MemoryError(f"{error}, an answer of {sender}: {hint}"))
+
+    def _on_broken_message(self, sender: int, head: bytes) -> None:
+        """A connection broke in the midst of a message."""
+        what = f"the connection from {self.membership.infos[sender]} broke in the midst of a large"
+        logger.error("%s: %s message, which is lost", self.worker_info, what)
+        unread = RpcError(f"{what} call: the function has not run, so that it can be called again")
+        unanswered = RpcError(
+            f"{what} answer, which is lost: the function has run; call it again only where it may "
+            "run twice"
+        )
+        self._tell_lost(sender, head, unread, unanswered)
+
+    def _tell_lost(
+        self,
+        sender: int,
+        head: bytes | memoryview | None,
+        of_call: Exception,
+        of_answer: Exception,
+    ) -> None:
+        """Tells whoever waits for a message that is lost, where so much of it is known."""
         self._received[sender] += 1  # what is large is counted
-        if first is None:
+        if head is None:
             return
-        message = parse(first, (), sender)
+        message = parse_head(head, sender)
         if message.kind in REQUESTS:
-            self.callee.answer_error(message, error)
-        elif (call := self.caller.calls.pop(message.call_id)) is not None:
-            call.settle(MemoryError(f"{error}, an answer of {call.peer}: {advice(error)}"))
+            self.callee.answer_unread(message, of_call)
+        elif (
+            message.kind in (Kind.RESULT, Kind.ERROR)
+            and (call := self.caller.calls.pop(message.call_id)) is not None
+        ):
+            call.settle(of_answer)
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         handlers = self._extension_handlers

@@ -22,12 +22,16 @@ from zrpc.outbox import Outbox
 from zrpc.pool import WorkerPool
 from zrpc.requests import Requests
 from zrpc.wire.exceptions import dump_exception
-from zrpc.wire.header import Message
+from zrpc.wire.header import Extensions, Message
 from zrpc.wire.kind import Kind
 
-__all__ = ["Callee", "Scope"]
+__all__ = ["UNREAD", "Callee", "Scope"]
 
 logger = logging.getLogger(__name__)
+
+# The tag of the extension of an answer that says that the request was lost on its way: nothing of it
+# was read, what it carried of references has not arrived.
+UNREAD = 6
 
 Scope = Callable[[Message], AbstractContextManager[Any]]
 
@@ -119,13 +123,20 @@ class Callee:
             return
         self.requests.end(request)
 
-    def answer_error(self, request: Message, error: BaseException) -> None:
+    def answer_unread(self, request: Message, error: Exception) -> None:
+        """Answers a request of which only the header has come."""
+        self.answer_error(request, error, [(UNREAD, b"")])
+
+    def answer_error(
+        self, request: Message, error: BaseException, extensions: Extensions = ()
+    ) -> None:
         """Answers a request with an error."""
         try:
             if request.scope is None or not request.scope.cancelled:
                 same_main = self._membership.same_main(request.sender)
                 body = dump_exception(error, repr(self._membership.info), same_main)
-                self._outbox.post(request.sender, Message(Kind.ERROR, request.call_id, body=body))
+                answer = Message(Kind.ERROR, request.call_id, body=body, extensions=extensions)
+                self._outbox.post(request.sender, answer)
         finally:
             self.requests.end(request)
         if out_of_descriptors(error):

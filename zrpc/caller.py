@@ -245,6 +245,13 @@ class Caller:
         finally:
             self._undo_unsent(call)
 
+    def undo_unread(self, call_id: int) -> None:
+        """Undoes what was done for the message of a call, of which the callee has read nothing."""
+        call = self.calls.get(call_id)
+        if call is not None and call.undo is not None:
+            undo, call.undo = call.undo, None
+            undo()
+
     def _undo_unsent(self, call: PendingCall) -> None:
         # What went to a worker that is lost is the layers' business.
         if call.undo is not None and not call.sent and call.peer not in self._membership.lost:

@@ -270,6 +270,10 @@ class PendingCalls:
         """Takes a call out; None where it is not there (any more)."""
         return self._calls.pop(call_id, None)
 
+    def get(self, call_id: int) -> PendingCall | None:
+        """A call of the table; None where it is not there (any more)."""
+        return self._calls.get(call_id)
+
     def under_way(self) -> list[PendingCall]:
         """The calls in the table, the oldest first."""
         return list(self._calls.values())

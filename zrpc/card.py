@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from dataclasses import asdict, dataclass, fields
@@ -96,13 +97,13 @@ class Card:
 
     @property
     def identity(self) -> bytes:
-        """The token as ZeroMQ's routing id, which must not begin with a zero byte."""
+        """The token as ZeroMQ's routing id: letters and digits, as `Inbox` can read again."""
         return self.identity_of(self.token)
 
     @staticmethod
     def identity_of(token: str) -> bytes:
         """A token as ZeroMQ's routing id."""
-        return b"z" + bytes.fromhex(token)
+        return b"z" + base64.urlsafe_b64encode(bytes.fromhex(token)).rstrip(b"=")
 
 
 def claimed_token(entry: bytes) -> str:

@@ -16,11 +16,14 @@ bytes    type     field
 1-3               reserved, 0
 4-7      uint32   the number of the chunk, from 0
 8-15     uint64   the sender's number of the message
-16-      uint64   in chunk 0 only: the size of each of the message's frames, in bytes
+16-47    bytes    the first 32 bytes of the message's first frame
+48-      uint64   in chunk 0 only: the size of each of the message's frames, in bytes
 ======== ======== =================================================================
 
 The chunks of a message come in order, with nothing between them from the same mailbox. Should the
-connection break in between, the rest is dropped.
+connection break in between, some are lost. ZeroMQ makes another connection, by which the others
+come, perhaps before those of the old one that are still to be read. Then the whole message is lost;
+the beginning of its first frame, which each chunk repeats, says who is to be told.
 """
 
 from __future__ import annotations
@@ -29,20 +32,34 @@ import contextlib
 import ctypes
 import mmap
 import struct
-from collections.abc import Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["CHUNK", "LARGEST_FRAME", "Assembler", "NoMemory", "chunks", "is_chunk"]
+__all__ = [
+    "CHUNK",
+    "LARGEST_FRAME",
+    "Assembler",
+    "NoMemory",
+    "broken_off",
+    "chunks",
+    "is_chunk",
+]
 
 # The most bytes of a message in one chunk.
 CHUNK = 2**20 - 1024
 # What CURVE adds, and more.
 LARGEST_FRAME = CHUNK + 512
 
-_HEADER = struct.Struct("<BxxxIQ")
+_HEADER = struct.Struct("<BxxxIQ32s")
 _SIZE = struct.Struct("<Q")
+# In place of the number of a chunk: the rest of the message does not come.
+_BROKEN_OFF = 2**32 - 1
+
+# So many messages that were lost are remembered of each sender, the latest: more of them may come.
+_LOST_REMEMBERED = 16
 
 # From this size on, in bytes, malloc takes fresh pages from the system each time. Their first use
 # takes ten times as long as the copy to them, with huge pages no longer than it.
@@ -57,12 +74,12 @@ class NoMemory(ProtocolError):
     """There is no memory for a frame of a message, which is lost.
 
     Attributes:
-        first: the beginning of its first frame.
+        head: the beginning of its first frame.
     """
 
     def __init__(self, size: int, reason: Exception) -> None:
         super().__init__(f"there is no memory for a frame of {size} bytes: {reason}")
-        self.first = memoryview(b"")
+        self.head = b""
 
 
 def chunks(number: int, frames: Sequence[Any]) -> Iterator[list[Any]]:
@@ -74,31 +91,48 @@ def chunks(number: int, frames: Sequence[Any]) -> Iterator[list[Any]]:
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     sizes = b"".join(_SIZE.pack(len(view)) for view in views)
+    head = bytes(views[0][:32])
     index = 0
-    chunk, room = [_HEADER.pack(0, 0, number) + sizes], CHUNK
+    chunk, room = [_HEADER.pack(0, 0, number, head) + sizes], CHUNK
     for view in views:
         while len(view):
             if not room:
                 yield chunk
                 index += 1
-                chunk, room = [_HEADER.pack(0, index, number)], CHUNK
+                chunk, room = [_HEADER.pack(0, index, number, head)], CHUNK
             chunk.append(view[:room])  # type: ignore[arg-type]
             view, room = view[room:], room - len(chunk[-1])
     yield chunk
 
 
-def is_chunk(first: bytes) -> bool:
+def broken_off(number: int, first: Any) -> bytes:
+    """The only frame of a chunk that says that the rest of a message does not come.
+
+    Args:
+        number: that of the message.
+        first: its first frame.
+    """
+    return _HEADER.pack(0, _BROKEN_OFF, number, bytes(first[:32]))
+
+
+def is_chunk(first: bytes | memoryview) -> bool:
     """Whether a message that came, with this first frame, is a chunk of a larger one."""
     return first[:1] == b"\0"
 
 
 class Assembler:
-    """Puts messages together again; those of several senders at once. For one thread at a time."""
+    """Puts messages together again; those of several senders at once. For one thread at a time.
 
-    def __init__(self) -> None:
+    Args:
+        on_lost: called once for each message of which not all comes, with the sender and the
+            beginning of the message's first frame.
+    """
+
+    def __init__(self, on_lost: Callable[[Any, bytes], None]) -> None:
+        self._on_lost = on_lost
         self._unfinished: dict[Hashable, _Unfinished] = {}
-        # The number of the message that there was no memory for, of which more may come.
-        self._lost: dict[Hashable, int] = {}
+        # The numbers of messages that are lost, of which more may come.
+        self._lost: dict[Hashable, deque[int]] = {}
 
     @property
     def busy(self) -> bool:
@@ -114,33 +148,31 @@ class Assembler:
             The first frame of the message and the others, once it is complete.
 
         Raises:
-            ProtocolError: the chunk does not go on with what has come of this sender. What has is
-                dropped.
+            ProtocolError: it is none. What has come of this sender is dropped.
             NoMemory: there is none for the message. The rest of it is ignored.
         """
-        unfinished = self._unfinished.pop(sender, None)
-        if len(header) < _HEADER.size:
-            raise ProtocolError(f"expected the header of a chunk, found {len(header)} bytes")
-        _, index, number = _HEADER.unpack_from(header)
-        if self.ignores(sender, header):
+        index, number, head = _read(header)
+        if number in self._lost.get(sender, ()):
             return None
-        self._lost.pop(sender, None)
-        if index == 0:
-            unfinished = _Unfinished(number, _sizes(header))
-        elif unfinished is None or unfinished.expects != (number, index):
-            expected = "the first of a message" if unfinished is None else unfinished.expects
-            raise ProtocolError(
-                f"expected chunk {expected}, found {(number, index)}: a connection broke "
-                "while a large message was on its way, which is lost"
-            )
+        unfinished = self._unfinished.pop(sender, None)
+        if unfinished is not None and unfinished.expects != (number, index):
+            self._lose(sender, unfinished.number, unfinished.head)
+            if unfinished.number == number:
+                return None
+            unfinished = None
+        if unfinished is None:
+            if index:
+                self._lose(sender, number, head)
+                return None
+            unfinished = _Unfinished(number, head, _sizes(header))
         try:
             for frame in frames:
                 unfinished.add(frame)
         except NoMemory as error:
-            error.first = memoryview(unfinished.frames[0] if unfinished.frames else frame)
-            self._lost[sender] = number
+            error.head = head
+            self._forbid(sender, number)
             raise
-        unfinished.expects = (number, index + 1)
+        unfinished.next += 1
         if unfinished.complete:
             return unfinished.frames[0], unfinished.frames[1:]
         self._unfinished[sender] = unfinished
@@ -151,41 +183,72 @@ class Assembler:
         self._unfinished.pop(sender, None)
         self._lost.pop(sender, None)
 
-    def ignores(self, sender: Hashable, header: bytes) -> bool:
-        """Whether this chunk belongs to a message that is lost for lack of memory."""
-        _, index, number = _HEADER.unpack_from(header)
-        return bool(index) and self._lost.get(sender) == number
+    def break_off(self, sender: Hashable) -> None:
+        """The sender has sent something else: what is unfinished of it is lost."""
+        unfinished = self._unfinished.pop(sender, None)
+        if unfinished is not None:
+            self._lose(sender, unfinished.number, unfinished.head)
 
-    def lose(self, sender: Hashable, header: bytes) -> memoryview | None:
+    def lose(self, sender: Hashable, header: bytes | memoryview) -> bytes | None:
         """There is no memory for a chunk; its message is lost, and the rest of it ignored.
 
         Returns:
-            The beginning of the message's first frame; None where that has not come.
+            The beginning of the message's first frame; None where it is known to be lost.
+
+        Raises:
+            ProtocolError: it is no chunk.
         """
-        _, index, number = _HEADER.unpack_from(header)
-        unfinished = self._unfinished.pop(sender, None)
-        self._lost[sender] = number
-        if unfinished is None or unfinished.expects != (number, index) or not unfinished.frames:
+        _, number, head = _read(header)
+        if number in self._lost.get(sender, ()):
             return None
-        return memoryview(unfinished.frames[0])
+        self._forbid(sender, number)
+        unfinished = self._unfinished.get(sender)
+        if unfinished is not None and unfinished.number == number:
+            del self._unfinished[sender]
+        return head
+
+    def _lose(self, sender: Hashable, number: int, head: bytes) -> None:
+        self._forbid(sender, number)
+        self._on_lost(sender, head)
+
+    def _forbid(self, sender: Hashable, number: int) -> None:
+        """More of a message is ignored."""
+        self._lost.setdefault(sender, deque(maxlen=_LOST_REMEMBERED)).append(number)
+
+
+def _read(header: bytes | memoryview) -> tuple[int, int, bytes]:
+    """The numbers of a chunk and of its message, and the beginning of that."""
+    if len(header) < _HEADER.size:
+        raise ProtocolError(f"expected the header of a chunk, found {len(header)} bytes")
+    _, index, number, head = _HEADER.unpack_from(header)
+    return index, number, head
 
 
 class _Unfinished:
     """A message of which the first chunks have come.
 
     Attributes:
-        expects: the numbers of the message and of the next chunk.
+        number: the sender's number of the message.
+        head: the beginning of its first frame.
+        next: the number of the next chunk.
         frames: those that are complete.
     """
 
-    def __init__(self, number: int, sizes: Sequence[int]) -> None:
-        self.expects = (number, 0)
+    def __init__(self, number: int, head: bytes, sizes: Sequence[int]) -> None:
+        self.number = number
+        self.head = head
+        self.next = 0
         self.frames: list[Any] = []
         self._sizes = sizes
         # The present frame: so much of it is there, in memory of its own where it comes in parts.
         self._filled = 0
         self._memory: memoryview | None = None
         self._begin_frame()
+
+    @property
+    def expects(self) -> tuple[int, int]:
+        """The numbers of the message and of the next chunk."""
+        return self.number, self.next
 
     @property
     def complete(self) -> bool:

@@ -37,6 +37,19 @@ class OutOfMemory(MemoryError):
         self.first = first
 
 
+def _own_identity(frame: zmq.Frame) -> bytes | None:
+    """The routing id by which the sender of a frame connected; None where it gave none.
+
+    Once a sender has connected anew, ZeroMQ calls the old connection by an id of its own, which
+    begins with a zero byte; what came by it may still be unread.
+    """
+    try:
+        said: str = frame.get("Identity")
+    except (zmq.ZMQError, UnicodeDecodeError):
+        return None
+    return said.encode()
+
+
 # Lets another thread have this core, if one wants it.
 _yield = getattr(os, "sched_yield", partial(time.sleep, 0))
 
@@ -193,7 +206,12 @@ class Inbox:
             return None
         first: bytes | None = None
         try:
-            first = self._socket.recv()  # after the identity there is always a frame
+            # After the identity there is always a frame.
+            if identity[0]:
+                first = self._socket.recv()
+            else:
+                frame: zmq.Frame = self._socket.recv(copy=False)
+                identity, first = _own_identity(frame) or identity, frame.bytes
             buffers: list[Any] = []
             while self._socket.getsockopt(zmq.RCVMORE):
                 buffers.append(self._socket.recv(copy=False))

@@ -8,7 +8,7 @@ from typing import Any
 
 import zmq
 
-from zrpc.transport.chunks import CHUNK, chunks
+from zrpc.transport.chunks import CHUNK, broken_off, chunks
 
 __all__ = ["Mailbox", "size_of"]
 
@@ -38,7 +38,7 @@ class Mailbox:
     ) -> None:
         self.endpoint = endpoint
         self._in_chunks = endpoint.startswith("tcp://")
-        # Held for one send at a time; guards the socket and `sent`.
+        # Held for one send at a time; guards the socket, `sent` and `_cut`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.routing_id = identity
@@ -50,6 +50,7 @@ class Mailbox:
         if guard is not None:
             guard(self._socket)
         self._socket.connect(endpoint)
+        self._cut = 0  # how many messages went in chunks
         self.sent = 0
 
     def send(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
@@ -70,11 +71,25 @@ class Mailbox:
             if not buffers and len(first) <= CHUNK:
                 self._socket.send(first)
             elif self._in_chunks and size_of(first, buffers) > CHUNK:
-                for chunk in chunks(self.sent, [first, *buffers]):
-                    self._send_parts(chunk, counted=False)
+                self._send_chunks(first, buffers, counted)
             else:
                 self._send_parts([first, *buffers], counted)
             self.sent += counted
+
+    def _send_chunks(self, first: bytes, buffers: Sequence[Any], counted: bool) -> None:
+        """Sends a message in chunks; where that fails in its midst, the peer is told so.
+
+        Then it tells whoever waits for an answer, and counts the message.
+        """
+        self._cut += 1
+        try:
+            for chunk in chunks(self._cut, [first, *buffers]):
+                self._send_parts(chunk, counted=False)
+        except zmq.ZMQError:
+            if not self._socket.closed:
+                self._socket.send(broken_off(self._cut, first))
+                self.sent += counted
+            raise
 
     def _send_parts(self, parts: Sequence[Any], counted: bool) -> None:
         """Sends a multipart message; where that fails in its midst, it ends there.

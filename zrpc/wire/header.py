@@ -30,7 +30,7 @@ from typing import Any
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["Message", "parse"]
+__all__ = ["Extensions", "Message", "parse", "parse_head"]
 
 VERSION = 1
 _HEADER = struct.Struct("<BBHIIfQQ")
@@ -149,6 +149,20 @@ def parse(first: Buffer, buffers: Sequence[Any] = (), sender: int = -1) -> Messa
         buffers,
         sender,
     )
+
+
+def parse_head(first: Buffer, sender: int = -1) -> Message:
+    """Reads what the header says of a message of which the rest is lost.
+
+    Args:
+        first: the first frame, or the beginning of it.
+        sender: the rank of the worker that it came from.
+
+    Raises:
+        ProtocolError: the bytes begin no message of this version.
+    """
+    # With neither extensions nor a tensor table.
+    return parse(bytes(first[:4]) + bytes(8) + bytes(first[12:HEADER_SIZE]), (), sender)
 
 
 def _parse_extensions(view: memoryview) -> Extensions:

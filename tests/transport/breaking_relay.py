@@ -1,0 +1,147 @@
+"""A relay before a worker's tcp port, which breaks connections."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from types import TracebackType
+
+from zrpc.testing import Mesh
+
+SOON = 5.0
+_RESET = struct.pack("ii", 1, 0)
+
+
+class BreakingRelay:
+    """Relays connections to a port of this machine; one thread does all.
+
+    Attributes:
+        endpoint: for who connects.
+        passed: how many bytes have gone to the target.
+        broken: set once connections were broken, by `break_after`.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._target = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = "tcp://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.broken = threading.Event()
+        self.passed = 0
+        # Guards the two that follow.
+        self._lock = threading.Lock()
+        self._left: int | None = None
+        self._accepts = True
+        # Each end of a connection, with the other end and whether bytes go to the target.
+        self._ends: dict[socket.socket, tuple[socket.socket, bool]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._woken = socket.socketpair()
+        for each in (self._listener, self._woken):
+            self._selector.register(each, selectors.EVENT_READ)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def before(cls, mesh: Mesh, sender: int, receiver: int) -> BreakingRelay:
+        """One by which all goes from a worker to another, which has sent it nothing so far."""
+        network = mesh.agent(sender)._network
+        relay = cls(network.endpoint(receiver))
+        network._endpoints[receiver] = relay.endpoint
+        return relay
+
+    def break_after(self, count: int) -> None:
+        """Breaks all connections when so many more bytes have gone to the target.
+
+        Of those that come after, none goes on by the connections there are now.
+        """
+        with self._lock:
+            self._left = count
+            self.broken.clear()
+        self._waker.send(b"!")
+
+    def refuse(self, refuses: bool) -> None:
+        """Closes new connections at once, or no longer."""
+        with self._lock:
+            self._accepts = not refuses
+
+    def __enter__(self) -> BreakingRelay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._closed = True
+        self._waker.send(b"!")
+        self._thread.join(SOON)
+        for each in (self._listener, self._waker, self._woken, *self._ends):
+            each.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select():
+                self._on_readable(key.fileobj)  # type: ignore[arg-type]
+
+    def _on_readable(self, end: socket.socket) -> None:
+        if end is self._listener:
+            self._accept()
+        elif end is self._woken:
+            end.recv(64)
+            with self._lock:
+                if self._left == 0:
+                    self._break()
+        elif end in self._ends:
+            self._relay(end)
+
+    def _accept(self) -> None:
+        with self._lock:
+            accepts = self._accepts
+        client = self._listener.accept()[0]
+        if not accepts:
+            client.close()
+            return
+        server = socket.create_connection(self._target)
+        for one, other, forward in ((client, server, True), (server, client, False)):
+            self._ends[one] = other, forward
+            self._selector.register(one, selectors.EVENT_READ)
+
+    def _relay(self, end: socket.socket) -> None:
+        other, forward = self._ends[end]
+        with self._lock:
+            limit = 1 << 16
+            if forward and self._left is not None:
+                limit = min(limit, self._left)
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                data = end.recv(limit)
+                self.passed += len(data) * forward
+                other.sendall(data)
+            if not data:
+                self._drop(end)
+            elif forward and self._left is not None:
+                self._left -= len(data)
+                if not self._left:
+                    self._break()
+
+    def _break(self) -> None:
+        for end in list(self._ends):
+            if end in self._ends:
+                self._drop(end)
+        self._left = None
+        self.broken.set()
+
+    def _drop(self, end: socket.socket) -> None:
+        """Resets a connection; the target gets what has gone to it."""
+        for each in (end, self._ends[end][0]):
+            self._selector.unregister(each)
+            _, is_clients = self._ends.pop(each)
+            if is_clients:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            each.close()

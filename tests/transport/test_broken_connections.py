@@ -1,0 +1,127 @@
+"""A connection breaks while messages are on their way: nobody waits in vain for those lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from arrivals import received
+from breaking_relay import SOON, BreakingRelay
+
+import zrpc
+from zrpc.rref.layer import RRefLayer
+from zrpc.testing import Mesh
+from zrpc.transport import inbox as inbox_module
+from zrpc.transport.chunks import CHUNK
+from zrpc.transport.inbox import _own_identity
+from zrpc.transport.network import BULK, Network
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*security")
+
+LARGE = 16 * CHUNK
+
+
+@pytest.fixture
+def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
+    """Two workers that talk by tcp."""
+    return make_mesh(workers=2, options={"transport": "tcp", "security": "none"})
+
+
+@pytest.fixture(params=["call", "answer"])
+def relay(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[BreakingRelay]:
+    """By which the calls of worker0 to worker1 go, or the answers."""
+    sender = 0 if request.param == "call" else 1
+    with BreakingRelay.before(mesh, sender, 1 - sender) as relay:
+        relay.sender = sender
+        yield relay
+        mesh.shutdown()  # also by the relay
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def read(rref: Any, _: bytes) -> Any:
+    return rref.to_here()
+
+
+def counts_agree(mesh: Mesh) -> bool:
+    """Whether all messages between the two workers count as received that count as sent."""
+    agents = [mesh.agent(rank) for rank in range(2)]
+    return all(agents[i]._network.sent([1 - i]) == agents[1 - i]._received[i] for i in range(2))
+
+
+def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
+    """Its caller is told at once, whether the function has run; and the next call goes well."""
+    which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
+    with mesh.agent(0).as_current():
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
+        relay.break_after(LARGE // 3)
+        with pytest.raises(zrpc.RpcError, match=f"broke in the midst of a large {which}.*{hint}"):
+            zrpc.rpc_sync(1, echo, (bytes(LARGE),), timeout=0)
+        assert relay.broken.is_set()
+        assert not mesh.agent(1 - relay.sender)._assembler.busy
+        assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
+    until(lambda: counts_agree(mesh))
+
+
+@pytest.mark.parametrize("relay", ["call"], indirect=True)
+def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> None:
+    with mesh.agent(0).as_current():
+        there, here = zrpc.remote(1, list), zrpc.RRef([1])
+        assert there.to_here() == []
+        for rref in (there, here):
+            relay.break_after(LARGE // 3)
+            with pytest.raises(zrpc.RpcError, match="has not run"):
+                zrpc.rpc_sync(1, read, (rref, bytes(LARGE)))
+            assert mesh.agent(0).layer(RRefLayer).quiet()
+            assert zrpc.rpc_sync(1, read, (rref, b"")) == rref.to_here()
+        until(lambda: here._layer.holders(here._rref_id) == [])
+        del there, here, rref
+
+
+def test_what_came_before_the_break_is_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ calls a connection by another name once its peer has made the next."""
+    renamed = []
+
+    def spy(frame: Any) -> bytes | None:
+        renamed.append(_own_identity(frame))
+        return renamed[-1]
+
+    monkeypatch.setattr(inbox_module, "_own_identity", spy)
+    networks = [Network(b"z%d" % rank, rank, 2, True) for rank in range(2)]
+    try:
+        endpoint = networks[1].listen_tcp("127.0.0.1", None)
+        with BreakingRelay(endpoint) as relay:
+            networks[0].connect([endpoint, relay.endpoint])
+            for attempt in range(5):
+                networks[0].send(1, b"hello")
+                assert received(networks[1])[1] == b"hello"
+                passed = relay.passed
+                sent = [b"%d-%d" % (attempt, number) for number in range(9)]
+                for first in sent[:8]:
+                    networks[0].send(1, first, [b"more"])
+                arrived = [received(networks[1])]
+                until(lambda passed=passed: relay.passed == passed + 8 * 11)
+                relay.break_after(0)
+                assert relay.broken.wait(SOON)
+                networks[0].send(1, sent[8], [b"more"])
+                until(lambda passed=passed: relay.passed > passed + 9 * 11 + 64)
+                arrived += [received(networks[1]) for _ in range(8)]
+                assert sorted(arrived) == [(b"z0", first, [b"more"]) for first in sent]
+                if renamed:
+                    break
+        assert set(renamed) == {b"z0"}
+    finally:
+        for network in networks:
+            network.close(0, ())
+
