@@ -29,9 +29,9 @@ __all__ = ["UNREAD", "Callee", "Scope"]
 
 logger = logging.getLogger(__name__)
 
-# The tag of the extension of an answer that says that the request was lost on its way: nothing of it
-# was read, what it carried of references has not arrived.
-UNREAD = 6
+# The tag of the extension of an answer to a request that was lost on its way: nothing of it was
+# read, and the references that it carried have not arrived.
+UNREAD = 7
 
 Scope = Callable[[Message], AbstractContextManager[Any]]
 

@@ -37,11 +37,13 @@ class Outbox:
         carry: takes large buffers out of a message to a worker, to go another way than by frames;
             set by the layer of shared memory.
         to_return: not empty where there is something else for ``carry`` to add to a message.
+        uncarry: undoes what ``carry`` did for a message to a worker, which can't be sent.
         closed: whether the worker has shut down, or is about to.
     """
 
     carry: Callable[[int, Message], None] | None = None
     to_return: Collection[object] = ()
+    uncarry: Callable[[int, Message], None] | None = None
 
     def __init__(
         self,
@@ -77,10 +79,13 @@ class Outbox:
         if hold_interrupts():
             try:
                 self._send(rank, message, True)
+            except BaseException:
+                self._undo(rank, message)
+                raise
             finally:
                 release_interrupts()
         else:
-            self._hand_over(rank, message, self._send, True, failed)
+            self._hand_over(rank, message, self._send_or_undo, True, failed)
 
     def _hand_over(
         self,
@@ -118,6 +123,18 @@ class Outbox:
             carry(rank, message)
         self._network.send(rank, message.first_frame(), message.buffers, counted)
 
+    def _send_or_undo(self, rank: int, message: Message, counted: bool) -> None:
+        try:
+            self._send(rank, message, counted)
+        except BaseException:
+            self._undo(rank, message)
+            raise
+
+    def _undo(self, rank: int, message: Message) -> None:
+        """A message is not sent, nor will be."""
+        if message.extensions and self.uncarry is not None:
+            self.uncarry(rank, message)
+
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
         """Sends a message that has no answer; does nothing where the peer or we are gone.
 
@@ -141,13 +158,17 @@ class Outbox:
         try:
             self._send(rank, message, counted)
         except zmq.ZMQError as error:
-            if error.errno == errno.ENOMEM:
-                raise MemoryError("there is no memory to send a message") from error
             if out_of_descriptors(error) and not self.closed:
                 self._unsent.append((rank, message, counted))
-            else:
-                name = self._membership.info.name
-                logger.debug("%s: nothing sent to %s: %s", name, rank, error)
+                return
+            self._undo(rank, message)
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            name = self._membership.info.name
+            logger.debug("%s: nothing sent to %s: %s", name, rank, error)
+        except BaseException:
+            self._undo(rank, message)
+            raise
 
     def _log_failure(self, error: Exception) -> None:
         logger.error("%s: a message can't be sent: %s", self._membership.info, error)

@@ -18,7 +18,6 @@ import threading
 import time
 import weakref
 from enum import IntEnum
-from itertools import chain
 from typing import Any, ClassVar
 
 from zrpc.agent import Agent
@@ -73,8 +72,8 @@ class SharedMemoryLayer:
         self._lock = threading.Lock()
         self.pool = SegmentPool(capacity)
         self.loans = Loans()
-        # Loans that have ended, by the owner, who is to be told.
-        self._to_return: dict[int, list[Loan]] = {}
+        # What to tell the owners of loans that have ended: RETURN or KEEP, and which segment.
+        self._to_return: dict[int, list[tuple[_Verb, int]]] = {}
         self._accepted: set[int] = set()
         self._offered: set[int] = set()
         self._next_look = 0.0
@@ -83,6 +82,7 @@ class SharedMemoryLayer:
         agent.register_extension(SHARED, self._borrow)
         agent.register_extension(RETURNED, self._on_returned)
         agent.outbox.carry = self.carry
+        agent.outbox.uncarry = self.uncarry
         agent.outbox.to_return = self.loans.ended
         agent.flushers.append(self._flush)
         agent.tickers.append(self._tick)
@@ -101,21 +101,37 @@ class SharedMemoryLayer:
         if message.buffers:
             self._carry_buffers(rank, message)
 
+    def uncarry(self, rank: int, message: Message) -> None:
+        """A message can't be sent: what went into a segment, and the word of those returned.
+
+        A part of it may have left, by which the peer takes the segment for its own, until it finds
+        that the message is none: so that segment is not used again.
+        """
+        for tag, data in message.extensions:
+            if tag == SHARED:
+                with self._lock:
+                    self.pool.give_up(_NUMBER.unpack_from(data)[0], rank)
+            elif tag == RETURNED:
+                again = [(_Verb.RETURN, number) for (number,) in _NUMBER.iter_unpack(data)]
+                with self._lock:
+                    self._to_return.setdefault(rank, []).extend(again)
+
     def _return_with(self, rank: int, message: Message) -> None:
         with self._lock:
             self._sort_ended()
-            loans = self._to_return.get(rank, [])
-            returned = [loan for loan in loans if not loan.keep]
-            if returned:
-                self._to_return[rank] = [loan for loan in loans if loan.keep]  # for `_flush`
+            notes = self._to_return.get(rank, [])
+            returned = [number for verb, number in notes if verb is _Verb.RETURN]
+            if returned:  # the others are for `_flush`
+                self._to_return[rank] = [note for note in notes if note[0] is _Verb.KEEP]
         if returned:
-            data = b"".join(_NUMBER.pack(loan.number) for loan in returned)
+            data = b"".join(map(_NUMBER.pack, returned))
             message.extensions = [*message.extensions, (RETURNED, data)]
 
     def _sort_ended(self) -> None:
         """Sorts loans that have ended by their owner; the lock is held."""
         for loan in self.loans.returned():
-            self._to_return.setdefault(loan.owner, []).append(loan)
+            verb = _Verb.KEEP if loan.keep else _Verb.RETURN
+            self._to_return.setdefault(loan.owner, []).append((verb, loan.number))
 
     def _carry_buffers(self, rank: int, message: Message) -> None:
         windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
@@ -136,6 +152,10 @@ class SharedMemoryLayer:
             for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
                 segment.write(offset, window)
                 places.append(_PLACE.pack(index, offset, size))
+        except BaseException:
+            with self._lock:
+                self.pool.give_up(segment.number, rank)
+            raise
         finally:
             with self._lock:
                 there = self.pool.written(segment)
@@ -224,9 +244,9 @@ class SharedMemoryLayer:
             with self._lock:
                 self._sort_ended()
                 ended, self._to_return = self._to_return, {}
-            for loan in chain.from_iterable(ended.values()):
-                verb = _Verb.KEEP if loan.keep else _Verb.RETURN
-                self._post(loan.owner, _NOTE.pack(verb, loan.number))
+            for owner, notes in ended.items():
+                for note in notes:
+                    self._post(owner, _NOTE.pack(*note))
         if self.pool.retired:
             with self._lock:
                 retired, self.pool.retired = self.pool.retired, []
@@ -256,7 +276,7 @@ class SharedMemoryLayer:
 
     def close(self) -> None:
         """Closes all segments; tensors that are views of a peer's stay good."""
-        self.agent.outbox.carry = None
+        self.agent.outbox.carry = self.agent.outbox.uncarry = None
         with self._lock:
             self.pool.close()
         self.loans.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import random
@@ -16,6 +17,7 @@ import time
 
 import pytest
 import torch
+import zmq
 from sharing import (
     LARGE,
     MIB,
@@ -38,7 +40,7 @@ from zrpc.shared_memory import RETURNED, SHARED
 from zrpc.testing import Mesh
 from zrpc.transport.loans import Loans
 from zrpc.transport.segments import Segment, supports_segments
-from zrpc.wire.header import Message
+from zrpc.wire.header import Message, parse
 from zrpc.wire.kind import Kind
 
 pytestmark = [
@@ -635,3 +637,77 @@ def test_a_sender_without_descriptors_uses_frames(introduced: Mesh, monkeypatch)
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     assert len(ours.pool) == 0
+
+
+# -- messages that can't be sent -----------------------------------------------------------
+
+
+def fail_to_send(monkeypatch, agent, *errors):
+    """Has an agent's next attempts to send something by shared memory fail."""
+    send, left = agent._network.send, list(errors)
+
+    def fail(rank, first, buffers=(), counted=True):
+        extensions = parse(first).extensions
+        if left and any(tag in (SHARED, RETURNED) for tag, _ in extensions):
+            raise left.pop(0)
+        send(rank, first, buffers, counted)
+
+    monkeypatch.setattr(agent._network, "send", fail)
+    return left
+
+
+no_memory = pytest.mark.parametrize(
+    "error", [zmq.ZMQError(errno.ENOMEM), MemoryError()], ids=["system", "python"]
+)
+
+
+@no_memory
+def test_what_a_call_that_is_not_sent_was_lent_is_free_again(introduced, monkeypatch, error):
+    ours = layer_of(introduced, 0)
+    left = fail_to_send(monkeypatch, introduced.agent(0), error)
+    with pytest.raises(MemoryError, match="can't be sent"):
+        zrpc.rpc_sync(1, torch.neg, (large(1),))
+    assert not left
+    assert ours.pool.lent == 0
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
+    until_returned(ours)
+
+
+@no_memory
+def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(introduced, monkeypatch, error):
+    """And so is what it should have returned."""
+    ours, theirs = layer_of(introduced, 0), layer_of(introduced, 1)
+    left = fail_to_send(monkeypatch, introduced.agent(1), error)
+    with pytest.raises(MemoryError):
+        zrpc.rpc_sync(1, torch.neg, (large(1),))
+    assert not left
+    until_returned(theirs)
+    until_returned(ours)
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
+    until_returned(ours)
+
+
+def test_an_answer_that_is_sent_later_keeps_its_segment(introduced, monkeypatch):
+    theirs = layer_of(introduced, 1)
+    left = fail_to_send(monkeypatch, introduced.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
+    value = zrpc.rpc_sync(1, large, (1,))
+    assert not left
+    assert torch.equal(value, large(1))
+    assert theirs.pool.lent == 1
+    del value
+    until_returned(theirs)
+
+
+def test_a_segment_that_can_not_be_written_is_free_again(introduced, monkeypatch):
+    ours = layer_of(introduced, 0)
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Segment, "write", fail)
+        with pytest.raises(MemoryError, match="can't be sent"):
+            zrpc.rpc_sync(1, torch.neg, (large(1),))
+    assert ours.pool.lent == 0
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
+    until_returned(ours)

@@ -28,7 +28,7 @@ class BreakingRelay:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = "tcp://127.0.0.1:%d" % self._listener.getsockname()[1]
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.broken = threading.Event()
         self.passed = 0
         # Guards the two that follow.

@@ -86,7 +86,6 @@ def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> Non
             assert mesh.agent(0).layer(RRefLayer).quiet()
             assert zrpc.rpc_sync(1, read, (rref, b"")) == rref.to_here()
         until(lambda: here._layer.holders(here._rref_id) == [])
-        del there, here, rref
 
 
 def test_what_came_before_the_break_is_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,4 +123,3 @@ def test_what_came_before_the_break_is_read_after_it(monkeypatch: pytest.MonkeyP
     finally:
         for network in networks:
             network.close(0, ())
-

@@ -44,10 +44,9 @@ def _own_identity(frame: zmq.Frame) -> bytes | None:
     begins with a zero byte; what came by it may still be unread.
     """
     try:
-        said: str = frame.get("Identity")
+        return str(frame.get("Identity")).encode()
     except (zmq.ZMQError, UnicodeDecodeError):
         return None
-    return said.encode()
 
 
 # Lets another thread have this core, if one wants it.
