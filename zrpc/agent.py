@@ -79,7 +79,16 @@ _LINGER_NOT_GRACEFUL = 0.1
 
 # Messages that a shutdown does not count; they are sent with counted=False.
 _UNCOUNTED = frozenset(
-    (Kind.TERMINATION, Kind.SEGMENT, Kind.LEAVE, Kind.BUSY, Kind.INSPECT, Kind.SNAPSHOT)
+    (
+        Kind.TERMINATION,
+        Kind.SEGMENT,
+        Kind.LEAVE,
+        Kind.BUSY,
+        Kind.INSPECT,
+        Kind.SNAPSHOT,
+        Kind.ROLL_CALL,
+        Kind.MISSING,
+    )
 )
 # The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
 # seconds.
@@ -299,7 +308,15 @@ class Agent:
         else:
             self.pool.submit(job)
 
+    def submit(self, job: Callable[[], None]) -> None:
+        """Has something done soon, by another thread than the present one."""
+        self._completions.submit(job)
+
     # -- the I/O thread ------------------------------------------------------------------
+
+    def break_off(self, sender: int) -> None:
+        """A peer has sent all of what it began to send: what has not come is lost."""
+        self._assembler.break_off(sender)
 
     def _complete_soon(self, job: Callable[[], None]) -> None:
         """Has a future completed for which nobody waits."""

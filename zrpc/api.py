@@ -34,6 +34,7 @@ from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.rendezvous import connect_store, resolve_rank, restart_count
+from zrpc.roll_call import plug_in as plug_in_roll_call
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
 from zrpc.secret import ClusterSecret, find_secret
@@ -92,7 +93,13 @@ def start_agent(
         world_size=world_size,
         store=store,
         options=options,
-        layers=[plug_in_shared_memory, plug_in_rrefs, plug_in_autograd, plug_in_inspection],
+        layers=[
+            plug_in_shared_memory,
+            plug_in_rrefs,
+            plug_in_autograd,
+            plug_in_inspection,
+            plug_in_roll_call,
+        ],
         init_method=init_method,
         secret=secret,
         restarts=restarts,

@@ -269,6 +269,7 @@ class Caller:
                 return
             try:
                 self._outbox.send(call.peer, message, partial(self._fail_unsent, call))
+                call.left = True
             except (zmq.ZMQError, MemoryError) as error:
                 exhausted = _exhausted(error)
                 if exhausted is not None:

@@ -73,6 +73,7 @@ class PendingCall:
         "group",
         "holds",
         "kind",
+        "left",
         "peer",
         "received_here",
         "room",
@@ -108,6 +109,8 @@ class PendingCall:
         self.undo: Callable[[], None] | None = None
         # Whether it is being sent, or has been.
         self.sent = False
+        # Whether its message has left, or waits for the I/O thread to send it.
+        self.left = False
         # Whether it is waited for by a thread that may receive the answer itself.
         self.received_here = False
         # Whether a thread waits for the answer.

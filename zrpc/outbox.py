@@ -170,6 +170,15 @@ class Outbox:
             self._undo(rank, message)
             raise
 
+    def post_each_way(self, rank: int, first: Callable[[int, int], bytes]) -> None:
+        """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
+
+        Nothing happens where the peer or we are gone, or there is no descriptor or memory left.
+        """
+        if rank not in self._membership.lost:
+            with contextlib.suppress(zmq.ZMQError):
+                self._network.send_each_way(rank, first)
+
     def _log_failure(self, error: Exception) -> None:
         logger.error("%s: a message can't be sent: %s", self._membership.info, error)
 

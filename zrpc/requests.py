@@ -47,6 +47,10 @@ class Requests:
         """Those that are there now."""
         return list(self._requests.values())
 
+    def has(self, sender: int, call_id: int) -> bool:
+        """Whether a request is here, and not answered."""
+        return (sender, call_id) in self._requests
+
     def accept(self, request: Message, caller: WorkerInfo) -> CancelScope:
         """Enters a request; returns its scope, which is cancelled where that has come before."""
         key = (request.sender, request.call_id)

@@ -141,6 +141,27 @@ class Network:
         except ConnectionError:
             self._replace(rank, mailbox).send(first, buffers, counted)
 
+    def send_each_way(self, rank: int, first: Callable[[int, int], bytes]) -> None:
+        """Sends a message by each mailbox for a peer, so that it comes behind all that was sent.
+
+        Args:
+            rank: the peer's.
+            first: makes the first frame, given 0 or, for the mailbox of large messages, 1; and by
+                how many it goes.
+
+        Raises:
+            zmq.ZMQError: as for `send`.
+        """
+        both = (self._mailboxes, self._bulk)
+        ways = [boxes for boxes in both if rank in boxes] or [self._mailboxes]
+        for boxes in ways:
+            frame = first(int(boxes is self._bulk), len(ways))
+            mailbox = boxes.get(rank) or self._open(rank, boxes)
+            try:
+                mailbox.send(frame, (), False)
+            except ConnectionError:
+                self._replace(rank, mailbox).send(frame, (), False)
+
     def _is_large(self, rank: int, first: bytes, buffers: Sequence[Any]) -> bool:
         """Whether a message goes through the mailbox for large ones; none to ourselves does.
 

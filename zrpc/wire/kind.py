@@ -19,6 +19,8 @@ class Kind(IntEnum):
     BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender
     INSPECT = 12  # what does the receiver do?
     SNAPSHOT = 13  # the answer, as JSON
+    ROLL_CALL = 14  # which of these calls does the receiver have?
+    MISSING = 15  # the answer: those that it does not have
     SEGMENT = 9  # about shared memory
     REMOTE = 16  # a call whose result stays with the callee, as an RRef
     FETCH = 17  # the value of an RRef
