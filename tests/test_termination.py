@@ -34,6 +34,7 @@ class Mesh:
         self.left = set()
         self.dead = set()
         self.unaware = set()
+        self.lost_proceed = False
         self.sent = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
         self.received = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
 
@@ -99,6 +100,16 @@ class Mesh:
         if sender in self.dead:
             self.channels[sender, receiver].clear()
 
+    def lose_word(self, sender, receiver):
+        """A message of the protocol is lost, the last that was sent."""
+        channel = self.channels[sender, receiver]
+        if channel[-1] != "work":
+            # Who leaves is found gone, though it says nothing more.
+            self.lost_proceed |= channel.pop().step is Step.PROCEED
+
+    def remind(self, rank):
+        self._post(rank, self.machines[rank].remind())
+
     # what must hold
 
     def _post(self, rank, outgoing):
@@ -138,6 +149,10 @@ class Mesh:
             moves += [(self.rest, (rank,)) for rank in present if self.busy[rank]]
             moves += [(self.deliver, pair) for pair, queue in self.channels.items() if queue]
             moves += [(self.notice, pair) for pair in sorted(self.unaware)]
+            moves += [(self.remind, (rank,)) for rank in present]
+            if self.lost_proceed:
+                pairs = {(rank, left) for rank in present for left in self.left} - self.noticed
+                self.unaware |= pairs
             if left_to_do:
                 busy = [rank for rank in present if self.busy[rank]]
                 moves += [(self.work, (a, b)) for a in busy for b in self.living]
@@ -149,6 +164,7 @@ class Mesh:
 
 STEPS = ("work", "work", "rest", "begin", "look", "look", "deliver", "deliver", "deliver")
 WITH_LOSSES = (*STEPS, "kill", "notice", "lose rest")
+WITH_LOST_WORDS = (*STEPS, "remind", "lose word", "lose word")
 
 
 def schedules(steps):
@@ -169,8 +185,10 @@ def run(size, schedule, seed, machine=Termination):
         unaware = sorted(mesh.unaware)
         if what == "work":
             mesh.work(rank, other)
-        elif what in ("rest", "begin", "look"):
+        elif what in ("rest", "begin", "look", "remind"):
             getattr(mesh, what)(rank)
+        elif what == "lose word" and queued:
+            mesh.lose_word(*queued[second % len(queued)])
         elif what == "deliver" and queued:
             mesh.deliver(*queued[second % len(queued)])
         elif what == "lose rest" and queued:
@@ -197,6 +215,12 @@ def test_the_living_leave_whoever_dies(size, schedule, seed):
     run(size, schedule, seed)
 
 
+@thorough
+@given(st.integers(2, 5), schedules(WITH_LOST_WORDS), st.integers(0, 2**16))
+def test_all_leave_whatever_is_lost(size, schedule, seed):
+    run(size, schedule, seed)
+
+
 class LooksOnce(Termination):
     """Takes one balanced round for the end."""
 
@@ -216,6 +240,19 @@ class WaitsForNobody(Termination):
         return self.leader == self._rank and not self.done
 
 
+class RemindsNobody(Termination):
+    def remind(self):
+        return []
+
+
+class AsksOnce(Termination):
+    """As leader, where it is reminded."""
+
+    def _on(self, sender, message):
+        repeated = message.step is Step.JOIN and sender in self._joined
+        return [] if repeated else super()._on(sender, message)
+
+
 class IgnoresLosses(Termination):
     def lose(self, rank):
         return []
@@ -228,6 +265,8 @@ class IgnoresLosses(Termination):
         (CountsNothing, STEPS),
         (WaitsForNobody, STEPS),
         (IgnoresLosses, WITH_LOSSES),
+        (RemindsNobody, WITH_LOST_WORDS),
+        (AsksOnce, WITH_LOST_WORDS),
     ],
 )
 def test_a_broken_protocol_is_found_out(mutant, steps):

@@ -70,6 +70,8 @@ _TICK = 0.1
 _TICK_AT_SHUTDOWN = 0.005
 # How long a shutdown waits for its own threads, and for queued messages to leave, in seconds.
 _JOIN_TIMEOUT = 5.0
+# How long a graceful one waits for what layers wait for, where no message comes in.
+_LAYERS_WAIT = 10.0
 # How long a second shutdown waits for the first one to end.
 _END_TIMEOUT = 10.0
 # How long one that isn't graceful waits for handlers that still run.
@@ -163,6 +165,8 @@ class Agent:
         self._received = dict.fromkeys(membership.infos, 0)
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
+        # While it shuts down: how many messages had come in when it last looked, and since when.
+        self._last_heard = (-1, 0.0)
         self._extension_handlers: dict[int, Callable[[Message, bytes], Any]] = {}
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
@@ -566,8 +570,15 @@ class Agent:
             or len(self.caller.calls)
             or self.pool.active
             or self._completions.active
-            or not all(layer.quiet() for layer in self.layers)
+            or not (all(layer.quiet() for layer in self.layers) or self._waits_in_vain())
         )
+
+    def _waits_in_vain(self) -> bool:
+        """Whether what layers wait for may be lost, with a connection: nothing comes for long."""
+        now, received = time.monotonic(), sum(self._received.values())
+        if self._last_heard[0] != received:
+            self._last_heard = received, now
+        return now - self._last_heard[1] > _LAYERS_WAIT
 
     # -- workers that come and go; in the I/O thread, or before the agent serves -----------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from zrpc.membership import Membership
 from zrpc.termination import Outgoing, Termination, TerminationMessage
 
 __all__ = ["GracefulShutdown"]
+
+# How often a worker repeats what may have been lost, in seconds.
+_REMIND_EVERY = 1.0
 
 
 class GracefulShutdown:
@@ -29,6 +33,7 @@ class GracefulShutdown:
         self._post = post
         # None until this worker shuts down, or another has asked it about its own.
         self._termination: Termination | None = None
+        self._next_reminder = 0.0
         # Set once the whole mesh has nothing left to do.
         self._done = threading.Event()
         # Set then, or when this worker leaves all the same.
@@ -78,10 +83,15 @@ class GracefulShutdown:
 
     def begin(self) -> None:
         """This worker shuts down."""
+        self._next_reminder = time.monotonic() + _REMIND_EVERY
         self._send(self._rules().begin())
 
     def look(self) -> None:
         """To be called often while it is `under_way`."""
+        now = time.monotonic()
+        if now >= self._next_reminder:
+            self._next_reminder = now + _REMIND_EVERY
+            self._send(self._rules().remind())
 
     def receive(self, sender: int, body: bytes | bytearray | memoryview) -> None:
         """A termination message came in.

@@ -9,6 +9,10 @@ nothing is under way (Mattern's four-counter method: F. Mattern, "Algorithms for
 termination detection", Distributed Computing 2, 1987). Then the leader lets all go.
 
 Should the leader be lost, all turn to the next one. A worker that is lost no longer counts.
+
+A message may be lost as well, with the connection that it was sent by. So each worker repeats from
+time to time that it shuts down, until it may go; and the leader asks it again, where it waits for
+its counts. A worker that has missed the last word finds the leader gone.
 """
 
 from __future__ import annotations
@@ -112,6 +116,12 @@ class Termination:
         self._joining = True
         return self._deliver([(self.leader, TerminationMessage(Step.JOIN))])
 
+    def remind(self) -> Outgoing:
+        """Says again what may have been lost; to be called now and then."""
+        if not self._joining or self.done or self.leader == self._rank:
+            return []
+        return [(self.leader, TerminationMessage(Step.JOIN))]
+
     def receive(self, sender: int, message: TerminationMessage) -> Outgoing:
         """A message came in."""
         return self._deliver(self._on(sender, message))
@@ -167,8 +177,13 @@ class Termination:
         if sender not in self._members:
             return []
         if message.step is Step.JOIN:
+            again = sender in self._joined
             self._joined.add(sender)
-            return self._ask() if self._leads else []
+            if not self._leads:
+                return []
+            if again:
+                return [(sender, self._probe())] if sender in self._lacking else []
+            return self._ask()
         if message.step is Step.PROBE:
             self.asked = (sender, message.round)
         elif (message.step, message.round) == (Step.COUNTS, self._round):
@@ -188,8 +203,10 @@ class Termination:
         self._round += 1
         self._lacking = set(self._members)
         self._counts = {}
-        probe = TerminationMessage(Step.PROBE, self._round)
-        return [(rank, probe) for rank in sorted(self._members)]
+        return [(rank, self._probe()) for rank in sorted(self._members)]
+
+    def _probe(self) -> TerminationMessage:
+        return TerminationMessage(Step.PROBE, self._round)
 
     def _evaluate(self) -> Outgoing:
         """Leader: all counts of a round are there."""
