@@ -471,10 +471,12 @@ class Agent:
         of_answer: Exception,
     ) -> None:
         """Tells whoever waits for a message that is lost, where so much of it is known."""
-        self._received[sender] += 1  # what is large is counted
         if head is None:
+            self._received[sender] += 1  # what is large is counted
             return
         message = parse_head(head, sender)
+        if message.kind not in _UNCOUNTED:
+            self._received[sender] += 1
         if message.kind in REQUESTS:
             self.callee.answer_unread(message, of_call)
         elif (

@@ -388,6 +388,36 @@ def test_no_memory_for_a_frame(
     assert rpc.rpc_sync(1, torch.ones, (LARGE,)).numel() == LARGE
 
 
+class Full(bytearray):
+    """Memory that can't grow, once."""
+
+    failed = False
+
+    def __iadd__(self, more: Any) -> Any:
+        if self.failed or not len(more):
+            return super().__iadd__(more)
+        self.failed = True
+        raise MemoryError
+
+
+@pytest.mark.parametrize("direction", ["call", "answer"])
+def test_no_memory_for_the_beginning_of_a_message(caller: Mesh, direction: str) -> None:
+    """On a direct connection, which goes on: so no message behind it is lost."""
+    rpc.rpc_sync(1, max, (1, 2))
+    receiver = caller.agent(1 if direction == "call" else 0)
+    connections = receiver._network._inbox._direct._connections  # type: ignore[union-attr]
+    (connection,) = connections
+    connection.unpacker._rest = full = Full()
+    size = 250_000  # more than a socket holds
+    lost = rpc.rpc_async(1, bytes, (bytes(size) if direction == "call" else size,), timeout=0)
+    behind = rpc.rpc_async(1, max, (1, 2))
+    with pytest.raises(MemoryError, match="no memory for a message that has come"):
+        lost.wait()
+    assert behind.wait() == 2
+    assert full.failed
+    assert connections == {connection}
+
+
 @pytest.mark.filterwarnings("ignore:.*security")
 @pytest.mark.parametrize("lost", ["frame", "chunk"])
 @pytest.mark.parametrize("direction", ["call", "answer"])

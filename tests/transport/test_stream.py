@@ -56,6 +56,49 @@ def test_a_large_message_in_small_pieces_takes_no_time():
     ]
 
 
+class Full(bytearray):
+    """Memory that can't grow."""
+
+    def __iadd__(self, _):
+        raise MemoryError
+
+
+@given(st.lists(st.binary(min_size=1, max_size=40), max_size=3), MESSAGES, st.data())
+def test_a_message_that_finds_no_memory_is_skipped(buffers, messages, data):
+    """The next ones come out; and of this, what tells whose it is."""
+    first = b"head" * 30
+    whole = packed(first, buffers)
+    cut = data.draw(st.integers(len(header(first, buffers)) + 1, len(whole) - 1))
+    more = data.draw(st.integers(cut, len(whole)))
+    unpacker, found = Unpacker(), []
+    if data.draw(st.booleans()):  # at its beginning, or later
+        unpacker._rest = Full()
+        found += fed(unpacker, packed(b"before") + whole[:cut])
+        assert found.pop(0) == (b"before", ())
+        unpacker._rest = bytearray()
+    else:
+        assert fed(unpacker, whole[:cut]) == []
+        unpacker._rest = Full(unpacker._rest)
+    found += fed(unpacker, whole[cut:more])
+    if more == cut and not found:
+        found += fed(unpacker, b"")
+    rest = whole[more:] + b"".join(packed(*message) for message in messages)
+    found += fed(unpacker, rest)
+    (head, nothing), *others = found
+    assert nothing is None
+    assert first.startswith(head)
+    assert [(one, list(more)) for one, more in others] == messages
+
+
+def test_where_it_can_not_be_told_where_a_message_ends_the_stream_does():
+    whole = packed(b"first", [b"x"] * 2000)
+    for size in (4, 7000):
+        unpacker = Unpacker()
+        unpacker._rest = Full()
+        with pytest.raises(MemoryError):
+            fed(unpacker, whole[:size])
+
+
 @pytest.mark.parametrize("cut", [None, 10], ids=["whole", "cut"])
 def test_frames_are_writable_and_memory_of_their_own(cut):
     source, unpacker = bytearray(packed(b"first", [b"one", b"two"])), Unpacker()

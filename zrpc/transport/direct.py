@@ -300,7 +300,8 @@ class DirectInbox:
         except OSError:
             size = 0
         except (ProtocolError, MemoryError) as error:
-            # What follows can't be told apart; the sender will go another way.
+            # What follows can't be told apart; the sender will go another way. Who waits for what
+            # is lost is told, see `zrpc.roll_call`.
             logger.error("a direct connection is closed: %r", error)
             size = 0
         if not size:

@@ -22,7 +22,8 @@ from zrpc.errors import ProtocolError
 
 __all__ = ["LARGEST_MESSAGE", "Unpacked", "Unpacker", "header"]
 
-# The first frame and the others, or None for what there is no memory for.
+# The first frame and the others, or None for what there is no memory for; of the first, there may
+# be the beginning then.
 Unpacked = tuple[bytes | None, Sequence[Any] | None]
 
 # The most bytes of a message, all frames together.
@@ -30,6 +31,11 @@ LARGEST_MESSAGE = 1 << 20
 
 _HEADER = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
+
+# So much of a message that there is no memory for is looked at: its header, and whose it is.
+_BEGINNING = 4096
+# Of the first frame of such a message, so much is kept at most.
+_HEAD = 64
 
 _pack, _unpack_from = _HEADER.pack, _HEADER.unpack_from
 
@@ -48,6 +54,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._rest = bytearray()  # the beginning of a message whose end has not come
         self._needed = 0  # how long that must be before it is worth another look
+        self._skip = 0  # how much is still to come of a message that there is no memory for
 
     def feed(self, data: memoryview) -> Iterator[Unpacked]:
         """Takes in the next bytes of the stream; keeps none of them. To be read to its end.
@@ -58,17 +65,51 @@ class Unpacker:
 
         Raises:
             ProtocolError: this is no such stream.
-            MemoryError: there is none for the beginning of a message, with which the stream ends.
+            MemoryError: there is none, and it can't be told where a message ends: with it the
+                stream does.
         """
+        if self._skip:
+            skipped = min(self._skip, len(data))
+            self._skip -= skipped
+            data = data[skipped:]
         if not self._rest:
             start = yield from self._cut_off(data)
-            self._rest += data[start:]
+            try:
+                self._rest += data[start:]
+            except MemoryError:
+                yield self._lose(data[start:], len(data) - start)
             return
-        self._rest += data
+        try:
+            self._rest += data
+        except MemoryError:
+            begun = bytes(self._rest[:_BEGINNING]) + bytes(data[:_BEGINNING])
+            lost = self._lose(memoryview(begun), len(self._rest))
+            self._rest = bytearray()
+            yield lost
+            yield from self.feed(data)
+            return
         if len(self._rest) >= self._needed:
             with memoryview(self._rest) as whole:
                 start = yield from self._cut_off(whole)
             del self._rest[:start]
+
+    def _lose(self, begun: memoryview, size: int) -> Unpacked:
+        """There is no memory for a message that has begun to come: the rest of it is skipped.
+
+        Args:
+            begun: the beginning of it, or more.
+            size: how many bytes of it have come and are not to be skipped.
+        """
+        if len(begun) < _HEADER.size:
+            raise MemoryError
+        first, count = _unpack_from(begun)
+        at = _HEADER.size + _SIZE.size * count
+        if at > len(begun):
+            raise MemoryError
+        total = first + sum(struct.unpack_from(f"<{count}I", begun, _HEADER.size))
+        _check(total)
+        self._skip = at + total - size
+        return bytes(begun[at : at + min(first, _HEAD)]) or None, None
 
     def _cut_off(self, data: memoryview) -> Generator[Unpacked, None, int]:
         """Yields the complete messages; returns where they end."""
