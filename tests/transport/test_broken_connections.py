@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from arrivals import received
 from breaking_relay import SOON, BreakingRelay
 
 import zrpc
+from zrpc import roll_call
 from zrpc.rref.layer import RRefLayer
 from zrpc.testing import Mesh
 from zrpc.transport import inbox as inbox_module
@@ -72,6 +74,50 @@ def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -
         assert not mesh.agent(1 - relay.sender)._assembler.busy
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
     until(lambda: counts_agree(mesh))
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callees are asked after calls that wait, soon and often."""
+    monkeypatch.setattr(roll_call, "_EVERY", 0.05)
+
+
+@pytest.mark.usefixtures("often")
+def test_in_the_midst_of_a_small_message(mesh: Mesh, relay: BreakingRelay) -> None:
+    with mesh.agent(0).as_current():
+        assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
+        relay.break_after(500)
+        with pytest.raises(zrpc.RpcError, match=r"is lost: a connection broke.*may run twice"):
+            zrpc.rpc_sync(1, echo, (bytes(1000),), timeout=0)
+        assert relay.broken.is_set()
+        assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
+
+
+@pytest.mark.usefixtures("often")
+def test_nothing_comes_after_the_break(mesh: Mesh, relay: BreakingRelay) -> None:
+    """The end of a message is lost: the next word by that way says so, if only a question."""
+    receiver = mesh.agent(1 - relay.sender)
+    which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
+    with mesh.agent(0).as_current():
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
+        relay.break_after(2 * CHUNK + CHUNK // 2)
+        with pytest.raises(zrpc.RpcError, match=f"midst of a large {which}.*{hint}"):
+            zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK - 1000),), timeout=0)
+        assert relay.broken.is_set()
+        assert not receiver._assembler.busy
+    until(lambda: counts_agree(mesh))
+
+
+def test_connections_are_kept_alive(mesh: Mesh) -> None:
+    """By the system, so that no firewall forgets them while nothing is sent."""
+    assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
+    port = int(mesh.agent(0)._network.endpoint(1).rpartition(":")[2])
+
+    def timers() -> list[str]:
+        rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+        return [row[5].split(":")[0] for row in rows if row[2].endswith(f":{port:04X}")]
+
+    until(lambda: "02" in timers())  # that of keepalive, once nothing is unacknowledged
 
 
 @pytest.mark.parametrize("relay", ["call"], indirect=True)

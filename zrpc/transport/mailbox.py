@@ -13,6 +13,12 @@ from zrpc.transport.chunks import CHUNK, broken_off, chunks
 __all__ = ["Mailbox", "size_of"]
 
 
+# After so many seconds of silence the system asks the other side, so often, so many times.
+_KEEPALIVE_IDLE = 60
+_KEEPALIVE_INTERVAL = 10
+_KEEPALIVE_COUNT = 6
+
+
 class Mailbox:
     """A DEALER socket that only sends, to one peer.
 
@@ -47,6 +53,13 @@ class Mailbox:
         self._socket.sndhwm = 0
         self._socket.linger = 0
         self._socket.ipv6 = "[" in endpoint
+        if self._in_chunks:
+            # So that no firewall forgets the connection while nothing is sent: it would lose what
+            # comes next. One that was forgotten all the same is made anew.
+            self._socket.tcp_keepalive = 1
+            self._socket.tcp_keepalive_idle = _KEEPALIVE_IDLE
+            self._socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL
+            self._socket.tcp_keepalive_cnt = _KEEPALIVE_COUNT
         if guard is not None:
             guard(self._socket)
         self._socket.connect(endpoint)
