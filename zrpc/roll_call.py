@@ -1,7 +1,7 @@
 """Calls that are lost on their way: a worker asks after those that it waits for.
 
-When a connection breaks, some of what was sent by it is lost. ZeroMQ connects anew and tells
-neither side of what. So a worker asks each callee, every second, after the calls that have waited
+When a connection breaks, some of what was sent by it is lost. ZeroMQ connects anew, sends what it
+had not begun to send, and tells neither side what is missing. So a worker asks each callee, every second, after the calls that have waited
 for as long (ROLL_CALL), and hears which of them the callee does not have (MISSING). These were
 answered meanwhile, or are lost, on their way there or back; whoever waits for one is told so.
 
@@ -115,8 +115,9 @@ class RollCallLayer:
             if call is not None:
                 info = self.agent.membership.infos[message.sender]
                 text = (
-                    f"a call to {info} or its answer is lost: a connection broke. Whether the "
-                    "function has run is not known; call it again only where it may run twice"
+                    f"a call to {info} or its answer is lost: a connection broke, or there was no "
+                    "memory for a large message. Whether the function has run is not known; call "
+                    "it again only where it may run twice"
                 )
                 logger.error("%s: %s", self.agent.worker_info, text)
                 call.settle(RpcError(text))

@@ -19,6 +19,7 @@ from rpc_targets import Gate
 
 import zrpc as rpc
 from zrpc.failure_detector import Reason
+from zrpc.roll_call import RollCallLayer
 from zrpc.testing import Mesh
 from zrpc.transport import chunks
 from zrpc.transport import reserve as reserves
@@ -200,6 +201,24 @@ def test_no_memory_left(mesh: Mesh) -> None:
     assert mesh.run("worker0", call, "worker1") == 2
     mesh.run("worker1", limit_memory, None)
     assert mesh.run("worker0", send_large, "worker1", 16 * LARGE) == 16 * LARGE
+
+
+def ask_often() -> None:
+    """Asks its callees after calls that wait, so often."""
+    rpc.api.current_agent().layer(RollCallLayer).every = 0.1
+
+
+@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20, "shared_memory": 0})
+def test_a_message_that_libzmq_has_no_memory_for(mesh: Mesh) -> None:
+    """It is lost, and its connection breaks; the caller is told before its deadline."""
+    mesh.run("worker0", ask_often)
+    assert mesh.run("worker0", call, "worker1") == 2
+    mesh.run("worker1", limit_memory, 60)
+    kind, text, _ = mesh.run("worker0", attempt_bytes, "worker1", 100 << 20)
+    assert kind == "RpcError"
+    assert "is lost: a connection broke, or there was no memory" in text
+    mesh.run("worker1", limit_memory, None)
+    assert mesh.run("worker0", attempt_bytes, "worker1", 100 << 20)[0] == "no error"
 
 
 @pytest.fixture

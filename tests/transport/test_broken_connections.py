@@ -20,15 +20,13 @@ from zrpc.transport.chunks import CHUNK
 from zrpc.transport.inbox import _own_identity
 from zrpc.transport.network import BULK, Network
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*security")
-
 LARGE = 16 * CHUNK
 
 
 @pytest.fixture
 def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
-    """Two workers that talk by tcp."""
-    return make_mesh(workers=2, options={"transport": "tcp", "security": "none"})
+    """Two workers that talk by tcp, encrypted."""
+    return make_mesh(workers=2, options={"transport": "tcp"})
 
 
 @pytest.fixture(params=["call", "answer"])
