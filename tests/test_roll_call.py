@@ -131,7 +131,7 @@ def test_a_word_that_comes_twice_counts_once(caller: Mesh, monkeypatch: pytest.M
         """That the callee does not have it: by one of two ways, again and again; and of old."""
         for number in (layer._asked[1].number, 1):
             for _ in range(3):
-                body = roll_call._HEAD.pack(number, 0, 2) + roll_call._CALL_ID.pack(call.call_id)
+                body = roll_call._HEAD.pack(number, 0, 2, 0) + roll_call._CALL_ID.pack(call.call_id)
                 layer._on_missing(Message(Kind.MISSING, body=body, sender=1))
         done.set()
 
@@ -141,11 +141,31 @@ def test_a_word_that_comes_twice_counts_once(caller: Mesh, monkeypatch: pytest.M
     assert future.wait() == "done"
 
 
-@pytest.mark.parametrize("body", [b"", b"1" * 9, b"1" * 11])
+@pytest.mark.parametrize("body", [b"", b"1" * 17, b"1" * 19])
 def test_words_of_nonsense_are_refused(mesh: Mesh, body: bytes) -> None:
     layer = mesh.agent(0).layer(RollCallLayer)
     with pytest.raises(ProtocolError, match="numbers of calls"):
         layer._on_missing(Message(Kind.MISSING, body=body, sender=1))
+
+
+@pytest.mark.parametrize("size", [1, BULK], ids=["small", "large"])
+def test_a_layer_is_told_whose_messages_are_lost(caller: Mesh, size: int) -> None:
+    """Also where they have no answer; they count as received then."""
+    sender, receiver = caller.agent(0), caller.agent(1)
+    for value in (SMALL, LARGE):
+        assert zrpc.rpc_sync(1, echo, (value,)) == value
+    told: list[int] = []
+    receiver.missed.append(told.append)
+    message = Message(Kind.CANCEL, 2**60, body=bytes(size))
+    with faults.drop(caller, 0, 1) as fault:
+        sender.outbox.post(1, message)
+        until(lambda: fault.happened == 1)
+    sender.outbox.post(1, message)
+    receiver.awaited.append(lambda: [0])
+    until(lambda: bool(told))
+    assert told == [0]
+    assert sender._network.sent([1]) == receiver._received[0]
+    receiver.awaited.clear()
 
 
 def test_nothing_is_asked_where_nothing_waits(caller: Mesh) -> None:

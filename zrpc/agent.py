@@ -21,8 +21,8 @@ import logging
 import struct
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -54,7 +54,7 @@ from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
 from zrpc.transport.chunks import Assembler, NoMemory, is_chunk
 from zrpc.transport.inbox import OutOfMemory
-from zrpc.transport.network import Network
+from zrpc.transport.network import BULK_LETTER, Network
 from zrpc.watch import Watch
 from zrpc.wire.header import Message, parse, parse_head
 from zrpc.wire.kind import REQUESTS, Kind
@@ -155,6 +155,10 @@ class Agent:
         self.layers: list[Layer] = []
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
+        # Those that wait for messages of certain workers; and those that are told of whom messages
+        # were lost. In the I/O thread.
+        self.awaited: list[Callable[[], Iterable[int]]] = []
+        self.missed: list[Callable[[int], None]] = []
         self.tickers: list[Callable[[], None]] = []
         self.shared_memory = options.shared_memory
         self.warn_after = options.warn_after
@@ -163,6 +167,7 @@ class Agent:
         self._store: Store | None = store
         self._assembler = Assembler(self._on_broken_message)  # of the I/O thread
         self._received = dict.fromkeys(membership.infos, 0)
+        self._received_large: Counter[int] = Counter()  # of these, by the way for large ones
         self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
         # While it shuts down: how many messages had come in when it last looked, and since when.
@@ -318,6 +323,25 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
+    def received_from(self, sender: int, way: int) -> int:
+        """How many messages have come from a worker; by way 1, which is for large ones, or by 0."""
+        large = self._received_large[sender]
+        return large if way else self._received[sender] - large
+
+    def miss(self, sender: int, way: int, count: int) -> None:
+        """So many messages are lost, nobody knows which; they count as received from now on."""
+        self._count(sender, way, count)
+        self._tell_missed(sender)
+
+    def _count(self, sender: int, way: int, count: int = 1) -> None:
+        self._received[sender] += count
+        if way:
+            self._received_large[sender] += count
+
+    def _tell_missed(self, sender: int) -> None:
+        for tell in self.missed:
+            tell(sender)
+
     def break_off(self, sender: int) -> None:
         """A peer has sent all of what it began to send: what has not come is lost."""
         self._assembler.break_off(sender)
@@ -416,6 +440,8 @@ class Agent:
             return
         if message.kind not in _UNCOUNTED:
             self._received[sender] += 1
+            if identity[0] == BULK_LETTER:
+                self._received_large[sender] += 1
         try:
             if message.extensions:
                 message.attachments = self._read_extensions(message)
@@ -450,7 +476,9 @@ class Agent:
             head = self._assembler.lose(sender, head)
             if head is None:
                 return
-        self._tell_lost(sender, head, error, MemoryError(f"{error}, an answer of {sender}: {hint}"))
+        of_answer = MemoryError(f"{error}, an answer of {sender}: {hint}")
+        way = int(error.identity[0] == BULK_LETTER)
+        self._tell_lost(sender, head, way, error, of_answer)
 
     def _on_broken_message(self, sender: int, head: bytes) -> None:
         """A connection broke in the midst of a message."""
@@ -461,29 +489,28 @@ class Agent:
             f"{what} answer, which is lost: the function has run; call it again only where it may "
             "run twice"
         )
-        self._tell_lost(sender, head, unread, unanswered)
+        self._tell_lost(sender, head, 1, unread, unanswered)
 
     def _tell_lost(
         self,
         sender: int,
         head: bytes | memoryview | None,
+        way: int,
         of_call: Exception,
         of_answer: Exception,
     ) -> None:
         """Tells whoever waits for a message that is lost, where so much of it is known."""
-        if head is None:
-            self._received[sender] += 1  # what is large is counted
-            return
-        message = parse_head(head, sender)
+        message = Message(0) if head is None else parse_head(head, sender)
         if message.kind not in _UNCOUNTED:
-            self._received[sender] += 1
+            self._count(sender, way)
         if message.kind in REQUESTS:
             self.callee.answer_unread(message, of_call)
-        elif (
-            message.kind in (Kind.RESULT, Kind.ERROR)
-            and (call := self.caller.calls.pop(message.call_id)) is not None
-        ):
-            call.settle(of_answer)
+        elif message.kind in (Kind.RESULT, Kind.ERROR):
+            call = self.caller.calls.pop(message.call_id)
+            if call is not None:
+                call.settle(of_answer)
+        else:
+            self._tell_missed(sender)
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         handlers = self._extension_handlers

@@ -170,7 +170,7 @@ class Outbox:
             self._undo(rank, message)
             raise
 
-    def post_each_way(self, rank: int, first: Callable[[int, int], bytes]) -> None:
+    def post_each_way(self, rank: int, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
 
         Nothing happens where the peer or we are gone, or there is no descriptor or memory left.

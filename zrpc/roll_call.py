@@ -1,14 +1,19 @@
 """Calls that are lost on their way: a worker asks after those that it waits for.
 
 When a connection breaks, some of what was sent by it is lost. ZeroMQ connects anew, sends what it
-had not begun to send, and tells neither side what is missing. So a worker asks each callee, every second, after the calls that have waited
-for as long (ROLL_CALL), and hears which of them the callee does not have (MISSING). These were
-answered meanwhile, or are lost, on their way there or back; whoever waits for one is told so.
+had not begun to send, and tells neither side what is missing. So a worker asks each callee, every
+second, after the calls that have waited for as long (ROLL_CALL), and hears which of them the callee
+does not have (MISSING). These were answered meanwhile, or are lost, on their way there or back;
+whoever waits for one is told so.
 
 Which of the two it is follows from the order of messages. The question goes by each way that calls
 go, behind them, and its answer by each way that answers go: when it is there by all, nothing is
 left of what was sent before. Only what was read from a connection before it broke may come after
 what came by the next. So a call is lost when it is missing twice.
+
+Both words also say how many messages the sender has sent by the same way. Where fewer have come,
+twice, the others are lost, calls or not: layers that wait for such are told, and have the peer
+asked as callees are.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ _PATIENCE = 2.0
 # No more calls are asked after at once: the oldest.
 _MOST = 1024
 
-_HEAD = struct.Struct("<QBB")  # the question's number, by which way it goes, by how many
+# The question's number, by which way it goes, by how many, and how many messages went before.
+_HEAD = struct.Struct("<QBBQ")
 _CALL_ID = struct.Struct("<Q")
 
 
@@ -56,6 +62,8 @@ class RollCallLayer:
         self._next = 0.0
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Question] = {}
+        # How many messages were missing, by sender and way, when that was last known.
+        self._short: dict[tuple[int, int], int] = {}
         self._copies = {kind: _Copies() for kind in (Kind.ROLL_CALL, Kind.MISSING)}
         agent.register(Kind.ROLL_CALL, self._on_roll_call)
         agent.register(Kind.MISSING, self._on_missing)
@@ -66,6 +74,8 @@ class RollCallLayer:
         self._asked.pop(rank, None)
         for copies in self._copies.values():
             copies.forget(rank)
+        for way in range(2):
+            self._short.pop((rank, way), None)
 
     def quiet(self) -> bool:
         """Nobody waits for what is done here."""
@@ -81,11 +91,14 @@ class RollCallLayer:
         if now < self._next:
             return
         self._next = now + self.every
-        waiting: dict[int, list[int]] = {}
+        waiting: dict[int, list[int]] = {
+            rank: [] for awaited in self.agent.awaited for rank in awaited()
+        }
         for call in self.agent.caller.calls.under_way():
             if call.left and now - call.begun >= self.every:
                 waiting.setdefault(call.peer, []).append(call.call_id)
-        waiting.pop(self.agent.membership.rank, None)
+        for rank in (self.agent.membership.rank, *self.agent.membership.lost):
+            waiting.pop(rank, None)
         if len(self.agent.outbox):  # some of them may not have left after all
             return
         self._asked = {rank: asked for rank, asked in self._asked.items() if rank in waiting}
@@ -138,8 +151,8 @@ class RollCallLayer:
     def _send(self, rank: int, kind: Kind, number: int, call_ids: list[int]) -> None:
         tail = b"".join(map(_CALL_ID.pack, call_ids))
 
-        def first_frame(way: int, ways: int) -> bytes:
-            return Message(kind, body=_HEAD.pack(number, way, ways) + tail).first_frame()
+        def first_frame(way: int, ways: int, sent: int) -> bytes:
+            return Message(kind, body=_HEAD.pack(number, way, ways, sent) + tail).first_frame()
 
         self.agent.submit(partial(self.agent.outbox.post_each_way, rank, first_frame))
 
@@ -151,14 +164,30 @@ class RollCallLayer:
         """
         body = bytes(message.body)
         try:
-            number, way, ways = _HEAD.unpack_from(body)
+            number, way, ways, sent = _HEAD.unpack_from(body)
             call_ids = [each for (each,) in _CALL_ID.iter_unpack(body[_HEAD.size :])]
         except struct.error as error:
             raise ProtocolError(f"expected the numbers of calls: {error}") from error
         if way:
             self.agent.break_off(message.sender)
+        self._compare(message.sender, min(way, 1), sent)
         complete = self._copies[Kind(message.kind)].note(message.sender, number, way, ways)
         return (number if complete else 0), call_ids
+
+    def _compare(self, sender: int, way: int, sent: int) -> None:
+        """Finds out whether fewer messages have come by a way than were sent."""
+        short = sent - self.agent.received_from(sender, way)
+        lost = min(short, self._short.get((sender, way), 0))
+        if lost > 0:
+            short -= lost
+            logger.error(
+                "%s: %d messages from %s are lost: a connection broke, or there was no memory",
+                self.agent.worker_info,
+                lost,
+                self.agent.membership.infos[sender],
+            )
+            self.agent.miss(sender, way, lost)
+        self._short[sender, way] = short
 
 
 class _Question:

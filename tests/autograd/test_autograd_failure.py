@@ -30,6 +30,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
+from zrpc.roll_call import RollCallLayer
 from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=15)
@@ -70,6 +71,45 @@ def chain(rank, broken, x):
     if rank < 2:
         x = x + call(f"worker{rank + 1}", chain, rank + 1, broken, x)
     return x * 2
+
+
+def lose_next(monkeypatch, agent, kind):
+    """Has an agent's next message of a kind, of those that it sends from now on, be lost."""
+    send, lost = agent._network.send, []
+
+    def lose(rank, first, buffers=(), counted=True):
+        if first[1] == kind and not lost:
+            lost.append(rank)
+            agent._network._mailboxes[rank].sent += counted
+        else:
+            send(rank, first, buffers, counted)
+
+    monkeypatch.setattr(agent._network, "send", lose)
+    return lost
+
+
+@pytest.mark.parametrize(
+    ("loser", "kind"),
+    [
+        (1, Kind.GRADIENT),
+        (2, Kind.GRADIENT),
+        (0, Kind.BACKWARD),
+        (1, Kind.BACKWARD),
+        (2, Kind.RESULT),
+    ],
+)
+def test_a_message_is_lost(mesh, monkeypatch, loser, kind):
+    """With a connection that breaks; the pass must not wait for it."""
+    for rank in range(3):
+        asks = mesh.agent(rank).layer(RollCallLayer)
+        asks.every, asks._next = 0.05, 0.0
+    with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
+        loss = chain(0, None, X).sum()
+        lost = lose_next(monkeypatch, mesh.agent(loser), kind)
+        with pytest.raises(RuntimeError, match=r"lost: a connection broke|is lost"):
+            dist_autograd.backward(context_id, [loss])
+        assert lost
+    assert_usable(mesh)
 
 
 def assert_usable(mesh):

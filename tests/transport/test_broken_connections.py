@@ -89,6 +89,7 @@ def test_in_the_midst_of_a_small_message(mesh: Mesh, relay: BreakingRelay) -> No
             zrpc.rpc_sync(1, echo, (bytes(1000),), timeout=0)
         assert relay.broken.is_set()
         assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
+    until(lambda: counts_agree(mesh))
 
 
 @pytest.mark.usefixtures("often")

@@ -62,16 +62,12 @@ class AutogradLayer:
 
     def lose(self, rank: int) -> None:
         """A peer is gone: so are its contexts, and passes that it took part in fail."""
-        states = self.contexts.living()
-        why = self.agent.why_gone(rank)
-        error = WorkerDied(f"Error on Node {rank_of(rank)}: during a backward pass, {why}")
-        for state in states:
+        for state in self.contexts.living():
             self.contexts.enlist(state, rank)
-            with state.lock:
-                passes = list(state.passes.values())
-            for pass_ in passes:
-                if pass_.events is not None and rank in pass_.events.linked:
-                    self.passes.fail(state, pass_, error)
+        why = self.agent.why_gone(rank)
+        self.passes.fail_with(
+            rank, WorkerDied(f"Error on Node {rank_of(rank)}: during a backward pass, {why}")
+        )
 
     def quiet(self) -> bool:
         """Passes are requests, which the agent counts itself."""

@@ -64,9 +64,12 @@ class Passes:
         self._join = contexts.join
         self._lock = contexts.lock
         self._states = contexts.states  # under that lock
+        self._living = contexts.living
         agent.register(Kind.BACKWARD, self._on_backward)
         agent.register(Kind.GRADIENT, self._on_gradient)
         agent.register(Kind.ABORT, self._on_abort)
+        agent.awaited.append(self._linked)
+        agent.missed.append(self._miss)
         agent.register_extension(PASS, lambda _, data: PASS_LAYOUT.unpack(data))
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
@@ -232,6 +235,35 @@ class Passes:
         for peer in linked:
             aborted = Message(Kind.ABORT, body=body, extensions=[(PASS, data)])
             self._agent.outbox.post(peer, aborted)
+
+    def fail_with(self, rank: int, error: Exception) -> None:
+        """The passes fail that a peer takes part in."""
+        for state, pass_ in self._under_way():
+            if pass_.events is not None and rank in pass_.events.linked:
+                self.fail(state, pass_, error)
+
+    def _miss(self, rank: int) -> None:
+        """Messages of a peer are lost, perhaps gradients."""
+        info = self._agent.membership.infos[rank]
+        self.fail_with(
+            rank,
+            RpcError(
+                f"during a backward pass, messages from {info} were lost: a connection broke, or "
+                "there was no memory for them; run the pass again in a new context"
+            ),
+        )
+
+    def _linked(self) -> set[int]:
+        """The workers that take part in passes that run here."""
+        running = [pass_.events for _, pass_ in self._under_way()]
+        return {rank for events in running if events is not None for rank in events.linked}
+
+    def _under_way(self) -> list[tuple[ContextState, Pass]]:
+        found = []
+        for state in self._living():
+            with state.lock:
+                found += [(state, pass_) for pass_ in state.passes.values()]
+        return found
 
     def _on_abort(self, message: Message) -> None:
         context_id, pass_id, _, _ = pass_fields(message)

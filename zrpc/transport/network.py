@@ -20,18 +20,20 @@ from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.reserve import reserve
 
-__all__ = ["Network", "bulk_identity"]
+__all__ = ["BULK_LETTER", "Network", "bulk_identity"]
 
 AnyMailbox = Mailbox | DirectMailbox
 M = TypeVar("M", bound=AnyMailbox)
 
 # Messages from this size on, in bytes, are large: they take longer than a call of a small one.
 BULK = 1 << 18
+# What the routing ids of mailboxes for them begin with.
+BULK_LETTER = ord("b")
 
 
 def bulk_identity(identity: bytes) -> bytes:
     """The routing id of the mailboxes for large messages of the worker with this one."""
-    return b"b" + identity[1:]
+    return bytes([BULK_LETTER]) + identity[1:]
 
 
 class Network:
@@ -141,13 +143,13 @@ class Network:
         except ConnectionError:
             self._replace(rank, mailbox).send(first, buffers, counted)
 
-    def send_each_way(self, rank: int, first: Callable[[int, int], bytes]) -> None:
+    def send_each_way(self, rank: int, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message by each mailbox for a peer, so that it comes behind all that was sent.
 
         Args:
             rank: the peer's.
-            first: makes the first frame, given 0 or, for the mailbox of large messages, 1; and by
-                how many it goes.
+            first: makes the first frame, given 0 or, for the mailbox of large messages, 1; by how
+                many it goes; and how many that count went before.
 
         Raises:
             zmq.ZMQError: as for `send`.
@@ -155,8 +157,8 @@ class Network:
         both = (self._mailboxes, self._bulk)
         ways = [boxes for boxes in both if rank in boxes] or [self._mailboxes]
         for boxes in ways:
-            frame = first(int(boxes is self._bulk), len(ways))
             mailbox = boxes.get(rank) or self._open(rank, boxes)
+            frame = first(int(boxes is self._bulk), len(ways), mailbox.sent)
             try:
                 mailbox.send(frame, (), False)
             except ConnectionError:
