@@ -95,7 +95,9 @@ class RollCallLayer:
             rank: [] for awaited in self.agent.awaited for rank in awaited()
         }
         for call in self.agent.caller.calls.under_way():
-            if call.left and now - call.begun >= self.every:
+            if now - call.begun < self.every:
+                break  # those that follow are younger
+            if call.left:
                 waiting.setdefault(call.peer, []).append(call.call_id)
         for rank in (self.agent.membership.rank, *self.agent.membership.lost):
             waiting.pop(rank, None)

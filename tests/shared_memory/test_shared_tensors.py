@@ -488,6 +488,9 @@ def test_a_message_larger_than_the_pool_goes_by_frames(make_mesh, lends):
 def test_a_late_answer_is_returned(introduced: Mesh, lends, end):
     gate, entered = threading.Event(), threading.Event()
     kept()["wait"] = (entered, gate)
+    # The callee must not find out first that nobody waits any more: it would not answer then.
+    callee = introduced.agent(1)
+    callee.tickers.remove(callee.callee.drop_abandoned)
 
     future = zrpc.rpc_async(1, answer_late, timeout=0.3)
     assert entered.wait(20)
