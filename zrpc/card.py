@@ -97,7 +97,7 @@ class Card:
 
     @property
     def identity(self) -> bytes:
-        """The token as ZeroMQ's routing id: letters and digits, as `Inbox` can read again."""
+        """The token as ZeroMQ's routing id: ASCII, since `Inbox` may have to ask for it as text."""
         return self.identity_of(self.token)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -47,8 +48,12 @@ def echo(value: Any) -> Any:
 def test_a_call_without_a_timeout_is_lost(mesh: Mesh) -> None:
     with mesh.agent(0).as_current():
         assert zrpc.rpc_sync(1, echo, (1,)) == 1
-        with faults.drop(mesh, 0, 1):
+        with faults.drop(mesh, 0, 1) as fault:
             lost = zrpc.rpc_async(1, echo, (1,), timeout=0)
+            limit = time.monotonic() + WITHIN
+            while not fault.happened:
+                assert time.monotonic() < limit
+                time.sleep(0.002)
         shut_down(mesh)
         with pytest.raises(zrpc.RpcError, match="is lost"):
             lost.wait()

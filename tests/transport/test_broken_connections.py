@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from arrivals import received
 from breaking_relay import SOON, BreakingRelay
 
@@ -72,6 +74,40 @@ def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -
         assert not mesh.agent(1 - relay.sender)._assembler.busy
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
     until(lambda: counts_agree(mesh))
+
+
+class FailsOnce:
+    """A socket that the system has no memory for, at one of its sends."""
+
+    def __init__(self, socket: Any, good: int) -> None:
+        self._socket = socket
+        self._good = good
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def send(self, *args: Any) -> Any:
+        self._good -= 1
+        if self._good == -1:
+            raise zmq.ZMQError(errno.ENOMEM)
+        return self._socket.send(*args)
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 3, 7])
+def test_a_large_message_that_is_sent_in_part(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """Its receiver does not wait for the rest, and the counts agree."""
+    with mesh.agent(0).as_current():
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
+        mailbox = mesh.agent(0)._network._bulk[1]
+        with monkeypatch.context() as patched:
+            patched.setattr(mailbox, "_socket", FailsOnce(mailbox._socket, good))
+            with pytest.raises(MemoryError, match="can't be sent"):
+                zrpc.rpc_sync(1, echo, (bytes(5 * CHUNK),))
+        until(lambda: counts_agree(mesh))
+        assert not mesh.agent(1)._assembler.busy
+        assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
 
 
 @pytest.fixture
