@@ -168,6 +168,23 @@ def test_a_layer_is_told_whose_messages_are_lost(caller: Mesh, size: int) -> Non
     receiver.awaited.clear()
 
 
+def test_what_is_short_for_a_moment_is_not_lost(caller: Mesh) -> None:
+    """It may be under way by another connection."""
+    agent = caller.agent(1)
+    layer = agent.layer(RollCallLayer)
+    told: list[int] = []
+    agent.missed.append(told.append)
+    sent = agent.received_from(0, 0)
+    for short, at in [(2, 0.0), (2, 0.4), (0, 0.6), (3, 1.5), (3, 1.8), (1, 1.9)]:
+        layer._compare(0, 0, sent + short, at * layer.every)
+    assert told == []
+    # Of three messages, two are missing for more than half of the time between two questions.
+    for short, at in [(0, 2.0), (3, 3.0), (2, 3.4), (2, 3.6), (2, 4.8), (2, 5.6)]:
+        layer._compare(0, 0, sent + short, at * layer.every)
+    assert told == [0]
+    assert agent.received_from(0, 0) == sent + 2
+
+
 def test_nothing_is_asked_where_nothing_waits(caller: Mesh) -> None:
     layer = caller.agent(0).layer(RollCallLayer)
     future = zrpc.rpc_async(1, wait)

@@ -500,6 +500,7 @@ class Agent:
         of_answer: Exception,
     ) -> None:
         """Tells whoever waits for a message that is lost, where so much of it is known."""
+        # Of what nothing is known, it is taken to count: what is large does.
         message = Message(0) if head is None else parse_head(head, sender)
         if message.kind not in _UNCOUNTED:
             self._count(sender, way)

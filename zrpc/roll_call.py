@@ -62,8 +62,8 @@ class RollCallLayer:
         self._next = 0.0
         self._numbers = itertools.count(1)
         self._asked: dict[int, _Question] = {}
-        # How many messages were missing, by sender and way, when that was last known.
-        self._short: dict[tuple[int, int], int] = {}
+        # How many messages are missing, by sender and way, and since when.
+        self._short: dict[tuple[int, int], tuple[int, float]] = {}
         self._copies = {kind: _Copies() for kind in (Kind.ROLL_CALL, Kind.MISSING)}
         agent.register(Kind.ROLL_CALL, self._on_roll_call)
         agent.register(Kind.MISSING, self._on_missing)
@@ -109,7 +109,7 @@ class RollCallLayer:
 
     def _ask(self, rank: int, call_ids: list[int], now: float) -> None:
         asked = self._asked.get(rank) or _Question()
-        if asked.number and now < asked.patient_until:
+        if now < asked.patient_until:
             return
         # Longer each time, so that an answer comes in time, however slow the network.
         asked.patience = 2 * asked.patience if asked.number else _PATIENCE
@@ -122,7 +122,8 @@ class RollCallLayer:
         asked = self._asked.get(message.sender)
         if not number or asked is None or number != asked.number:
             return
-        asked.number = 0
+        # Not again at once: what is missing has some time to come after all.
+        asked.number, asked.patient_until = 0, time.monotonic() + self.every / 2
         calls = self.agent.caller.calls
         before, asked.missing = asked.missing, {i for i in missing if calls.get(i) is not None}
         for call_id in sorted(before & asked.missing):
@@ -172,24 +173,29 @@ class RollCallLayer:
             raise ProtocolError(f"expected the numbers of calls: {error}") from error
         if way:
             self.agent.break_off(message.sender)
-        self._compare(message.sender, min(way, 1), sent)
+        self._compare(message.sender, min(way, 1), sent, time.monotonic())
         complete = self._copies[Kind(message.kind)].note(message.sender, number, way, ways)
         return (number if complete else 0), call_ids
 
-    def _compare(self, sender: int, way: int, sent: int) -> None:
+    def _compare(self, sender: int, way: int, sent: int, now: float) -> None:
         """Finds out whether fewer messages have come by a way than were sent."""
         short = sent - self.agent.received_from(sender, way)
-        lost = min(short, self._short.get((sender, way), 0))
-        if lost > 0:
-            short -= lost
-            logger.error(
-                "%s: %d messages from %s are lost: a connection broke, or there was no memory",
-                self.agent.worker_info,
-                lost,
-                self.agent.membership.infos[sender],
-            )
-            self.agent.miss(sender, way, lost)
-        self._short[sender, way] = short
+        before, since = self._short.get((sender, way), (0, now))
+        lost = min(short, before)
+        if lost <= 0:
+            self._short[sender, way] = short, now
+            return
+        if now - since < self.every / 2:
+            self._short[sender, way] = lost, since
+            return
+        self._short[sender, way] = short - lost, now
+        logger.error(
+            "%s: messages of %s are lost (%d): a connection broke, or there was no memory",
+            self.agent.worker_info,
+            self.agent.membership.infos[sender],
+            lost,
+        )
+        self.agent.miss(sender, way, lost)
 
 
 class _Question:
@@ -198,7 +204,7 @@ class _Question:
     Attributes:
         number: of the question; 0 where it is answered.
         patience: for how long its answer is waited for, in seconds.
-        patient_until: until when that is.
+        patient_until: until when nothing is asked.
         missing: the calls that the callee did not have, when it last answered.
     """
 
