@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from breaking_relay import SOON, BreakingRelay
 
 import zrpc
 from zrpc import roll_call
+from zrpc.agent import Agent
 from zrpc.rref.layer import RRefLayer
 from zrpc.testing import Mesh
 from zrpc.transport import inbox as inbox_module
@@ -114,6 +118,7 @@ def test_a_large_message_that_is_sent_in_part(
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Callees are asked after calls that wait, soon and often."""
     monkeypatch.setattr(roll_call, "_EVERY", 0.05)
+    monkeypatch.setattr(roll_call, "_PATIENCE", 0.2)
 
 
 @pytest.mark.usefixtures("often")
@@ -204,3 +209,56 @@ def test_what_came_before_the_break_is_read_after_it(monkeypatch: pytest.MonkeyP
     finally:
         for network in networks:
             network.close(0, ())
+
+
+_ran: set[int] = set()
+
+
+def note(number: int, _: bytes, size: int) -> bytes:
+    _ran.add(number)
+    return bytes(size)
+
+
+def call_until(
+    agent: Agent, end: float, numbers: Iterator[int], said: list[tuple[int, str]]
+) -> None:
+    """Makes calls of all sizes, without a timeout; what is said of those that fail."""
+    source = random.Random(next(numbers))
+    with agent.as_current():
+        while time.monotonic() < end:
+            number = next(numbers)
+            sizes = source.choices([10, 1000, 50_000, BULK, 3 * CHUNK], k=2)
+            try:
+                assert (
+                    len(zrpc.rpc_sync(1, note, (number, bytes(sizes[0]), sizes[1]), 0)) == sizes[1]
+                )
+            except Exception as error:
+                said.append((number, str(error)))
+
+
+@pytest.mark.usefixtures("often")
+def test_connections_that_break_again_and_again(mesh: Mesh) -> None:
+    """No call waits for ever, and what its error says of the function is true."""
+    _ran.clear()
+    source, numbers, said, end = random.Random(7), itertools.count(), [], time.monotonic() + 1.5
+    with BreakingRelay.before(mesh, 0, 1) as there, BreakingRelay.before(mesh, 1, 0) as back:
+        arguments = (mesh.agent(0), end, numbers, said)
+        threads = [threading.Thread(target=call_until, args=arguments) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        while time.monotonic() < end:
+            relay = source.choice([there, back])
+            relay.break_after(source.choice([1, 100, 3000, BULK, CHUNK]))
+            relay.broken.wait(0.3)
+        for thread in threads:
+            thread.join(2 * SOON)
+            assert not thread.is_alive()
+        mesh.shutdown()
+    assert said
+    for number, text in said:
+        if "has not run" in text:
+            assert number not in _ran
+        elif "the function has run;" in text:
+            assert number in _ran
+        else:
+            assert "whether the function has run is not known" in text.lower()
