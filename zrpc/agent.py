@@ -566,6 +566,7 @@ class Agent:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
         self._received.pop(rank, None)
+        self._received_large.pop(rank, None)
         self._assembler.forget(rank)
         if self.membership.was_found(rank):
             logger.info("%s: %s", self.worker_info, self.why_gone(rank))
