@@ -40,6 +40,7 @@ LAYERS: list[list[str]] = [
     ],
     ["zrpc.elastic"],
     ["zrpc.agent", "zrpc.endpoints"],
+    ["zrpc.dispatcher"],
     ["zrpc.callee", "zrpc.caller"],
     ["zrpc.codec", "zrpc.graceful_shutdown", "zrpc.outbox", "zrpc.watch"],
     [

@@ -155,7 +155,7 @@ def test_a_layer_is_told_whose_messages_are_lost(caller: Mesh, size: int) -> Non
     for value in (SMALL, LARGE):
         assert zrpc.rpc_sync(1, echo, (value,)) == value
     told: list[int] = []
-    receiver.missed.append(told.append)
+    receiver.dispatcher.missed.append(told.append)
     message = Message(Kind.CANCEL, 2**60, body=bytes(size))
     with faults.drop(caller, 0, 1) as fault:
         sender.outbox.post(1, message)
@@ -164,7 +164,7 @@ def test_a_layer_is_told_whose_messages_are_lost(caller: Mesh, size: int) -> Non
     receiver.awaited.append(lambda: [0])
     until(lambda: bool(told))
     assert told == [0]
-    assert sender._network.sent([1]) == receiver._received[0]
+    assert sender._network.sent([1]) == receiver.dispatcher.received[0]
     receiver.awaited.clear()
 
 
@@ -173,8 +173,8 @@ def test_what_is_short_for_a_moment_is_not_lost(caller: Mesh) -> None:
     agent = caller.agent(1)
     layer = agent.layer(RollCallLayer)
     told: list[int] = []
-    agent.missed.append(told.append)
-    sent = agent.received_from(0, 0)
+    agent.dispatcher.missed.append(told.append)
+    sent = agent.dispatcher.received_from(0, 0)
     for short, at in [(2, 0.0), (2, 0.4), (0, 0.6), (3, 1.5), (3, 1.8), (1, 1.9)]:
         layer._compare(0, 0, sent + short, at * layer.every)
     assert told == []
@@ -182,7 +182,7 @@ def test_what_is_short_for_a_moment_is_not_lost(caller: Mesh) -> None:
     for short, at in [(0, 2.0), (3, 3.0), (2, 3.4), (2, 3.6), (2, 4.8), (2, 5.6)]:
         layer._compare(0, 0, sent + short, at * layer.every)
     assert told == [0]
-    assert agent.received_from(0, 0) == sent + 2
+    assert agent.dispatcher.received_from(0, 0) == sent + 2
 
 
 def test_nothing_is_asked_where_nothing_waits(caller: Mesh) -> None:

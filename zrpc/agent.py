@@ -1,6 +1,7 @@
 """One member of a mesh: its threads, what it receives, and how it leaves.
 
-What becomes of its own calls is in `zrpc.caller`, and of the calls of others in `zrpc.callee`.
+What becomes of its own calls is in `zrpc.caller`, of the calls of others in `zrpc.callee`, and who
+deals with a message that has come in, in `zrpc.dispatcher`.
 
 Threads. Any thread sends, directly, through the mailbox of the peer. One of the two I/O
 threads receives: it reads headers, settles calls, and hands requests to the pool; meanwhile it
@@ -21,7 +22,7 @@ import logging
 import struct
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -29,15 +30,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import Store
 
-from zrpc.callee import UNREAD, Callee
+from zrpc.callee import Callee
 from zrpc.caller import Caller
 from zrpc.calls import NEVER
 from zrpc.card import Card
 from zrpc.codec import Codec
 from zrpc.current import as_current, context_of, has_shut_down
+from zrpc.dispatcher import Dispatcher
 from zrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from zrpc.event_loop import EventLoop
-from zrpc.exhaustion import advice
 from zrpc.failure_detector import Loss, Reason
 from zrpc.graceful_shutdown import GracefulShutdown
 from zrpc.hooks import Hooks
@@ -52,12 +53,12 @@ from zrpc.pool import WorkerPool, in_pool
 from zrpc.spin import Spin
 from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
-from zrpc.transport.chunks import Assembler, NoMemory, is_chunk
+from zrpc.transport.chunks import is_chunk
 from zrpc.transport.inbox import OutOfMemory
-from zrpc.transport.network import BULK_LETTER, Network
+from zrpc.transport.network import Network
 from zrpc.watch import Watch
-from zrpc.wire.header import Message, parse, parse_head
-from zrpc.wire.kind import REQUESTS, Kind
+from zrpc.wire.header import Message, parse
+from zrpc.wire.kind import Kind
 from zrpc.worker_info import rank_of
 
 __all__ = ["Agent", "Layer"]
@@ -79,19 +80,6 @@ _HANDLER_TIMEOUT = 1.0
 _LINGER = 2.0
 _LINGER_NOT_GRACEFUL = 0.1
 
-# Messages that a shutdown does not count; they are sent with counted=False.
-_UNCOUNTED = frozenset(
-    (
-        Kind.TERMINATION,
-        Kind.SEGMENT,
-        Kind.LEAVE,
-        Kind.BUSY,
-        Kind.INSPECT,
-        Kind.SNAPSHOT,
-        Kind.ROLL_CALL,
-        Kind.MISSING,
-    )
-)
 # The body of LEAVE to a worker that was given up, and is heard again; how often to send it, in
 # seconds.
 _GAVE_UP = b"gave up"
@@ -101,8 +89,6 @@ _TELL_EVERY = 1.0
 
 # So many messages that are there already are dealt with in one turn.
 _MOST_AT_ONCE = 64
-
-Handler = Callable[[Message], None]
 
 
 class Layer(Protocol):
@@ -132,6 +118,7 @@ class Agent:
         caller: makes the calls to others.
         callee: answers the calls of others.
         codec: packs and unpacks values.
+        dispatcher: gives messages that come in to who deals with them.
         shared_memory: the most bytes of shared memory for what this worker sends.
         warn_after: after how many seconds a call that waits is named in a warning; 0 for never.
         lost: called for each worker that is gone.
@@ -155,24 +142,17 @@ class Agent:
         self.layers: list[Layer] = []
         # Layers that have something to do after every turn of the I/O thread, or now and then.
         self.flushers: list[Callable[[], None]] = []
-        # Those that wait for messages of certain workers; and those that are told of whom messages
-        # were lost. In the I/O thread.
+        # Those that wait for messages of certain workers.
         self.awaited: list[Callable[[], Iterable[int]]] = []
-        self.missed: list[Callable[[int], None]] = []
         self.tickers: list[Callable[[], None]] = []
         self.shared_memory = options.shared_memory
         self.warn_after = options.warn_after
         self._network = network
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
-        self._assembler = Assembler(self._on_broken_message)  # of the I/O thread
-        self._received = dict.fromkeys(membership.infos, 0)
-        self._received_large: Counter[int] = Counter()  # of these, by the way for large ones
-        self._watch = Watch(network, membership, options.heartbeat_timeout, self._received)
         self._told_to_leave: dict[int, float] = {}
         # While it shuts down: how many messages had come in when it last looked, and since when.
         self._last_heard = (-1, 0.0)
-        self._extension_handlers: dict[int, Callable[[Message, bytes], Any]] = {}
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -200,15 +180,20 @@ class Agent:
             membership, self.codec, self.outbox, self.pool, self.event_loop, self.run
         )
         self.tickers += [self.callee.drop_abandoned, self.outbox.send_again]
-        self._handlers: dict[int, Handler] = {
+        self.dispatcher = Dispatcher(membership, self.caller, self.callee, self._on_outsider)
+        self._dispatch = self.dispatcher.dispatch
+        self._watch = Watch(
+            network, membership, options.heartbeat_timeout, self.dispatcher.received
+        )
+        for kind, handler in {
             Kind.CALL: self.callee.on_call,
             Kind.RESULT: self._on_answer,
             Kind.ERROR: self._on_answer,
             Kind.CANCEL: self.callee.on_cancel,
             Kind.TERMINATION: self._on_termination,
             Kind.LEAVE: self._on_leave,
-        }
-        self.register_extension(UNREAD, lambda answer, _: self.caller.undo_unread(answer.call_id))
+        }.items():
+            self.dispatcher.register(kind, handler)
         self._switch_interval = SwitchInterval(options.switch_interval)
         self._next_tick = 0.0
         # Of the thread that leads, by all messages; of one that sits for it, by its answers.
@@ -259,22 +244,6 @@ class Agent:
         """Whether this agent has shut down, or is about to."""
         return self.outbox.closed
 
-    # -- plugging in ---------------------------------------------------------------------
-
-    def register(self, kind: Kind, handler: Handler) -> None:
-        """Has messages of ``kind`` given to ``handler``, in the I/O thread.
-
-        The handler must neither wait nor unpickle. Before the agent serves only.
-        """
-        self._handlers[kind] = handler
-
-    def register_extension(self, tag: int, handler: Callable[[Message, bytes], Any]) -> None:
-        """Has extensions with ``tag`` read by ``handler(message, data)``, in the I/O thread.
-
-        What it returns is ``message.attachments[tag]``. Before the agent serves only.
-        """
-        self._extension_handlers[tag] = handler
-
     # -- what layers use, and the two sides of calls -----------------------------------------
 
     def receive(self, gate: threading.Lock, deadline: float = NEVER) -> None:
@@ -323,29 +292,6 @@ class Agent:
 
     # -- the I/O thread ------------------------------------------------------------------
 
-    def received_from(self, sender: int, way: int) -> int:
-        """How many messages have come from a worker; by way 1, which is for large ones, or by 0."""
-        large = self._received_large[sender]
-        return large if way else self._received[sender] - large
-
-    def miss(self, sender: int, way: int, count: int) -> None:
-        """So many messages are lost, nobody knows which; they count as received from now on."""
-        self._count(sender, way, count)
-        self._tell_missed(sender)
-
-    def _count(self, sender: int, way: int, count: int = 1) -> None:
-        self._received[sender] += count
-        if way:
-            self._received_large[sender] += count
-
-    def _tell_missed(self, sender: int) -> None:
-        for tell in self.missed:
-            tell(sender)
-
-    def break_off(self, sender: int) -> None:
-        """A peer has sent all of what it began to send: what has not come is lost."""
-        self._assembler.break_off(sender)
-
     def _complete_soon(self, job: Callable[[], None]) -> None:
         """Has a future completed for which nobody waits."""
         if not self._io.take(self._completions, job):
@@ -387,7 +333,7 @@ class Agent:
         self._handler_taken = False
         count = 0
         try:
-            if self._assembler.busy:
+            if self.dispatcher.busy:
                 spin = 0.0  # the next chunk's way through the system is better off with the core
             received = self._network.receive(max(0.0, wait), spin)
             self._spin_of_leader.waited(time.monotonic() - begun)
@@ -398,7 +344,7 @@ class Agent:
                     break
                 received = self._network.at_hand()
         except OutOfMemory as error:
-            self._errands.append(partial(self._on_lost_message, error))
+            self._errands.append(partial(self.dispatcher.lose_for_memory, error))
 
     def _do_what_is_due(self) -> None:
         while self._errands:
@@ -417,112 +363,6 @@ class Agent:
         if now >= self._next_tick:
             self._tick()
             self._next_tick = now + _TICK
-
-    def _dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
-        sender = self.membership.rank_of(identity)
-        if sender is None:
-            self._on_outsider(identity, first, buffers)
-            return
-        try:
-            if is_chunk(first):
-                whole = self._assembler.add(sender, first, buffers)
-                if whole is None:
-                    return
-                first, buffers = whole
-            message = parse(first, buffers, sender)
-            handler = self._handlers.get(message.kind)
-            if handler is None:
-                raise ProtocolError(f"expected a known kind of message, found {message.kind}")
-        except NoMemory as error:
-            raise OutOfMemory(identity, error.head) from error
-        except ProtocolError as error:
-            logger.error("%s: a message from %s: %s", self.worker_info, sender, error)
-            return
-        if message.kind not in _UNCOUNTED:
-            self._received[sender] += 1
-            if identity[0] == BULK_LETTER:
-                self._received_large[sender] += 1
-        try:
-            if message.extensions:
-                message.attachments = self._read_extensions(message)
-            handler(message)
-        except Exception as error:
-            # Whatever it is, the caller must not wait for it until its deadline.
-            if message.kind in REQUESTS:
-                self.callee.answer_error(message, error)
-            elif (
-                message.kind in (Kind.RESULT, Kind.ERROR)
-                and (call := self.caller.calls.pop(message.call_id)) is not None
-            ):
-                # A segment of shared memory that isn't there any more has gone with its owner.
-                gone = isinstance(error, FileNotFoundError)
-                hint = advice(error)
-                why = f"{error}; {hint}" if hint else error
-                unreadable = ProtocolError(f"the answer can't be read: {why}")
-                call.settle(self.caller.died(call) if gone else unreadable)
-                if gone:
-                    return
-            raise
-
-    def _on_lost_message(self, error: OutOfMemory) -> None:
-        """There is no memory for a message."""
-        hint = advice(error)
-        logger.error("%s: %s", self.worker_info, hint)
-        sender = self.membership.rank_of(error.identity)
-        if sender is None:
-            return
-        head = error.first
-        if head is not None and is_chunk(head):
-            head = self._assembler.lose(sender, head)
-            if head is None:
-                return
-        of_answer = MemoryError(f"{error}, an answer of {sender}: {hint}")
-        way = int(error.identity[0] == BULK_LETTER)
-        self._tell_lost(sender, head, way, error, of_answer)
-
-    def _on_broken_message(self, sender: int, head: bytes) -> None:
-        """A connection broke in the midst of a message."""
-        what = f"the connection from {self.membership.infos[sender]} broke in the midst of a large"
-        logger.error("%s: %s message, which is lost", self.worker_info, what)
-        unread = RpcError(f"{what} call: the function has not run, so that it can be called again")
-        unanswered = RpcError(
-            f"{what} answer, which is lost: the function has run; call it again only where it may "
-            "run twice"
-        )
-        self._tell_lost(sender, head, 1, unread, unanswered)
-
-    def _tell_lost(
-        self,
-        sender: int,
-        head: bytes | memoryview | None,
-        way: int,
-        of_call: Exception,
-        of_answer: Exception,
-    ) -> None:
-        """Tells whoever waits for a message that is lost, where so much of it is known."""
-        # Of what nothing is known, it is taken to count: what is large does.
-        message = Message(0) if head is None else parse_head(head, sender)
-        if message.kind not in _UNCOUNTED:
-            self._count(sender, way)
-        if message.kind in REQUESTS:
-            self.callee.answer_unread(message, of_call)
-        elif message.kind in (Kind.RESULT, Kind.ERROR):
-            call = self.caller.calls.pop(message.call_id)
-            if call is not None:
-                call.settle(of_answer)
-        else:
-            self._tell_missed(sender)
-
-    def _read_extensions(self, message: Message) -> dict[int, Any]:
-        handlers = self._extension_handlers
-        try:
-            return {
-                tag: handlers[tag](message, data)
-                for tag, data in message.extensions
-                if tag in handlers
-            }
-        except struct.error as error:
-            raise ProtocolError(f"an extension can't be read: {error}") from error
 
     def _tick(self) -> None:
         for loss in self._watch.tick(self._shutdown.waits_for_all):
@@ -565,9 +405,7 @@ class Agent:
     def _lose(self, loss: Loss) -> None:
         """A peer is gone, as the membership knows already."""
         rank = loss.rank
-        self._received.pop(rank, None)
-        self._received_large.pop(rank, None)
-        self._assembler.forget(rank)
+        self.dispatcher.forget(rank)
         if self.membership.was_found(rank):
             logger.info("%s: %s", self.worker_info, self.why_gone(rank))
         self.caller.calls.fail(self.caller.died, rank)
@@ -583,7 +421,7 @@ class Agent:
     def _report_idle(self) -> None:
         """Tells the leader of a shutdown that there is nothing to do here."""
         living = self.membership.living
-        received = sum(self._received[rank] for rank in living)
+        received = sum(self.dispatcher.received[rank] for rank in living)
         self._shutdown.idle(self._network.sent(living), received)
 
     def _under_way(self) -> set[Hashable]:
@@ -606,7 +444,7 @@ class Agent:
 
     def _waits_in_vain(self) -> bool:
         """Whether what layers wait for may be lost, with a connection: nothing comes for long."""
-        now, received = time.monotonic(), sum(self._received.values())
+        now, received = time.monotonic(), sum(self.dispatcher.received.values())
         if self._last_heard[0] != received:
             self._last_heard = received, now
         return now - self._last_heard[1] > _LAYERS_WAIT
@@ -617,7 +455,7 @@ class Agent:
         """A worker is about to join the mesh; it can be reached at ``endpoint``."""
         number = card.number
         self.membership.introduce(card)
-        self._received[number] = 0
+        self.dispatcher.introduce(number)
         self._watch.add(number)
         self._network.introduce(number, endpoint, card.public_key)
 
@@ -664,7 +502,7 @@ class Agent:
 
     def has_heard(self, number: int) -> bool:
         """Whether any message ever came in of a worker that is not gone."""
-        return bool(self._received.get(number))
+        return bool(self.dispatcher.received.get(number))
 
     # -- the end -------------------------------------------------------------------------
 
@@ -742,7 +580,7 @@ class Agent:
         self.callee.requests.close()
         if not self._shutdown.done:
             for rank in self.membership.living:
-                known = self._network.knows(rank) or self._received.get(rank)
+                known = self._network.knows(rank) or self.dispatcher.received.get(rank)
                 if known and rank != self.membership.rank:
                     sent = _SENT.pack(self._network.sent([rank])) if gracefully else b""
                     self.outbox.post(rank, Message(Kind.LEAVE, body=sent), counted=False)

@@ -65,8 +65,8 @@ class RollCallLayer:
         # How many messages are missing, by sender and way, and since when.
         self._short: dict[tuple[int, int], tuple[int, float]] = {}
         self._copies = {kind: _Copies() for kind in (Kind.ROLL_CALL, Kind.MISSING)}
-        agent.register(Kind.ROLL_CALL, self._on_roll_call)
-        agent.register(Kind.MISSING, self._on_missing)
+        agent.dispatcher.register(Kind.ROLL_CALL, self._on_roll_call)
+        agent.dispatcher.register(Kind.MISSING, self._on_missing)
         agent.tickers.append(self._tick)
 
     def lose(self, rank: int) -> None:
@@ -172,14 +172,14 @@ class RollCallLayer:
         except struct.error as error:
             raise ProtocolError(f"expected the numbers of calls: {error}") from error
         if way:
-            self.agent.break_off(message.sender)
+            self.agent.dispatcher.break_off(message.sender)
         self._compare(message.sender, min(way, 1), sent, time.monotonic())
         complete = self._copies[Kind(message.kind)].note(message.sender, number, way, ways)
         return (number if complete else 0), call_ids
 
     def _compare(self, sender: int, way: int, sent: int, now: float) -> None:
         """Finds out whether fewer messages have come by a way than were sent."""
-        short = sent - self.agent.received_from(sender, way)
+        short = sent - self.agent.dispatcher.received_from(sender, way)
         before, since = self._short.get((sender, way), (0, now))
         lost = min(short, before)
         if lost <= 0:
@@ -195,7 +195,7 @@ class RollCallLayer:
             self.agent.membership.infos[sender],
             lost,
         )
-        self.agent.miss(sender, way, lost)
+        self.agent.dispatcher.miss(sender, way, lost)
 
 
 class _Question:

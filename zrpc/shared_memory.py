@@ -78,9 +78,9 @@ class SharedMemoryLayer:
         self._offered: set[int] = set()
         self._next_look = 0.0
         self._pid = os.getpid()
-        agent.register(Kind.SEGMENT, self._on_segment)
-        agent.register_extension(SHARED, self._borrow)
-        agent.register_extension(RETURNED, self._on_returned)
+        agent.dispatcher.register(Kind.SEGMENT, self._on_segment)
+        agent.dispatcher.register_extension(SHARED, self._borrow)
+        agent.dispatcher.register_extension(RETURNED, self._on_returned)
         agent.outbox.carry = self.carry
         agent.outbox.uncarry = self.uncarry
         agent.outbox.to_return = self.loans.ended

@@ -123,7 +123,7 @@ def test_what_the_old_process_still_sends_is_dropped(workers, restart, until):
     new = restart()
     with old.as_current(), pytest.raises(rpc.WorkerDied):
         rpc.rpc_sync("w0", max, (1, 2))
-    assert 1 not in workers[0]._received
+    assert 1 not in workers[0].dispatcher.received
     with workers[0].as_current():
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     # Its answer to a call, and a word about a pass of its own, find nobody.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zrpc.agent
+import zrpc.dispatcher
 
 SOON = 5.0
 
@@ -18,11 +18,11 @@ def received(network):
 def spy_on_senders(monkeypatch):
     """The senders of the messages that agents read from now on, one for each; a list that grows."""
     senders = []
-    parse = zrpc.agent.parse
+    parse = zrpc.dispatcher.parse
 
     def spy(first, buffers, sender):
         senders.append(sender)
         return parse(first, buffers, sender)
 
-    monkeypatch.setattr(zrpc.agent, "parse", spy)
+    monkeypatch.setattr(zrpc.dispatcher, "parse", spy)
     return senders

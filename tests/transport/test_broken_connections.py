@@ -63,7 +63,9 @@ def read(rref: Any, _: bytes) -> Any:
 def counts_agree(mesh: Mesh) -> bool:
     """Whether all messages between the two workers count as received that count as sent."""
     agents = [mesh.agent(rank) for rank in range(2)]
-    return all(agents[i]._network.sent([1 - i]) == agents[1 - i]._received[i] for i in range(2))
+    return all(
+        agents[i]._network.sent([1 - i]) == agents[1 - i].dispatcher.received[i] for i in range(2)
+    )
 
 
 def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
@@ -75,7 +77,7 @@ def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -
         with pytest.raises(zrpc.RpcError, match=f"broke in the midst of a large {which}.*{hint}"):
             zrpc.rpc_sync(1, echo, (bytes(LARGE),), timeout=0)
         assert relay.broken.is_set()
-        assert not mesh.agent(1 - relay.sender)._assembler.busy
+        assert not mesh.agent(1 - relay.sender).dispatcher.busy
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
     until(lambda: counts_agree(mesh))
 
@@ -110,7 +112,7 @@ def test_a_large_message_that_is_sent_in_part(
             with pytest.raises(MemoryError, match="can't be sent"):
                 zrpc.rpc_sync(1, echo, (bytes(5 * CHUNK),))
         until(lambda: counts_agree(mesh))
-        assert not mesh.agent(1)._assembler.busy
+        assert not mesh.agent(1).dispatcher.busy
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
 
 
@@ -144,7 +146,7 @@ def test_nothing_comes_after_the_break(mesh: Mesh, relay: BreakingRelay) -> None
         with pytest.raises(zrpc.RpcError, match=f"midst of a large {which}.*{hint}"):
             zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK - 1000),), timeout=0)
         assert relay.broken.is_set()
-        assert not receiver._assembler.busy
+        assert not receiver.dispatcher.busy
     until(lambda: counts_agree(mesh))
 
 

@@ -51,8 +51,8 @@ class Contexts:
         self.lock = threading.Lock()
         self.states: dict[int, ContextState] = {}
         self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
-        agent.register(Kind.RELEASE, self._on_release)
-        agent.register(Kind.ENLIST, self._on_enlist)
+        agent.dispatcher.register(Kind.RELEASE, self._on_release)
+        agent.dispatcher.register(Kind.ENLIST, self._on_enlist)
 
     def __len__(self) -> int:
         with self.lock:

@@ -36,7 +36,7 @@ class Crossing:
         self._await_gradients = passes.await_gradients
         self._send_gradients = passes.send_gradients
         self._sends = itertools.count(1)
-        agent.register_extension(GRAPH, self._read_graph)
+        agent.dispatcher.register_extension(GRAPH, self._read_graph)
         agent.codec.finishers.append(self._append_send)
         agent.codec.openers[GRAPH] = self._append_receive
         agent.callee.scopes[GRAPH] = self._scope

@@ -65,12 +65,12 @@ class Passes:
         self._lock = contexts.lock
         self._states = contexts.states  # under that lock
         self._living = contexts.living
-        agent.register(Kind.BACKWARD, self._on_backward)
-        agent.register(Kind.GRADIENT, self._on_gradient)
-        agent.register(Kind.ABORT, self._on_abort)
+        agent.dispatcher.register(Kind.BACKWARD, self._on_backward)
+        agent.dispatcher.register(Kind.GRADIENT, self._on_gradient)
+        agent.dispatcher.register(Kind.ABORT, self._on_abort)
         agent.awaited.append(self._linked)
-        agent.missed.append(self._miss)
-        agent.register_extension(PASS, lambda _, data: PASS_LAYOUT.unpack(data))
+        agent.dispatcher.missed.append(self._miss)
+        agent.dispatcher.register_extension(PASS, lambda _, data: PASS_LAYOUT.unpack(data))
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""

@@ -47,9 +47,9 @@ class InspectionLayer:
         # Who asks about other hosts, and the ranks whose answers are still to come.
         self._asked: dict[int, tuple[Visitor, set[int]]] = {}
         self._numbers = itertools.count(1)
-        agent.register(Kind.BUSY, self._on_busy)
-        agent.register(Kind.INSPECT, self._on_inspect)
-        agent.register(Kind.SNAPSHOT, self._on_snapshot)
+        agent.dispatcher.register(Kind.BUSY, self._on_busy)
+        agent.dispatcher.register(Kind.INSPECT, self._on_inspect)
+        agent.dispatcher.register(Kind.SNAPSHOT, self._on_snapshot)
         agent.caller.calls.explain = self.explain
         agent.tickers.append(self._tick)
 

@@ -76,13 +76,13 @@ class RRefLayer:
         self._references = References(self.rank)
         self._values: dict[RRefId, OwnedValue] = {}
         self._closed = False
-        agent.register(Kind.REMOTE, self._on_remote)
-        agent.register(Kind.FETCH, self._on_fetch)
-        agent.register(Kind.METHOD, self._on_method)
-        agent.register(Kind.REFERENCE, self._on_reference)
+        agent.dispatcher.register(Kind.REMOTE, self._on_remote)
+        agent.dispatcher.register(Kind.FETCH, self._on_fetch)
+        agent.dispatcher.register(Kind.METHOD, self._on_method)
+        agent.dispatcher.register(Kind.REFERENCE, self._on_reference)
         agent.flushers.append(self._flush)
-        agent.register_extension(FORKS, self._receive_forks)
-        agent.register_extension(SUBJECT, lambda _, data: _unpack_ids(data))
+        agent.dispatcher.register_extension(FORKS, self._receive_forks)
+        agent.dispatcher.register_extension(SUBJECT, lambda _, data: _unpack_ids(data))
 
     def new_id(self) -> GloballyUniqueId:
         """An id that nobody else draws."""

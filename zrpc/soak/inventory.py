@@ -97,7 +97,9 @@ def under_way() -> str:
     ]
     sent = {number: agent._network.sent([number]) for number in members}
     lines.append(f"messages sent, by the number of the receiver: {sent}")
-    lines.append(f"messages received, by the number of the sender: {dict(agent._received)}")
+    lines.append(
+        f"messages received, by the number of the sender: {dict(agent.dispatcher.received)}"
+    )
     return "\n".join(lines)
 
 
