@@ -24,6 +24,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import RpcError, SerializationError
+from zrpc.wire.alignment import aligned
 from zrpc.wire.header import Message
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain, read_table
 
@@ -235,7 +236,8 @@ class Decoder:
         before = getattr(_thread, "decoder", None)
         _thread.decoder = self
         try:
-            return pickle.loads(self.message.body, buffers=self.message.buffers)
+            buffers = self.message.buffers
+            return pickle.loads(self.message.body, buffers=map(aligned, buffers) if buffers else ())
         except (AttributeError, ImportError) as error:
             raise SerializationError(
                 f"{error}. Default RPC pickler does not serialize function code that can be "

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from zrpc.errors import ProtocolError, SerializationError
+from zrpc.wire.alignment import ALIGNMENT, aligned
 
 __all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
@@ -55,9 +56,6 @@ _PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
 _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _copy_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _copy_of.restype = ctypes.py_object
-
-# Where a storage is cut, offsets in it must stay multiples of the largest element (complex128).
-_ALIGNMENT = 16
 
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
@@ -194,7 +192,7 @@ class TensorWriter:
                 tensors = [_dense(tensors[0])]
             start = min(t.data_ptr() for t in tensors)
             base = tensors[0].untyped_storage().data_ptr()
-            start -= (start - base) % _ALIGNMENT
+            start -= (start - base) % ALIGNMENT  # offsets must stay multiples of an element
             end = max(map(_end, tensors))
             for index, tensor in zip(indices, tensors, strict=True):
                 offset = tensor.data_ptr() - start
@@ -241,13 +239,13 @@ def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
     Args:
         number: that of its dtype.
         shape: its shape.
-        data: its bytes; of a large one a buffer, of which the tensor is a view.
+        data: its bytes; of a large one a buffer, of which the tensor is a view: see `aligned`.
     """
     dtype = _PLAIN_DTYPES[number]
     if type(data) is bytes:  # not to be written to
         tensor = torch.frombuffer(bytearray(data), dtype=dtype)
     else:
-        tensor = _aligned(torch.frombuffer(data, dtype=dtype))
+        tensor = torch.frombuffer(data, dtype=dtype)
     if math.prod(shape) != tensor.numel():
         raise ProtocolError(f"expected the bytes of a tensor of {shape}, found {tensor.numel()}")
     # Not by a view: what has arrived is nobody's view, as `detach_` asks.
@@ -328,19 +326,15 @@ def _window(start: int, size: int, holds: Any) -> ctypes.Array[ctypes.c_char]:
 
 def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.UntypedStorage:
     if isinstance(row, int):
-        return _aligned(torch.frombuffer(buffers[row], dtype=torch.uint8)).untyped_storage()
+        return torch.frombuffer(aligned(buffers[row]), dtype=torch.uint8).untyped_storage()
     storage = torch.UntypedStorage(len(row))
     ctypes.memmove(storage.data_ptr(), row, len(row))
     return storage
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
-
-
 def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
     number, shape, storage, flags = row
-    data = buffers[storage] if isinstance(storage, int) else storage
+    data = aligned(buffers[storage]) if isinstance(storage, int) else storage
     return _with_flags(make_plain(number, shape, data), flags)
 
 

@@ -1,0 +1,101 @@
+"""Large values arrive where torch can work on them, wherever the bytes that came begin."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from test_pickling import sent
+
+from zrpc.wire.alignment import ALIGNMENT, aligned
+from zrpc.wire.header import parse
+from zrpc.wire.pickling import Decoder
+from zrpc.wire.tensors import INLINE_BYTES
+
+# Enough elements for a frame of their own in any dtype; of the odd one out torch makes a copy that
+# needs the address.
+SIZE = INLINE_BYTES + 1
+
+
+def address_of(buffer):
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def displaced(data, by):
+    """The same bytes as ``data``, at an address that is ``by`` more than a multiple of 16."""
+    memory = memoryview(bytearray(len(data) + 2 * ALIGNMENT))
+    start = (by - address_of(memory)) % ALIGNMENT
+    memory[start : start + len(data)] = data
+    return memory[start : start + len(data)]
+
+
+def there(obj, by):
+    """The object as it arrives where all frames begin at such addresses."""
+    message = sent(obj)
+    frames = [displaced(memoryview(buffer).cast("B"), by) for buffer in message.buffers]
+    assert frames
+    return Decoder(None, parse(message.first_frame(), frames)).unpack()
+
+
+@pytest.mark.parametrize("by", range(ALIGNMENT))
+def test_bytes_are_copied_where_they_begin_elsewhere(by):
+    buffer = displaced(b"a" * 100, by)
+    view = aligned(buffer)
+    assert address_of(view) % ALIGNMENT == 0
+    assert view == b"a" * 100
+    view[0] = 0
+    assert (buffer[0] == 0) is (by == 0)  # the same memory
+
+
+def test_no_bytes():
+    assert aligned(b"") == b""
+    assert aligned(bytearray()) == b""
+
+
+ones = torch.ones(SIZE, dtype=torch.complex128)
+
+
+@pytest.mark.parametrize("by", [0, 1, 8])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        ones,
+        ones.reshape(3, -1),
+        ones.reshape(3, -1).t(),
+        ones.conj(),
+        torch.nn.Parameter(ones),
+        torch.ones(SIZE, dtype=torch.float64),
+        torch.ones(SIZE, dtype=torch.uint8).repeat(2)[1:],
+    ],
+    ids=["plain", "matrix", "transposed", "conjugate", "parameter", "float64", "uint8"],
+)
+def test_tensors(tensor, by):
+    received = there(tensor, by)
+    assert received.data_ptr() % ALIGNMENT == 0
+    assert torch.equal(received, tensor)
+    assert torch.equal(received.clone(), tensor)  # which ended the process
+
+
+@pytest.mark.parametrize("by", [0, 1, 8])
+def test_tensors_that_share_memory(by):
+    first, second = there([ones, ones[3:]], by)
+    assert torch.equal(first.clone(), ones)
+    first[3] = 7
+    assert second[0] == 7
+    assert torch.equal(second.clone()[1:], ones[4:])
+
+
+@pytest.mark.parametrize("by", [0, 1, 8])
+@pytest.mark.parametrize("dtype", [np.complex128, np.clongdouble, np.float32])
+def test_arrays(dtype, by):
+    sent_array = np.arange(SIZE, dtype=dtype)
+    received = there(sent_array, by)
+    assert received.flags.aligned
+    assert received.ctypes.data % ALIGNMENT == 0
+    np.testing.assert_array_equal(received, sent_array)
+    if dtype is np.complex128:
+        assert torch.equal(torch.from_numpy(received).clone(), torch.from_numpy(sent_array))
+    received[0] = 5
+    assert received[0] == 5
