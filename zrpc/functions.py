@@ -39,10 +39,13 @@ def async_execution(fn: _F) -> _F:
     See also ``torch.distributed.rpc.functions.async_execution``.
     """
 
-    @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
+    # A script has no name of its own, only the function that it was made of: by that name the
+    # wrapper is found at the callee.
+    functools.update_wrapper(wrapper, getattr(fn, "_torchdynamo_inline", fn))
+    wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
     setattr(wrapper, _ASYNC_MARK, fn)
     return wrapper  # type: ignore[return-value]
 

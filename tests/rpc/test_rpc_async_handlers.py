@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import time
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -203,9 +207,75 @@ def forks(x: torch.Tensor) -> Any:
     return torch.jit.fork(_scripted, x)
 
 
-@pytest.mark.parametrize("func", [forks, script_later], ids=["python", "script"])
+@async_execution
+@torch.jit.script
+def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+    return torch.jit.fork(_scripted, x)
+
+
+class Scripts:
+    @staticmethod
+    @async_execution
+    @torch.jit.script
+    def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+        return torch.jit.fork(_scripted, x)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [forks, script_later, decorated, Scripts.decorated],
+    ids=["python", "script", "decorated", "static"],
+)
 def test_torch_script(shared: Mesh, func: Any) -> None:
     assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
+
+
+@pytest.mark.parametrize("func", [decorated, Scripts.decorated], ids=["function", "static"])
+def test_a_decorated_script_goes_by_name(shared: Mesh, func: Any) -> None:
+    assert rpc.rpc_sync(1, echo, (func,)) is func
+    assert func(torch.ones(1)).wait() == 2
+
+
+class Argument:
+    """Goes when the handler that was called with it has returned."""
+
+
+class _Held:
+    """What a handler leaves for the test."""
+
+    script: weakref.ref[Any]
+    future: torch.futures.Future[Any]
+    returned: threading.Event
+
+
+@async_execution
+def hold(script: Any, argument: Argument) -> Any:
+    weakref.finalize(argument, _Held.returned.set)
+    _Held.script, _Held.future = weakref.ref(script), torch.futures.Future()
+    return _Held.future
+
+
+def call_with_script(mesh: Mesh, call: Call) -> Any:
+    with mesh.agent(0).as_current():
+        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
+
+
+@ways
+def test_a_script_that_came_stays_until_the_future_is_done(shared: Mesh, call: Call) -> None:
+    """What it has forked runs on meanwhile, and needs its code."""
+    _Held.returned = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        answer = executor.submit(call_with_script, shared, call)
+        assert _Held.returned.wait(PATIENCE)
+        gc.collect()
+        there = _Held.script() is not None
+        _Held.future.set_result(3)
+        assert answer.result(PATIENCE) == 3
+    assert there
+    limit = time.monotonic() + PATIENCE
+    while _Held.script() is not None:
+        assert time.monotonic() < limit, "the script is still there after the answer"
+        time.sleep(0.001)
 
 
 def test_the_decorated_function_can_be_called_here(shared: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import math
 import pickle
 import threading
@@ -84,6 +85,25 @@ def test_functions_and_classes_of_modules_go_by_name():
 def test_builtin_functions_go_by_module_and_name(builtin):
     assert there(builtin) is builtin
     assert b"getattr" not in sent(builtin).body
+
+
+def logged(fn):
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return fn(*args)
+
+    return wrapper
+
+
+@logged
+@torch.jit.script
+def add_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_a_script_goes_by_the_name_of_what_decorates_it():
+    assert there(add_one.__wrapped__) is add_one.__wrapped__
+    assert there(add_one).__wrapped__ is add_one.__wrapped__
 
 
 def test_builtin_methods_go_with_what_they_belong_to():

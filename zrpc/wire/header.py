@@ -56,6 +56,7 @@ class Message:
         sender: the rank of the worker that sent it; set by the receiver.
         attachments: by tag, what the receiver's layers made of the extensions.
         scope: of a request that the receiver has accepted, see `zrpc.cancel_scope`.
+        loaded: what must not go before the message, if there is anything.
     """
 
     kind: int
@@ -68,6 +69,8 @@ class Message:
     sender: int = -1
     attachments: dict[int, Any] | None = None
     scope: Any = None
+    # Not set at first, which would cost something for each message.
+    loaded: list[Any] = field(init=False, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -88,6 +91,13 @@ class Message:
                 f"expected extension {tag} in a message of kind {self.kind}, found none"
             )
         return self.attachments[tag]
+
+    def keep(self, value: Any) -> None:
+        """Keeps something that was made of it as long as there is the message.
+
+        A request is there until it is answered.
+        """
+        self.loaded = [*getattr(self, "loaded", ()), value]
 
     def copy_buffers(self) -> None:
         """Has it sent as it is now, whatever becomes of the values that it was made from.

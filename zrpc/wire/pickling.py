@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import inspect
 import io
 import pickle
 import sys
@@ -400,7 +401,8 @@ def _reduce_script(script: Any) -> Any:
     if isinstance(script, torch.jit.ScriptFunction):
         *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
-        if getattr(sys.modules.get(module), name, None) is script:
+        # The name may stand for what a decorator has made of the script, such as async_execution.
+        if inspect.unwrap(getattr(sys.modules.get(module), name, None)) is script:  # type: ignore[arg-type]
             return _import_script, (module, name)
     file = io.BytesIO()
     torch.jit.save(script, file)
@@ -412,11 +414,14 @@ def _reduce_script_method(method: Any) -> Any:
 
 
 def _import_script(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+    return inspect.unwrap(getattr(importlib.import_module(module), name))
 
 
 def _rebuild_script(code: bytes) -> Any:
-    return torch.jit.load(io.BytesIO(code))
+    script = torch.jit.load(io.BytesIO(code))
+    # What a script has forked goes on without it, and would end the process once it is gone.
+    decoder().message.keep(script)
+    return script
 
 
 def _reduce_builtin(function: Any) -> Any:
