@@ -49,7 +49,15 @@ class Codec:
         return Encoder(self._agent, rank, same_main, request, self.finishers, in_graph)
 
     def unpack(self, message: Message) -> Any:
-        """The object in a message. It runs what the sender chose: never in the I/O thread."""
+        """The object in a message. It runs what the sender chose: never in the I/O thread.
+
+        It is the same whichever modes this thread is in: what is made in inference mode could
+        not be trained with later.
+        """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # Which enables grad as well; torch.inference_mode does it in thrice the time.
+            with torch._C._InferenceMode(False):
+                return self.unpack(message)
         value = Decoder(self._agent, message, self.openers).unpack()
         message.buffers = ()  # which would keep large tensors as long as the message
         return value

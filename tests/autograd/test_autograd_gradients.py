@@ -11,6 +11,7 @@ from split_models import (
     assert_as_local,
     call,
     gradients_at,
+    here,
     layer,
     leaf,
     local_gradients,
@@ -584,6 +585,36 @@ def test_grad_enabled_within_no_grad(mesh):
     def model():
         with torch.no_grad(), torch.enable_grad():
             return call("worker1", layer, 1, X).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+class Shifted:
+    """A value that torch computes on where it arrives."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __reduce__(self):
+        return _shifted, (self.tensor,)
+
+
+def _shifted(tensor):
+    return Shifted(tensor + 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_result_that_is_waited_for_without_grad(mesh, mode):
+    def compute(x):
+        return Shifted(layer(1, x))
+
+    def model():
+        if find_agent() is None:
+            return (_shifted(layer(1, X)).tensor ** 2).sum()
+        future = zrpc.rpc_async("worker1", here(compute), (X,))
+        with mode():
+            result = future.wait()
+        return (result.tensor**2).sum()
 
     assert_as_local(mesh, model, LEAVES)
 

@@ -324,7 +324,7 @@ def _rebuild_coo_in_graph(
     indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
 ) -> torch.Tensor:
     return torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=True, check_invariants=False
+        indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
     )
 
 
@@ -352,7 +352,7 @@ def _rebuild_coo(
     requires_grad: bool,
 ) -> torch.Tensor:
     tensor = torch.sparse_coo_tensor(
-        indices, values, shape, is_coalesced=coalesced, check_invariants=False
+        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=False
     )
     return tensor.requires_grad_(requires_grad)
 
@@ -371,6 +371,7 @@ def _rebuild_compressed(
         values,
         shape,
         layout=getattr(torch, layout.removeprefix("torch.")),
+        device=values.device,
         check_invariants=False,
     )
     return tensor.requires_grad_(requires_grad)
