@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -395,6 +396,25 @@ class TestGradients:
         assert type(received) is torch.nn.Parameter
         assert received.requires_grad is requires_grad
 
+    @pytest.mark.parametrize("requires_grad", [True, False])
+    def test_attributes_of_a_parameter(self, shared: Mesh, size: int, requires_grad: bool) -> None:
+        sent = torch.nn.Parameter(torch.ones(size), requires_grad=requires_grad)
+        sent.tag, sent.twin, sent.scale = "x", sent, torch.ones(2)  # type: ignore[attr-defined]
+        received, again = back([sent, sent])
+        assert type(received) is torch.nn.Parameter
+        assert received is again
+        assert received.twin is received
+        assert received.tag == "x"
+        assert torch.equal(received.scale, torch.ones(2))
+        assert torch.equal(received, sent)
+        assert received.requires_grad is requires_grad
+
+    def test_attributes_of_a_tensor_stay_here(self, shared: Mesh, size: int) -> None:
+        """As in torch."""
+        sent = torch.ones(size)
+        sent.tag = threading.Lock()  # type: ignore[attr-defined]
+        assert not hasattr(back(sent), "tag")
+
     def test_sent_without_grad_mode(self, shared: Mesh, size: int) -> None:
         with torch.no_grad():
             received = back(torch.zeros(size, requires_grad=True))
@@ -500,6 +520,19 @@ def test_what_arrives_does_not_depend_on_default_device_and_dtype(shared: Mesh) 
 
 
 # -- sparse ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_sparse_parameter(shared: Mesh, requires_grad: bool) -> None:
+    sent = torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=requires_grad)
+    sent.tag = "x"  # type: ignore[attr-defined]
+    received = back(sent)
+    assert type(received) is torch.nn.Parameter
+    assert received.layout is torch.sparse_coo
+    assert received.requires_grad is requires_grad
+    assert received.tag == "x"  # type: ignore[attr-defined]
+    assert torch.equal(received.to_dense(), torch.eye(4))
+
 
 _DENSE = torch.arange(36.0).reshape(6, 6) * (torch.arange(36).reshape(6, 6) % 5 == 0)
 

@@ -279,10 +279,13 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return make_plain, plain_row
     layout = tensor.layout
     if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        return _receive_tensor, (tensors.add(tensor),)
+        reduced = _receive_tensor, (tensors.add(tensor),)
+        return reduced if type(tensor) is torch.Tensor else _with_attributes(tensor, reduced)
     requires_grad, plain = tensor.requires_grad, tensor.detach()
     if requires_grad and _current_encoder().in_graph:
         return _reduce_sparse_in_graph(tensor)
+    if type(tensor) is torch.nn.Parameter:
+        return _with_attributes(tensor, (torch.nn.Parameter, (plain, requires_grad)))
     if layout is torch.sparse_coo:
         parts = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
         return _rebuild_coo, (*parts, requires_grad)
@@ -307,6 +310,17 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.is_quantized and not requires_grad:
         return _reduce_quantized(plain)
     return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _with_attributes(parameter: torch.Tensor, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a program has set on a parameter travels with it; torch does so, not for tensors."""
+    attributes = parameter.__dict__
+    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+
+def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
 
 
 def _reduce_sparse_in_graph(tensor: torch.Tensor) -> Any:
