@@ -256,6 +256,30 @@ def test_a_memoryview_of_a_buffer_keeps_its_bytes(introduced: Mesh):
     until_returned(layer_of(introduced, 1))
 
 
+def test_a_buffer_is_lent_as_long_as_anything_of_it_is_used(introduced: Mesh, lends):
+    lent = layer_of(introduced, 1)
+    received = zrpc.rpc_sync(1, buffer, (7,))
+    assert type(received) is memoryview
+    assert lent.pool.lent == 1
+    part = received[10:20]
+    number = memoryview(received)[8:16].cast("q")
+    again = zrpc.rpc_sync(1, echo, (received,))  # sent on
+    assert {lend.borrower for lend in lends} == {0, 1}
+    received.release()
+    del received
+    for i in range(4):
+        assert bytes(zrpc.rpc_sync(1, buffer, (i,))[:1]) == bytes([i])
+    assert bytes(part) == bytes([7]) * 10
+    assert bytes(again) == bytes([7]) * MIB
+    assert lent.pool.lent >= 2
+    del part, again
+    until_returned(lent, 1)
+    zrpc.rpc_sync(1, buffer, (9,))
+    assert bytes(number) == bytes([7]) * 8
+    del number
+    until_returned(lent)
+
+
 def test_rref_fetch_and_proxy(introduced: Mesh, lends):
     rref = zrpc.remote(1, make, (3,))
     first, second = rref.to_here(), rref.to_here()

@@ -239,6 +239,53 @@ def test_many_of_all_kinds_keep_their_places():
         assert set(copy.tolist()) == {float(n)}
 
 
+SIZES = [0, 1, 100, INLINE_BYTES, INLINE_BYTES + 1, 10 * INLINE_BYTES]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_pickle_buffer_arrives_as_bytes_that_can_be_sent_on(kind, size):
+    value = kind(b"a" * size)
+    buffer = there(pickle.PickleBuffer(value))
+    assert type(buffer) is (kind if size <= INLINE_BYTES else memoryview)
+    again = there(buffer)
+    assert type(again) is type(buffer)
+    for copy in (buffer, again):
+        assert copy == value
+        view = memoryview(copy)
+        assert (view.format, view.readonly) == ("B", kind is bytes)
+        if size and kind is bytearray:
+            copy[0] = 0
+            assert view[0] == 0
+    assert value == b"a" * size
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("form", ["B", "b", "c", "?", "d", "q", "@i"])
+def test_memoryviews(form, read_only, size):
+    value = memoryview(bytearray(8 * size)).cast(form)
+    if read_only:
+        value = value.toreadonly()
+    view = there(value)
+    assert (view.format, view.shape, view.readonly) == (value.format, value.shape, read_only)
+    assert view == value
+
+
+@pytest.mark.parametrize("rows", [1, INLINE_BYTES])
+def test_memoryviews_of_many_dimensions(rows):
+    table = numpy.arange(6 * rows, dtype=numpy.int32).reshape(rows, 2, 3)
+    for value in (table, table[..., ::-1], table.T, table[0, 0, 0]):
+        view = there(memoryview(value))
+        assert view.shape == value.shape
+        assert view.tolist() == value.tolist()
+
+
+def test_memoryviews_of_other_things_are_refused():
+    with pytest.raises(SerializationError, match="format"):
+        sent(memoryview(numpy.ones(3, dtype=numpy.complex128)))
+
+
 def test_bytes_that_change_after_packing():
     # A message is what was packed: it is sent before the caller goes on.
     tensor = torch.zeros(4)

@@ -439,6 +439,26 @@ def _rebuild_script(code: bytes) -> Any:
     return script
 
 
+def _reduce_view(view: memoryview) -> Any:
+    """Views of bytes or of numbers: a large `pickle.PickleBuffer` arrives as one."""
+    if not view.nbytes:
+        return memoryview, (b"" if view.readonly else bytearray(),)
+    if not view.c_contiguous:
+        copy = view.tobytes()
+        dense = memoryview(copy if view.readonly else bytearray(copy))
+        view = dense.cast(view.format, view.shape)  # type: ignore[call-overload]
+    rest = (view.format, view.shape)
+    if rest == ("B", (view.nbytes,)):
+        return memoryview, (pickle.PickleBuffer(view),)
+    flat = view.cast("B")
+    flat.cast(*rest)  # type: ignore[call-overload]  # else it fails here, and not over there
+    return _rebuild_view, (pickle.PickleBuffer(flat), *rest)
+
+
+def _rebuild_view(data: Any, form: str, shape: tuple[int, ...]) -> memoryview:
+    return memoryview(data).cast(form, shape)  # type: ignore[call-overload,no-any-return]
+
+
 def _reduce_builtin(function: Any) -> Any:
     """Functions of C by their module and name, where they have these: torch's in half the time."""
     name = function.__name__
@@ -473,6 +493,7 @@ register_reducer(torch.TypedStorage, _reduce_typed_storage)
 register_reducer(torch.jit.ScriptFunction, _reduce_script)
 register_reducer(torch.jit.RecursiveScriptModule, _reduce_script)
 register_reducer(torch._C.ScriptMethod, _reduce_script_method)
+register_reducer(memoryview, _reduce_view)
 register_reducer(types.BuiltinFunctionType, _reduce_builtin)
 register_reducer(OpOverload, _reduce_operator)
 register_reducer(OpOverloadPacket, _reduce_operator)
