@@ -733,7 +733,9 @@ def test_read_only_array(shared: Mesh) -> None:
     for size in (SMALL, LARGE):
         sent = np.arange(size)
         sent.flags.writeable = False
-        np.testing.assert_array_equal(back(sent), sent)
+        received = back(sent)
+        np.testing.assert_array_equal(received, sent)
+        assert not received.flags.writeable
 
 
 # -- size ------------------------------------------------------------------------------------
