@@ -105,16 +105,18 @@ class SharedMemoryLayer:
         """A message can't be sent: what went into a segment, and the word of those returned.
 
         A part of it may have left, by which the peer takes the segment for its own, until it finds
-        that the message is none: so that segment is not used again.
+        that the message is none: so that segment is not used again. By that part the peer may also
+        have heard of those that are returned, and have lent them to us again: were it told once
+        more, it would use them while we read. So it is told not to use them again.
         """
         for tag, data in message.extensions:
             if tag == SHARED:
                 with self._lock:
                     self.pool.give_up(_NUMBER.unpack_from(data)[0], rank)
             elif tag == RETURNED:
-                again = [(_Verb.RETURN, number) for (number,) in _NUMBER.iter_unpack(data)]
+                kept = [(_Verb.KEEP, number) for (number,) in _NUMBER.iter_unpack(data)]
                 with self._lock:
-                    self._to_return.setdefault(rank, []).extend(again)
+                    self._to_return.setdefault(rank, []).extend(kept)
 
     def _return_with(self, rank: int, message: Message) -> None:
         with self._lock:

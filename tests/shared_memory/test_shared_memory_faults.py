@@ -687,6 +687,23 @@ def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(introduced, monk
     until_returned(ours)
 
 
+def test_what_may_be_lent_anew_is_not_returned_a_second_time(introduced):
+    """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
+    ours, theirs = layer_of(introduced, 0), layer_of(introduced, 1)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    part = Message(Kind.RESULT, extensions=[(RETURNED, struct.pack("<Q", number))])
+    theirs.uncarry(0, part)
+    introduced.agent(1)._network.wake()
+    until_returned(ours)
+    assert number not in ours.pool._segments
+    for i in range(3):
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(10 + i),)), -large(10 + i))
+    assert torch.equal(kept()["held"], large(1))
+    drop("held")
+    until_returned(ours)
+
+
 def test_an_answer_that_is_sent_later_keeps_its_segment(introduced, monkeypatch):
     theirs = layer_of(introduced, 1)
     left = fail_to_send(monkeypatch, introduced.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)

@@ -97,6 +97,10 @@ def test_where_it_can_not_be_told_where_a_message_ends_the_stream_does():
         unpacker._rest = Full()
         with pytest.raises(MemoryError):
             fed(unpacker, whole[:size])
+    unpacker = Unpacker()
+    unpacker._rest = Full(whole[:6000])  # not yet all of the sizes
+    with pytest.raises(MemoryError):
+        fed(unpacker, whole[6000:])
 
 
 @pytest.mark.parametrize("cut", [None, 10], ids=["whole", "cut"])

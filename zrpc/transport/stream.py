@@ -82,7 +82,7 @@ class Unpacker:
         try:
             self._rest += data
         except MemoryError:
-            begun = bytes(self._rest[:_BEGINNING]) + bytes(data[:_BEGINNING])
+            begun = (bytes(self._rest[:_BEGINNING]) + bytes(data[:_BEGINNING]))[:_BEGINNING]
             lost = self._lose(memoryview(begun), len(self._rest))
             self._rest = bytearray()
             yield lost
