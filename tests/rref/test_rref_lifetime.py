@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
 
 import pytest
 import torch
+import zmq
 from tracked import (
     SOON,
     Value,
@@ -122,6 +124,19 @@ def test_a_call_to_oneself_that_timed_out_before_it_was_read(mesh):
     deadline = time.monotonic() + 0.02
     go.set()
     assert is_freed("late")
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_call_that_can_not_be_sent(mesh, monkeypatch, to):
+    def fail_to_send(*_):
+        raise zmq.ZMQError(errno.ENOMEM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mesh.agent(0)._network, "send", fail_to_send)
+        with pytest.raises(MemoryError, match="can't be sent"):
+            mesh.run(0, zrpc.remote, to, Value, args=("unsent",))
+    rest(mesh)
     assert_empty(mesh)
 
 

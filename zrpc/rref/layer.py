@@ -163,9 +163,10 @@ class RRefLayer:
             with self._lock:
                 if own:
                     self._references.release(rref_id)
-                    self._references.release(rref_id)
                 else:
                     self._references.forget(fork_id)
+            if own:
+                creation.release()  # where the call was settled, it has done so
             self._settle_references()
             raise
         return rref_id, None if own else fork_id, value
@@ -355,7 +356,7 @@ class _Creation:
         handle: see `RRefLayer.create`.
     """
 
-    __slots__ = ("_fork_id", "_handle", "_layer", "_rref_id")
+    __slots__ = ("_fork_id", "_handle", "_holds", "_layer", "_rref_id")
 
     def __init__(
         self,
@@ -368,13 +369,21 @@ class _Creation:
         self._rref_id = rref_id
         self._fork_id = fork_id
         self._handle = handle
+        self._holds = True  # the value, where it is made here; guarded by the layer's lock
+
+    def release(self) -> None:
+        """The call ends that makes a value here; counts once."""
+        with self._layer._lock:
+            held, self._holds = self._holds, False
+        if held:
+            self._layer.dropped.append((self._rref_id, None))
 
     def on_settled(self, call: PendingCall) -> None:
         """In the I/O thread, or in the one that calls."""
         outcome = call.claim()
         failed = isinstance(outcome, Exception)
         if self._fork_id is None:
-            self._layer.dropped.append((self._rref_id, None))
+            self.release()
         elif not failed:
             self._layer.created(self._fork_id)
         if failed and (handle := self._handle()) is not None:  # it may be gone by now
