@@ -36,6 +36,7 @@ _UNCOUNTED = frozenset(
         Kind.MISSING,
     )
 )
+_ANSWERS = (Kind.RESULT, Kind.ERROR)
 
 Handler = Callable[[Message], None]
 
@@ -125,21 +126,23 @@ class Dispatcher:
                 message.attachments = self._read_extensions(message)
             handler(message)
         except Exception as error:
+            # A segment of shared memory that isn't there any more has gone with its owner.
+            gone = isinstance(error, FileNotFoundError)
             # Whatever it is, the caller must not wait for it until its deadline.
             if message.kind in REQUESTS:
                 self._callee.answer_error(message, error)
-            elif (
-                message.kind in (Kind.RESULT, Kind.ERROR)
-                and (call := self._caller.calls.pop(message.call_id)) is not None
-            ):
-                # A segment of shared memory that isn't there any more has gone with its owner.
-                gone = isinstance(error, FileNotFoundError)
-                hint = advice(error)
-                why = f"{error}; {hint}" if hint else error
-                unreadable = ProtocolError(f"the answer can't be read: {why}")
-                call.settle(self._caller.died(call) if gone else unreadable)
-                if gone:
-                    return
+            elif message.kind in _ANSWERS:
+                call = self._caller.calls.pop(message.call_id)
+                if call is not None:
+                    hint = advice(error)
+                    why = f"{error}; {hint}" if hint else error
+                    unreadable = ProtocolError(f"the answer can't be read: {why}")
+                    call.settle(self._caller.died(call) if gone else unreadable)
+                    if gone:
+                        return
+            elif message.kind not in _UNCOUNTED and not gone:
+                # Gradients, say: as they count as received, no roll call finds them missing.
+                self._tell_missed(sender)
             raise
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
@@ -235,7 +238,7 @@ class Dispatcher:
             self._count(sender, way)
         if message.kind in REQUESTS:
             self._callee.answer_unread(message, of_call)
-        elif message.kind in (Kind.RESULT, Kind.ERROR):
+        elif message.kind in _ANSWERS:
             call = self._caller.calls.pop(message.call_id)
             if call is not None:
                 call.settle(of_answer)

@@ -36,6 +36,7 @@ from sharing import (
 )
 
 import zrpc
+import zrpc.autograd as dist_autograd
 from zrpc.shared_memory import RETURNED, SHARED
 from zrpc.testing import Mesh
 from zrpc.transport.loans import Loans
@@ -623,6 +624,22 @@ def test_an_answer_that_cant_be_mapped_fails_at_once(introduced: Mesh, no_mappin
     until(lambda: layer_of(introduced, 1).pool.lent == 0, "not returned", within=3)
     no_mappings.undo()
     assert torch.equal(zrpc.rpc_sync(1, large, (2,)), large(2))
+
+
+def test_a_pass_whose_gradients_cant_be_mapped_fails(introduced: Mesh, no_mappings, caplog):
+    """Nobody answers for them, and they have come: they would be waited for in vain."""
+    with dist_autograd.context() as context_id:
+        leaf = large(1).requires_grad_()
+        loss = zrpc.rpc_sync(1, torch.mul, (leaf, 2.0)).sum()
+        no_mappings(layer_of(introduced, 0), layer_of(introduced, 1))
+        with (
+            caplog.at_level(logging.CRITICAL, logger="zrpc"),
+            pytest.raises(RuntimeError, match=r"messages from .* were lost"),
+        ):
+            dist_autograd.backward(context_id, [loss])
+    assert no_mappings.tried.is_set()
+    no_mappings.undo()
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
 
 
 def test_a_sender_without_descriptors_uses_frames(introduced: Mesh, monkeypatch):

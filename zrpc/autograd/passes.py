@@ -249,7 +249,8 @@ class Passes:
             rank,
             RpcError(
                 f"during a backward pass, messages from {info} were lost: a connection broke, or "
-                "there was no memory for them; run the pass again in a new context"
+                "there was no memory or file descriptor for them; run the pass again in a new "
+                "context"
             ),
         )
 
