@@ -20,6 +20,7 @@ from zrpc.errors import RendezvousError
 from zrpc.launch import Task
 from zrpc.rendezvous import (
     Card,
+    StoreLost,
     _digest,
     connect_store,
     exchange,
@@ -125,6 +126,64 @@ def test_a_worker_that_tries_again_while_others_wait(connect):
     others = [card(1, 3), card(2, 3)]
     assert start(connect, others)() == [waiting + others] * 2
     assert first() == [waiting + others]
+
+
+class PlayedHost:
+    """Hosts the store, and plays all ranks but 1, which meets there."""
+
+    def __init__(self, size):
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.entries = Entries(self._store, None)
+        port = self._store.port
+        self.cards = [card(rank, size) for rank in range(size)]
+        for other in self.cards:
+            if other.rank != 1:
+                self.entries.set(f"card/{other.rank}", other.dump())
+        self.digest = _digest(self.cards)
+        self.outcome = start(
+            lambda: dist.TCPStore("127.0.0.1", port, is_master=False), self.cards[1:2], 3 * SOON
+        )
+
+    def confirm(self):
+        self.entries.set(f"{self.digest}/0", "met")
+
+    def end(self):
+        del self.entries, self._store
+        begun = time.monotonic()
+        [outcome] = self.outcome()
+        assert time.monotonic() - begun < SOON
+        return outcome
+
+
+def test_a_host_that_has_met_the_others_and_ends():
+    host = PlayedHost(2)
+    host.confirm()
+    host.entries.get(f"{host.digest}/1")  # waits for it
+    assert host.end() == host.cards
+
+
+def test_a_host_that_ends_before_it_knows_that_all_have_met():
+    host = PlayedHost(3)
+    host.confirm()
+    host.entries.get(f"{host.digest}/1")
+    error = host.end()
+    assert isinstance(error, RendezvousError)
+    assert not isinstance(error, StoreLost)
+    assert f"which is {host.cards[0].info}, or the launcher" in str(error)
+
+
+def test_a_host_that_ends_before_all_have_said_where_they_listen():
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
+    with pytest.raises(RendezvousError, match="lost their store"):
+        exchange(store, [card(0, 2), card(1, 2)], 1, "here", SOON)
+
+
+def test_a_host_that_ends_and_may_be_that_of_an_earlier_mesh():
+    host = PlayedHost(2)
+    host.entries.get("card/1")
+    assert isinstance(host.end(), StoreLost)
 
 
 def test_missing_ranks_are_named(connect):

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import Store
 from torch.distributed import is_available as is_distributed_available
 from torch.utils.hooks import RemovableHandle
 
@@ -33,7 +33,7 @@ from zrpc.futures import Future
 from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
-from zrpc.rendezvous import connect_store, resolve_rank, restart_count
+from zrpc.rendezvous import StoreLost, connect_store, resolve_rank, restart_count
 from zrpc.roll_call import plug_in as plug_in_roll_call
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
@@ -176,11 +176,22 @@ def _join(
     """
     restarts = restart_count(world_size)
     secret = find_secret()  # an error in there should not have to wait for the others
-    deadline = time.monotonic() + options.init_timeout
+    timeout = options.init_timeout
+    deadline = time.monotonic() + timeout
+    lost: StoreLost | None = None
     while True:
         left = deadline - time.monotonic()
-        store = connect_store(options.init_method, rank, world_size, max(left, 0.001))
-        store.set_timeout(timedelta(seconds=options.init_timeout))
+        try:
+            store = connect_store(options.init_method, rank, world_size, max(left, 0.001))
+        except RendezvousError as error:
+            if lost is None:
+                raise
+            raise RendezvousError(
+                f"expected the mesh within {timeout:g} s, but the store in which this worker was "
+                f"waiting for others was lost ({lost}), and then {error}. Either rank 0 has ended "
+                "while the workers were meeting, or it was still the store of an earlier mesh"
+            ) from error
+        store.set_timeout(timedelta(seconds=timeout))
         try:
             return start_agent(
                 name,
@@ -192,10 +203,10 @@ def _join(
                 secret=secret,
                 restarts=restarts,
             )
-        except RendezvousError as error:
-            connection_lost = isinstance(error.__cause__, DistNetworkError)
-            if not connection_lost or time.monotonic() > deadline:
+        except StoreLost as error:
+            if time.monotonic() > deadline:
                 raise
+            lost = error
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

@@ -21,7 +21,7 @@ from zrpc.item import Departure, Item, Verb
 from zrpc.membership import Membership
 from zrpc.news import News
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.rendezvous import Card, meet
+from zrpc.rendezvous import Card, meet, store_failed
 from zrpc.roster import Roster
 from zrpc.secret import ClusterSecret, find_secret
 from zrpc.transport.address import host_key, supports_ipc
@@ -124,7 +124,7 @@ def _join_running(
     except (RuntimeError, OSError) as error:
         if isinstance(error, (RendezvousError, AuthenticationError)):
             raise
-        raise RendezvousError(f"the store failed during the rendezvous: {error}") from error
+        raise store_failed(error) from error
     network.connect_itself(card.number)
     if card.endpoint:
         tell_of_listening(card.info, card.endpoint, bool(card.public_key))

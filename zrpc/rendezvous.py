@@ -6,6 +6,10 @@ card can be stale. So the workers then confirm that they have seen the same card
 a key that is named by all the cards' tokens, and a mesh stands once every rank has written the
 same one. A card that is replaced meanwhile is read anew.
 
+Rank 0, which may host the store, is the first to confirm. So a worker that loses the store knows
+whether this was that of its own mesh, which rank 0 had joined and has left again, or may have been
+that of an earlier one, whose host had yet to close it.
+
 All that they write is signed with the cluster's secret (``zrpc.entries``). A signature says who
 wrote a card but not when, so anybody who can write to the store can put an old one there. It is
 treated as a stale one: its token is not of this run, so nobody confirms it, as a confirmation is
@@ -27,7 +31,7 @@ from datetime import timedelta
 from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore, rendezvous
+from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rendezvous
 
 from zrpc.card import Card, claimed_token
 from zrpc.entries import Entries
@@ -37,6 +41,7 @@ from zrpc.worker_info import RANKS
 
 __all__ = [
     "Card",
+    "StoreLost",
     "connect_store",
     "meet",
     "resolve_rank",
@@ -61,6 +66,10 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # Set by `zrpc launch` alone: how often a worker may be started again by itself.
 MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 _BACKLOG = 4096  # a whole mesh may connect at once
+
+
+class StoreLost(RendezvousError):
+    """The connection to the store was lost before its mesh stood; it may be an earlier one's."""
 
 
 def resolve_rank(
@@ -310,6 +319,7 @@ def meet(
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
             or one rank; the world sizes differ; the store fails.
+        StoreLost: it is gone, and rank 0 had not confirmed this worker's card in it.
         AuthenticationError: a worker has another secret, or one has none; what is in the store
             is not from one of them.
     """
@@ -319,7 +329,22 @@ def meet(
     except (RuntimeError, OSError) as error:
         if isinstance(error, (RendezvousError, AuthenticationError)):
             raise
-        raise RendezvousError(f"the store failed during the rendezvous: {error}") from error
+        raise store_failed(error) from error
+
+
+def store_failed(error: Exception) -> RendezvousError:
+    """What to raise where a store fails while workers meet in it."""
+    kind = StoreLost if isinstance(error, DistNetworkError) else RendezvousError
+    return kind(f"the store failed during the rendezvous: {error}")
+
+
+def _host_ended(cards: Sequence[Card], error: Exception) -> RendezvousError:
+    host = cards[0].info
+    return RendezvousError(
+        f"expected all {len(cards)} workers to go on together once they had met, but lost their "
+        f"store ({error}): what hosts it has ended, which is {host}, or the launcher where that "
+        "hosts it; see what became of it"
+    )
 
 
 class _Meeting:
@@ -340,7 +365,6 @@ class _Meeting:
         while True:
             cards = self._gather()
             digest = _digest(cards)
-            self._entries.set(f"{digest}/{self._card.rank}", "met")
             if self._confirmed(digest, cards):
                 try:
                     _check(cards, self._card)
@@ -435,18 +459,37 @@ class _Meeting:
         self._wait_for(lambda: self._entries.check([f"heard/{token}/{self._card.token}"]))
 
     def _confirmed(self, digest: str, cards: list[Card]) -> bool:
-        """Waits until all ranks have seen these cards; False where one was replaced."""
+        """Confirms these cards after rank 0, and waits until all have; False if one was replaced.
+
+        Raises:
+            RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
+        """
         keys = {f"{digest}/{card.rank}": card for card in cards}
+        first, mine = f"{digest}/0", f"{digest}/{self._card.rank}"
+        if mine != first and not self._all_see({first: keys.pop(first)}, cards):
+            return False
+        try:
+            self._entries.set(mine, "met")
+            del keys[mine]
+            # Of two workers both have confirmed: rank 0 may be back already, and gone.
+            return not keys or self._all_see(keys, cards)
+        except DistNetworkError as error:
+            if mine == first:
+                raise
+            raise _host_ended(cards, error) from error
+
+    def _all_see(self, keys: dict[str, Card], cards: list[Card]) -> bool:
+        """Waits until some workers have confirmed the cards; False where one was replaced."""
         replaced = False
 
-        def seen_by_all() -> bool:
+        def seen() -> bool:
             nonlocal replaced
             if self._entries.check(list(keys)):
                 return True
             replaced = self._read_cards() != cards
             return replaced
 
-        if self._wait_for(seen_by_all):
+        if self._wait_for(seen):
             if not replaced:
                 for key in keys:  # a confirmation that was not written by its rank is none
                     self._entries.get(key)
@@ -534,9 +577,19 @@ def exchange(
 
     Raises:
         AuthenticationError: a value is not of the worker that it claims to be of.
-        RendezvousError: some gave none within ``timeout`` seconds.
+        RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
     """
-    entries = Entries(store, secret)
+    try:
+        return _exchange(Entries(store, secret), cards, rank, value, timeout)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, (RendezvousError, AuthenticationError)):
+            raise
+        raise _host_ended(cards, error) from error
+
+
+def _exchange(
+    entries: Entries, cards: Sequence[Card], rank: int, value: str, timeout: float
+) -> list[str]:
     keys = [f"{_digest(cards)}/value/{card.rank}" for card in cards]
     entries.set(keys[rank], value)
     if not _wait_for(lambda: entries.check(keys), time.monotonic() + timeout):

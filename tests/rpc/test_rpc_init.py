@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,19 @@ def test_nobody_at_the_masters_address(alone: int) -> None:
     with pytest.raises(rpc.RendezvousError, match=f"127.0.0.1:{alone}"):
         rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
     assert time.monotonic() - begin < SHORT + 5
+
+
+def test_a_master_that_ends_while_others_wait(alone: int) -> None:
+    """It may be back, but nobody is told only that there was none."""
+    master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(
+            rpc.init_rpc, "me", rank=1, world_size=2, rpc_backend_options=options(1.5)
+        )
+        master.wait(["zrpc/card/1"])
+        del master
+        with pytest.raises(rpc.RendezvousError, match=f"was lost .* at 127.0.0.1:{alone} within"):
+            joining.result(10)
 
 
 def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
