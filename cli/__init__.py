@@ -27,3 +27,6 @@ class _LazyGroup(click.Group):
 @click.version_option(version("torch-zrpc"), prog_name="zrpc")
 def main() -> None:
     """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""
+    from zrpc.launch.descriptors import open_standard_descriptors  # not for `--help`
+
+    open_standard_descriptors()

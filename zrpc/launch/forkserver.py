@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .channel import MAX_DESCRIPTORS, Channel
+from .descriptors import is_passed_on
 from .errors import LaunchError, ServerDied
 from .interpreter import BOOTSTRAP, find_zrpc, interpreter
 from .starter import DEFAULT_PRELOAD, Exit, Starter
@@ -96,8 +97,8 @@ class ForkServer(Starter):
             self._process = subprocess.Popen(
                 [*interpreter(), "-c", self._code(*theirs)],
                 stdin=subprocess.DEVNULL,
-                stdout=None if _is_open(1) else subprocess.DEVNULL,
-                stderr=None if _is_open(2) else subprocess.DEVNULL,
+                stdout=None if is_passed_on(1) else subprocess.DEVNULL,
+                stderr=None if is_passed_on(2) else subprocess.DEVNULL,
                 env=self._env,
                 pass_fds=theirs,
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's business
@@ -213,11 +214,3 @@ class ForkServer(Starter):
                 os.killpg(pid, signal.SIGKILL)
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

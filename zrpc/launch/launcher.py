@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import escalation
 from .console import Console
+from .descriptors import open_standard_descriptors
 from .errors import LaunchError
 from .escalation import Escalation, Step
 from .method import make_starter
@@ -120,9 +121,10 @@ def launch(job: Job) -> int:
     """Run a job's workers on this machine until all have ended.
 
     Output goes to this process's descriptors 1 and 2, each line after its worker's rank.
-    Worker 0 reads this process's standard input, the others have none. In the main thread,
-    SIGINT, SIGTERM and SIGHUP stop the workers: first gently, after the grace period by force,
-    and at once when a signal comes again.
+    Worker 0 reads this process's standard input, the others have none. Those of the three that are
+    closed are opened first, on the null device. In the main thread, SIGINT, SIGTERM and SIGHUP
+    stop the workers: first gently, after the grace period by force, and at once when a signal
+    comes again.
 
     Args:
         job: What to run.
@@ -141,6 +143,7 @@ def launch(job: Job) -> int:
         0
     """
     job.check()
+    open_standard_descriptors()
     base = base_environment(job.nprocs, job.env)
     inbox = SignalInbox()
     console = Console(on_closed=inbox.wake)
@@ -229,7 +232,7 @@ class _Run:
         env = surroundings.environment(self._base, rank, restarts)
         task = make(job.target, job.argv).within(cwd=os.getcwd(), env=env, line_buffered=True)
         stdout, stderr = self._output.open(rank)
-        reads = rank == surroundings.first_rank and not restarts and _is_open(0)
+        reads = rank == surroundings.first_rank and not restarts
         try:
             pid = self._starter.spawn(
                 task, stdin=0 if reads else None, stdout=stdout, stderr=stderr
@@ -338,11 +341,3 @@ class _Run:
         heading = f"rank {worker.rank} (pid {worker.pid}) failed first, with {worker.end()}; {tail}"
         self._console.notice(f"\nzrpc launch: {heading}")
         self._console.raw(words)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True

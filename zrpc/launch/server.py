@@ -35,6 +35,7 @@ from typing import Any
 
 from . import child, prctl
 from .channel import Channel
+from .descriptors import is_open
 from .starter import EXIT, short_directory
 from .task import Task
 
@@ -201,7 +202,7 @@ class _Server:
         ours = {self._channel.fileno(), self._exits.fileno(), self._selector.fileno(), *fds}
         ours |= {self._wakeups.fileno(), self._wakeup_end.fileno(), self._owner_fd or -1}
         for target in passed:
-            if target not in ours and _is_open(target):
+            if target not in ours and is_open(target):
                 raise OSError(
                     f"descriptor {target} can't be passed on under its own number, which a "
                     "preloaded module uses in the server; pass a copy made by os.dup"
@@ -291,14 +292,6 @@ def _wait_for_signal(wakeups: socket.socket, seconds: float) -> None:
         selector.register(wakeups, selectors.EVENT_READ)
         if selector.select(seconds):
             wakeups.recv(4096)
-
-
-def _is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def _place(fds: list[int], targets: list[int]) -> None:
