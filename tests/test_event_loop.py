@@ -166,6 +166,83 @@ def test_close_from_the_loop_itself(loop):
     assert threads() == []
 
 
+def test_a_coroutine_stops_the_loop(loop):
+    """It runs on, with what it had under way."""
+    started, go, done = threading.Event(), [], threading.Event()
+
+    async def wait():
+        go.append(asyncio.Event())
+        started.set()
+        await go[0].wait()
+        done.set()
+
+    async def stop():
+        asyncio.get_running_loop().stop()
+        return threading.current_thread()
+
+    async def release():
+        go[0].set()
+        return threading.current_thread()
+
+    loop.run(wait(), contextvars.Context())
+    assert started.wait(SOON)
+    assert run(loop, stop()) is run(loop, release())
+    assert done.wait(SOON)
+
+
+def test_a_task_of_a_coroutine_ends_the_program(loop, caplog):
+    async def leave():
+        raise SystemExit(3)
+
+    async def start():
+        with pytest.raises(SystemExit):
+            await asyncio.get_running_loop().create_task(leave())
+
+    run(loop, start())
+    assert len({run(loop, where()) for _ in range(2)}) == 1
+    assert "test-loop goes on after SystemExit(3)" in caplog.text
+
+
+def test_close_while_a_coroutine_stops_the_loop(loop):
+    started, ended = threading.Event(), []
+
+    async def stop_for_ever():
+        try:
+            while True:
+                asyncio.get_running_loop().stop()
+                started.set()
+                await asyncio.sleep(0)
+        finally:
+            asyncio.get_running_loop().stop()
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    loop.run(stop_for_ever(), contextvars.Context())
+    assert started.wait(SOON)
+    loop.close(SOON)
+    assert ended == [True]
+    assert threads() == []
+
+
+def test_a_loop_that_somebody_else_has_closed(loop):
+    thread, its = run(loop, where())
+    its.call_soon_threadsafe(lambda: setattr(its, "run_forever", its.close))
+    its.call_soon_threadsafe(its.stop)
+    thread.join(SOON)
+    assert its.is_closed()
+    assert run(loop, where())[1] is not its
+    loop.close(SOON)
+
+
+def test_close_after_somebody_else_has(loop):
+    thread, its = run(loop, where())
+    its.call_soon_threadsafe(lambda: setattr(its, "run_forever", its.close))
+    its.call_soon_threadsafe(its.stop)
+    thread.join(SOON)
+    loop.close(SOON)
+    assert threads() == []
+
+
 def test_close_ends_async_generators(loop):
     ended = []
 

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -575,6 +575,26 @@ class Agent:
             self._ended.set()
 
     def _close(self) -> None:
+        ended: list[bool] = []
+        steps: list[Callable[[], object]] = [
+            self._say_farewell,
+            lambda: ended.append(self._io.stop(self._patience)),
+            self.outbox.send_handed_over,  # that of leaving, say
+            lambda: self.caller.calls.fail(lambda _: has_shut_down()),
+            self._watch.close,
+            *(layer.close for layer in self.layers),
+            lambda: self.event_loop.close(_JOIN_TIMEOUT),
+            # Somebody may await the futures that have failed just now.
+            lambda: self._completions.close(_JOIN_TIMEOUT, finish=True),
+            lambda: ended.append(self.pool.close(self._patience)),
+            lambda: self._warn_of_handlers(all(ended)),
+            self._close_network,
+        ]
+        with ExitStack() as rest:  # all of it, also where something raises, or Ctrl-C comes
+            for step in reversed(steps):
+                rest.callback(step)
+
+    def _say_farewell(self) -> None:
         gracefully = self._shutdown.settled
         self._shutdown.leave_all_the_same()
         self.callee.requests.close()
@@ -584,16 +604,13 @@ class Agent:
                 if known and rank != self.membership.rank:
                     sent = _SENT.pack(self._network.sent([rank])) if gracefully else b""
                     self.outbox.post(rank, Message(Kind.LEAVE, body=sent), counted=False)
-        ended = self._io.stop(_HANDLER_TIMEOUT if self.callee.requests else _JOIN_TIMEOUT)
-        self.outbox.send_handed_over()  # that of leaving, say
-        self.caller.calls.fail(lambda _: has_shut_down())
-        self._watch.close()
-        for layer in self.layers:
-            layer.close()
-        self.event_loop.close(_JOIN_TIMEOUT)
-        # Somebody may await the futures that have failed just now.
-        self._completions.close(_JOIN_TIMEOUT, finish=True)
-        ended &= self.pool.close(_HANDLER_TIMEOUT if self.callee.requests else _JOIN_TIMEOUT)
+
+    @property
+    def _patience(self) -> float:
+        """How long to wait for the end of threads, in seconds."""
+        return _HANDLER_TIMEOUT if self.callee.requests else _JOIN_TIMEOUT
+
+    def _warn_of_handlers(self, ended: bool) -> None:
         if not ended:
             logger.warning(
                 "%s has shut down while %d handlers were still running; their threads end "
@@ -601,6 +618,8 @@ class Agent:
                 self.worker_info,
                 len(self.callee.requests),
             )
+
+    def _close_network(self) -> None:
         self._store = None  # which closes it, where this worker has hosted it
         linger = _LINGER if self._shutdown.settled else _LINGER_NOT_GRACEFUL
         self._network.close(linger, self.membership.lost)

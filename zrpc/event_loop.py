@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import logging
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from zrpc.context_thread import ContextThread
 
 __all__ = ["EventLoop", "in_event_loop"]
+
+logger = logging.getLogger(__name__)
+
+# How long coroutines that were cancelled at the end have to end, in seconds.
+_CANCELLED_WITHIN = 1.0
 
 
 def in_event_loop() -> bool:
@@ -20,6 +27,8 @@ def in_event_loop() -> bool:
 
 class EventLoop:
     """An asyncio event loop in a thread that starts with the first coroutine.
+
+    It runs on until `close`, also where a coroutine stops it.
 
     Args:
         name: the thread's name.
@@ -40,6 +49,8 @@ class EventLoop:
         # Coroutines that are to begin; single operations on a set are atomic.
         self._coming: set[Coroutine[Any, Any, None]] = set()
         self._closed = False
+        # Set in the loop's thread, once it is to end.
+        self._ending = False
 
     def run(self, coroutine: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
         """Runs ``coroutine`` in ``context``.
@@ -62,7 +73,11 @@ class EventLoop:
             task.add_done_callback(tasks.discard)
 
         self._coming.add(coroutine)
-        loop.call_soon_threadsafe(start)
+        try:
+            loop.call_soon_threadsafe(start)
+        except RuntimeError:  # it has closed meanwhile
+            self._coming.discard(coroutine)
+            raise
 
     def under_way(self) -> tuple[list[asyncio.Task[None]], list[Coroutine[Any, Any, None]]]:
         """The tasks that are not done, and the coroutines that are still to begin."""
@@ -86,7 +101,8 @@ class EventLoop:
         if loop is None or thread is None:
             return
         if first:
-            loop.call_soon_threadsafe(loop.stop)
+            with contextlib.suppress(RuntimeError):  # somebody else has closed it
+                loop.call_soon_threadsafe(self._end, loop)
         if thread is not threading.current_thread():
             thread.join(timeout)
         self._coming.clear()  # what they refer to must not live on in here
@@ -99,22 +115,47 @@ class EventLoop:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the worker is shutting down and runs no more coroutines")
-            if self._loop is None:
+            if self._loop is None or self._loop.is_closed():
                 self._loop = asyncio.new_event_loop()
                 self._thread = ContextThread(self._context, self._name, self._serve, (self._loop,))
                 self._thread.start()
             return self._loop
 
-    @staticmethod
-    def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    # -- in the loop's thread ------------------------------------------------------------
+
+    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ending = True
+        loop.stop()
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         try:
-            loop.run_forever()
-            for task in asyncio.all_tasks(loop):
-                task.cancel()
-            tasks = asyncio.all_tasks(loop)
-            if tasks:
-                loop.run_until_complete(asyncio.wait(tasks, timeout=1))
-            loop.run_until_complete(loop.shutdown_asyncgens())
+            while not (self._ending or loop.is_closed()):
+                self._go_on(loop.run_forever)
+            if not loop.is_closed():
+                self._cancel_all(loop)
         finally:
             loop.close()
+
+    def _cancel_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._complete(loop, asyncio.wait(tasks, timeout=_CANCELLED_WITHIN))
+        self._complete(loop, loop.shutdown_asyncgens())
+
+    def _complete(self, loop: asyncio.AbstractEventLoop, last: Coroutine[Any, Any, object]) -> None:
+        deadline = loop.time() + 2 * _CANCELLED_WITHIN
+        future = loop.create_task(last)
+        while not future.done() and loop.time() < deadline:
+            # Where it is stopped before that, this raises RuntimeError.
+            with contextlib.suppress(RuntimeError):
+                self._go_on(lambda: loop.run_until_complete(future))
+
+    def _go_on(self, run: Callable[[], object]) -> None:
+        """Runs the loop, which any coroutine may stop, and which SystemExit in a task leaves."""
+        try:
+            run()
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.warning("%s goes on after %r in a coroutine", self._name, error)

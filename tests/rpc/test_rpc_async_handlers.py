@@ -440,6 +440,21 @@ def test_sys_exit_in_async_def(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, double, (1,), timeout=5) == 2
 
 
+async def stop_the_loop() -> str:
+    asyncio.get_running_loop().stop()
+    return "stopped"
+
+
+@pytest.mark.zrpc(timeout=15)
+def test_async_def_that_stops_its_loop(caller: Mesh) -> None:
+    """The others go on, and the worker shuts down as ever: the fixture sees to that."""
+    _events.clear()
+    waiting = rpc.rpc_async(1, wait_for_event, (8,))
+    assert rpc.rpc_sync(1, stop_the_loop, timeout=5) == "stopped"
+    rpc.rpc_sync(1, set_event, (8,), timeout=5)
+    assert waiting.wait() == "was set"
+
+
 def test_all_run_in_the_workers_own_loop(shared: Mesh) -> None:
     places = {rpc.rpc_sync(to, where) for to in (0, 1, 0, 1)}
     assert len(places) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rpc_programs import Programs
@@ -98,6 +99,34 @@ def test_from_a_callback(mesh: Mesh) -> None:
         future = rpc.rpc_async(1, echo, (1,)).then(lambda _: rpc.shutdown(graceful=False))
         future.wait()
     assert agent.closed
+
+
+# -- with a part of it that fails ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("part", ["caller.calls.fail", "layers.0.close", "event_loop.close"])
+def test_the_rest_is_done(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
+) -> None:
+    """Nothing of the worker is left: the fixture sees to that."""
+    agent = mesh.agent(0)
+    *path, name = part.split(".")
+    owner: object = agent
+    for each in path:
+        owner = owner[int(each)] if isinstance(owner, list) else getattr(owner, each)
+    done = getattr(owner, name)
+
+    def fail(*args: object) -> None:
+        done(*args)
+        raise error
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(type(error)) as info:
+        agent.shutdown(graceful=False)
+    assert info.value is error
+    info.value.__traceback__ = None
+    assert not Path(agent.membership.cards[0].directory).exists()
 
 
 # -- programs --------------------------------------------------------------------------------
