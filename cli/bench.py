@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .finite_range import POSITIVE, FiniteRange
 from .soak import soak
 
 if TYPE_CHECKING:
@@ -40,14 +41,14 @@ if TYPE_CHECKING:
 @click.option("--tcp", is_flag=True, help="Over loopback tcp, without faster ways.")
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     default=0.3,
     show_default=True,
     help="For how long each row is repeated in each round.",
 )
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=60.0,
     show_default=True,
     help="Seconds after which a row, or the start of processes, has failed.",
@@ -178,7 +179,7 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
 )
 @click.option(
     "--deadline",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=60.0,
     show_default=True,
     help="Seconds for each mesh's start.",

@@ -10,6 +10,8 @@ import click
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.method import METHODS
 
+from .finite_range import POSITIVE
+
 
 def _variables(
     ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
@@ -51,7 +53,7 @@ def _variables(
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     metavar="SECONDS",
     help="Stop all workers after this time, with exit code 124.",
 )

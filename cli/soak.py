@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .finite_range import POSITIVE
 
 
 @click.command()
 @click.option(
     "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=1.0,
     show_default=True,
     help="For how long. One mesh at least lives its whole life.",

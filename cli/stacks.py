@@ -12,6 +12,8 @@ import click
 from zrpc.inspection.meshes import Answer, MeshView, ask, directories, meshes
 from zrpc.inspection.report import Report
 
+from .finite_range import POSITIVE
+
 # Between the two looks at a thread that may stand still, in seconds.
 _STANDS_STILL = 0.3
 
@@ -22,7 +24,7 @@ _STANDS_STILL = 0.3
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=POSITIVE,
     default=2.0,
     show_default=True,
     metavar="SECONDS",

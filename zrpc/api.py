@@ -137,7 +137,7 @@ def init_rpc(
             one; see ``ZRPC_SECRET_FILE``.
         RuntimeError: RPC is already initialized, or the name has a form that isn't allowed.
         ValueError: the rank does not fit the world size.
-        TypeError: ``backend`` or the options are of another type.
+        TypeError: ``backend``, the options, the rank or the world size are of another type.
 
     Example:
         >>> import zrpc as rpc

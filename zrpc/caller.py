@@ -21,7 +21,7 @@ from zrpc.exhaustion import advice
 from zrpc.futures import Future
 from zrpc.interrupts import hold_interrupts, release_interrupts
 from zrpc.membership import Membership
-from zrpc.options import ZmqRpcBackendOptions, checked_timeout
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
 from zrpc.outbox import Outbox
 from zrpc.pool import in_handler
 from zrpc.window import Window
@@ -80,6 +80,13 @@ class Caller:
         self.calls = PendingCalls(self._receive_answer, self.window.leave, self._tell_cancelled)
         self.rpc_timeout = options.rpc_timeout
         self._decode = self.decode  # bound once, for all futures
+
+    def timeout(self, seconds: float) -> float:
+        """How long a wait may be: so many seconds, 0 for ever; the default where negative."""
+        try:
+            return self.rpc_timeout if seconds < 0 else checked_timeout("timeout", seconds)
+        except TypeError:
+            raise no_timeout("timeout", seconds) from None
 
     def call(
         self,
@@ -162,7 +169,10 @@ class Caller:
     ) -> tuple[PendingCall, Message]:
         if self._outbox.closed:
             raise has_shut_down()
-        timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
+        try:  # `timeout`, inline: each call comes by here
+            timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
+        except TypeError:
+            raise no_timeout("timeout", timeout) from None
         message = Message(kind)
         peer = to.number
         encoder = self._codec.encoder(peer)

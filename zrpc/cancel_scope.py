@@ -162,7 +162,7 @@ class CancelScope:
         remaining = None if self.lasting else self.remaining()
         if remaining is not None:
             limits.append(remaining)
-        if acquire(gate, min(limits, default=-1)):
+        if acquire(gate, min([*limits, threading.TIMEOUT_MAX]) if limits else -1):
             gate.release()  # for others that wait
         return self.over
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,9 @@ DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0
 DEFAULT_SWITCH_INTERVAL_SEC = 0.001
 
+# What is longer counts as this, in seconds (31 years): the system's clocks end somewhere.
+LONGEST_TIMEOUT = 1e9
+
 # What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
 _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
 
@@ -42,6 +46,7 @@ class RpcBackendOptions:
 
     Raises:
         ValueError: a timeout that is negative or not a number.
+        TypeError: a timeout of another type than a number's, an ``init_method`` that is no str.
     """
 
     def __init__(
@@ -61,6 +66,20 @@ class RpcBackendOptions:
     def rpc_timeout(self, seconds: float) -> None:
         self._rpc_timeout = checked_timeout("rpc_timeout", seconds)
 
+    @property
+    def init_method(self) -> str:
+        """Where the workers meet, as a URL."""
+        return self._init_method
+
+    @init_method.setter
+    def init_method(self, url: str) -> None:
+        if not isinstance(url, str):
+            raise TypeError(
+                "init_method must be a URL as a str: 'env://' (the default), 'tcp://host:port' or "
+                f"'file:///path', but got {url!r} of type {type(url).__name__}"
+            )
+        self._init_method = url
+
 
 class ZmqRpcBackendOptions(RpcBackendOptions):
     """The options of zrpc's agent.
@@ -68,7 +87,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     Args:
         num_worker_threads: how many handlers may run at once on this worker. A handler that
             waits for another call does not count while it waits.
-        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means none. This and the
+            other timeouts count as 1e9, that is 31 years, where they are longer.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``,
             ``file:///path``.
         init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds.
@@ -104,6 +124,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     Raises:
         ValueError: a number of threads below 1, a timeout, an interval or a number of bytes that
             is negative, or an unknown transport or security.
+        TypeError: a number of threads that is no int, a timeout that is no number, an
+            ``init_method`` that is no str.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -167,9 +189,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @num_worker_threads.setter
     def num_worker_threads(self, count: int) -> None:
+        count = _count("num_worker_threads", count)
         if count < 1:
             raise ValueError(f"num_worker_threads must be at least 1, but got {count}")
-        self._num_worker_threads = int(count)
+        self._num_worker_threads = count
 
     @property
     def init_timeout(self) -> float:
@@ -210,11 +233,40 @@ TensorPipeRpcBackendOptions = ZmqRpcBackendOptions
 
 
 def checked_timeout(name: str, seconds: Any) -> float:
-    """Returns ``seconds`` as a float, or raises ValueError where it is no timeout."""
-    value = float(seconds)
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be 0 (none) or a positive number of seconds, got {seconds}")
-    return value
+    """Returns ``seconds`` as a float, `LONGEST_TIMEOUT` at most.
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+        TypeError: it is something else: None, or a string.
+    """
+    try:
+        if 0 <= seconds <= LONGEST_TIMEOUT:
+            return float(seconds)
+        if LONGEST_TIMEOUT < seconds < float("inf"):
+            return LONGEST_TIMEOUT
+    except TypeError:
+        raise no_timeout(name, seconds) from None
+    raise ValueError(
+        f"{name} must be 0 (none) or a positive and finite number of seconds, but got {seconds}"
+    )
+
+
+def no_timeout(name: str, seconds: Any) -> TypeError:
+    """The error where a timeout has another type."""
+    return TypeError(
+        f"{name} must be a number of seconds, 0 for none, but got {seconds!r} of type "
+        f"{type(seconds).__name__}"
+    )
+
+
+def _count(name: str, value: Any) -> int:
+    """Returns ``value`` as an int, or raises TypeError where it is none."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an int, but got {value!r} of type {type(value).__name__}"
+        ) from None
 
 
 def _default_memory() -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import operator
 import os
 import socket
 import threading
@@ -29,6 +30,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from socket import SOCK_STREAM
+from typing import SupportsIndex
 from urllib.parse import urlsplit
 
 from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rendezvous
@@ -82,19 +84,25 @@ def resolve_rank(
     Raises:
         RendezvousError: there is a world size and no rank, or something that is no number.
         ValueError: they don't fit together.
+        TypeError: one of the arguments is no int.
     """
     query = dict(
         part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
     )
     values: dict[str, int | None] = {}
     for name, given in (("rank", rank), ("world_size", world_size)):
+        if not (given is None or isinstance(given, SupportsIndex)):
+            raise TypeError(
+                f"expected an int as {name}, but got {given!r} of type {type(given).__name__}: "
+                "leave it out where it is in the environment, or convert it by int()"
+            )
         if given is None or given < 0:
             text = query.get(name, os.environ.get(name.upper(), "")).strip()
             try:
                 given = int(text) if text else None
             except ValueError:
                 raise RendezvousError(f"expected a number as {name}, found {text!r}") from None
-        values[name] = given
+        values[name] = None if given is None else operator.index(given)
     found, size = values["rank"], values["world_size"]
     if size is not None and found is None:
         raise RendezvousError(

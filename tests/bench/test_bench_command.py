@@ -86,6 +86,8 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
         (["--rounds", "0"], "0 is not in the range x>=1"),
         (["--seconds", "-1"], "-1.0 is not in the range x>=0"),
         (["--deadline", "0"], "0.0 is not in the range x>0"),
+        (["--deadline", "inf"], "expected a finite number, but got inf"),
+        (["--seconds", "nan"], "expected a finite number, but got nan"),
         (["--against", "gloo"], "'gloo' is not one of 'torch', 'nothing'"),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
         (["--plot", "f.docx"], "--plot draws a .png, .svg or .pdf, but got f.docx"),

@@ -64,6 +64,8 @@ assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
         (["--env", "RANK=1", "s.py"], "RANK can't be set"),
         (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
         (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
+        (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
+        (["--timeout", "inf", "s.py"], "expected a finite number, but got inf"),
         (["--name-prefix", "a b", "s.py"], "a worker's name takes letters"),
         (["--no-such-option", "s.py"], "No such option"),
     ],

@@ -29,6 +29,13 @@ def awaited(text: str, *arguments: str) -> str:
     return output
 
 
+@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1"])
+def test_a_timeout_that_is_none(timeout: str) -> None:
+    done = stacks("--timeout", timeout)
+    assert done.exit_code == 2
+    assert "Invalid value for '--timeout'" in done.output
+
+
 @pytest.mark.zrpc(processes=True, options={"num_worker_threads": 1})
 def test_a_circle_of_waiting_between_processes(mesh: Mesh) -> None:
     mesh.submit(0, zrpc.rpc_sync, "worker0", holds_up_its_loop)

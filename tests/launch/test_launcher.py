@@ -263,6 +263,11 @@ def test_worker_has_time_to_wind_up(start: Start, write: Write) -> None:
     assert err == "zrpc launch: timed out after 1 s; stopping 2 workers\n"
 
 
+def test_a_time_limit_of_many_years(start: Start, write: Write) -> None:
+    """Longer than the system can wait at once."""
+    assert start(write("print('done')"), timeout=1e12).finish() == (0, "[0] done\n", "")
+
+
 def test_worker_that_ends_early_with_success_stops_nothing(
     start: Start, write: Write, tmp_path: Path
 ) -> None:

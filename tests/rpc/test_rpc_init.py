@@ -197,6 +197,25 @@ def test_ranks_that_do_not_fit(alone: int, rank: int, world_size: int) -> None:
         rpc.init_rpc("me", rank=rank, world_size=world_size)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", "0"), ("rank", 0.0), ("world_size", "1"), ("world_size", [1])],
+    ids=str,
+)
+def test_numbers_of_other_types(alone: int, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"expected an int as {name}, but got {value!r}")):
+        rpc.init_rpc("me", **{name: value})
+    assert not rpc._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize("scheme", ["env", "file"])
+def test_an_init_timeout_of_a_lifetime(alone: int, tmp_path: Path, scheme: str) -> None:
+    method = f"file://{tmp_path}/store" if scheme == "file" else "env://"
+    rpc.init_rpc("me", rpc_backend_options=options(1e12, init_method=method))
+    assert rpc.rpc_sync("me", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
 def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:
     monkeypatch.delenv("RANK")
     with pytest.raises(rpc.RendezvousError, match="RANK"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import queue
+import time
 from typing import Any
 
 import pytest
 import torch
+from rpc_targets import PATIENCE
 
 import zrpc as rpc
 from zrpc.testing import Mesh
@@ -72,6 +75,61 @@ def test_they_take_keywords_only() -> None:
 def test_values_out_of_range(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         rpc.ZmqRpcBackendOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_worker_threads": 2.5},
+        {"num_worker_threads": "4"},
+        {"rpc_timeout": None},
+        {"rpc_timeout": "3"},
+        {"init_timeout": "3"},
+        {"heartbeat_timeout": None},
+        {"warn_after": "soon"},
+        {"init_method": None},
+        {"init_method": b"env://"},
+    ],
+    ids=str,
+)
+def test_values_of_other_types(wrong: dict[str, Any]) -> None:
+    [(name, value)] = wrong.items()
+    found = f"{name} must be an? .* but got {value!r} of type {type(value).__name__}"
+    with pytest.raises(TypeError, match=found):
+        rpc.ZmqRpcBackendOptions(**wrong)
+
+
+def test_an_init_method_that_is_none_set_later() -> None:
+    with pytest.raises(TypeError, match="init_method must be a URL"):
+        rpc.ZmqRpcBackendOptions().init_method = None  # type: ignore[assignment]
+
+
+_EVER = 1e12
+_LONG = dict.fromkeys(("rpc_timeout", "init_timeout", "heartbeat_timeout", "warn_after"), _EVER)
+
+
+@pytest.mark.zrpc(options=_LONG)
+def test_as_long_as_can_be(caller: Mesh) -> None:
+    """Longer than the system's clocks have for a wait."""
+    assert rpc.get_rpc_timeout() == 1e9
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=_EVER) == 2
+    assert rpc.rpc_async(1, max, (1, 2), timeout=_EVER).wait() == 2
+    for owner in (0, 1):
+        rref = rpc.remote(owner, time.sleep, (0.01,), timeout=_EVER)
+        assert rref.to_here(timeout=_EVER) is None
+    pending = rpc.rpc_async(1, wait_for_its_end, (1e300,), timeout=0)
+    assert _steps.get(timeout=PATIENCE) == "waits"
+    pending.cancel()
+    assert _steps.get(timeout=PATIENCE) is True
+
+
+_steps: queue.SimpleQueue[str | bool] = queue.SimpleQueue()
+
+
+def wait_for_its_end(seconds: float) -> None:
+    _steps.put("waits")
+    _steps.put(rpc.current_call().wait_cancelled(seconds))
 
 
 @pytest.mark.parametrize("name", ["num_worker_threads", "rpc_timeout"])

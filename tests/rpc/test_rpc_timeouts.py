@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -161,6 +162,23 @@ def test_what_is_no_timeout(shared: Mesh, timeout: Any) -> None:
         rpc._set_rpc_timeout(timeout)
     with pytest.raises(ValueError, match="timeout"):
         rpc._set_rpc_timeout(-1)
+
+
+@pytest.mark.parametrize("timeout", [None, "3", [1]], ids=repr)
+def test_a_timeout_of_another_type(shared: Mesh, timeout: Any) -> None:
+    found = re.escape(f"timeout must be a number of seconds, 0 for none, but got {timeout!r}")
+    rref = rpc.remote(0, max, (1, 2))
+    for call in (
+        lambda: rpc.rpc_sync(1, echo, (1,), timeout=timeout),
+        lambda: rpc.rpc_async(1, echo, (1,), timeout=timeout),
+        lambda: rpc.remote(1, echo, (1,), timeout=timeout),
+        lambda: rref.to_here(timeout=timeout),
+        lambda: rpc._set_rpc_timeout(timeout),
+        lambda: rpc.shutdown(timeout=timeout),
+    ):
+        with pytest.raises(TypeError, match=found):
+            call()
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
 
 
 # -- a nested call never outlives its caller ---------------------------------------------------

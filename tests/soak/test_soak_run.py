@@ -106,6 +106,7 @@ def test_ctrl_c_tells_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "error"),
     [
         (["--minutes", "0"], "0.0 is not in the range x>0"),
+        (["--minutes", "nan"], "expected a finite number, but got nan"),
         (["--workers", "2"], "2 is not in the range x>=3"),
         (["--seed", "-1"], "-1 is not in the range x>=0"),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),

@@ -37,6 +37,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 _NOBODY_READS = 128 + 13  # as a program that SIGPIPE killed
 _ECHO = 0.3  # seconds in which a second signal is the first one's echo from a parent process
 _KILLED = 10.0  # seconds for killed workers to vanish
+_LONGEST_WAIT = 86400.0  # seconds at once: the system has a limit, of some weeks
 _STRAY = 2.0  # seconds for output of processes that outlived everything
 
 
@@ -270,7 +271,7 @@ class _Run:
         at = min(
             self._deadline, self._give_up, self._stop.next_at if self._stop else self._deadline
         )
-        return None if at == float("inf") else max(0.0, at - now)
+        return None if at == float("inf") else min(max(0.0, at - now), _LONGEST_WAIT)
 
     def _on_exits(self) -> None:
         for ended in self._starter.exits():

@@ -165,7 +165,7 @@ class RRef(Generic[T]):
         agent = self._layer.agent
         self._check()
         if self._value is not None:
-            timeout = agent.caller.rpc_timeout if timeout < 0 else timeout
+            timeout = agent.caller.timeout(timeout)
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]

@@ -21,6 +21,7 @@ __all__ = ["Heartbeats"]
 
 # How often to connect anew, in milliseconds: a peer that goes on is to be seen soon.
 _RECONNECT_MS = 100
+_LONGEST_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two is one, too
 
 
 class Heartbeats:
@@ -50,8 +51,8 @@ class Heartbeats:
 
         To be called before the first `watch`.
         """
-        self._interval = max(1, int(interval * 1000))
-        self._timeout = max(1, int(timeout * 1000))
+        self._interval = min(max(1, int(interval * 1000)), _LONGEST_MS)
+        self._timeout = min(max(1, int(timeout * 1000)), _LONGEST_MS)
 
     def watch(
         self,
