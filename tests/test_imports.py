@@ -55,6 +55,7 @@ LAYERS: list[list[str]] = [
         "zrpc.window",
     ],
     [
+        "zrpc.callbacks",
         "zrpc.calls",
         "zrpc.cancel_scope",
         "zrpc.event_loop",

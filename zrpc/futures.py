@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from zrpc import callbacks
 from zrpc.calls import PendingCall
 from zrpc.errors import NotInitializedError, RpcCancelledError
 from zrpc.pool import acquire
@@ -96,6 +97,8 @@ class Future(torch.futures.Future[T]):
 
     def wait(self) -> T:
         """Waits for the value and returns it, or raises what the call failed with."""
+        # In a callback: what it waits for may be what this thread has put off.
+        callbacks.work_off(self.done)
         call = self._call
         if call is not None:
             try:
@@ -192,37 +195,21 @@ class Future(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done."""
-        # An error refers by its traceback to the frame of `run`, and where this future is done
-        # already, by that to ours. None of them may refer to the future that keeps the error,
-        # see _Failure: it is taken out of here when it is used.
+        # See _Callback about the lists.
         pending: list[Future[S]] = [Future()]
         result = pending.copy()
         result[0]._source = weakref.ref(self)
-
-        def run(done: torch.futures.Future[T]) -> None:
-            try:
-                value = callback(self)
-            except Exception as error:
-                pending.pop().set_exception(error)
-            else:
-                pending.pop().set_result(value)
-
-        self.add_done_callback(run)
+        self._add(_Callback(callback, self, pending))
         return result.pop()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Calls ``callback(self)`` once this future is done; an error in it is logged."""
-        # Calls in the callback belong where it was added: to its agent, its autograd context
-        # and its deadline.
-        context = contextvars.copy_context()
+        self._add(_Callback(callback, self, []))
 
-        def run(done: torch.futures.Future[T]) -> None:
-            try:
-                context.run(callback, self)
-            except Exception:
-                logger.exception("A callback of a Future failed")
-
-        super().add_done_callback(run)
+    def _add(self, callback: _Callback) -> None:
+        # Where it is done the callback runs right here, and what it makes is there afterwards.
+        at_once = super().done()
+        super().add_done_callback(functools.partial(callbacks.run, callback, at_once=at_once))
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -276,6 +263,53 @@ class Future(torch.futures.Future[T]):
         else:
             self.set_result(value)
         self._call = None
+
+
+class _Callback:
+    """A callback, to be called by `zrpc.callbacks` once its future is done.
+
+    Args:
+        function: what the user wrote.
+        future: its argument.
+        results: the future of what it returns, where there is one. An error of the function's
+            refers by its traceback to our frames, and where ``future`` was done already, to that of
+            `Future.then`. None of them may refer to the future that keeps the error, see _Failure:
+            it is taken out of this list when it has it.
+    """
+
+    __slots__ = ("_context", "_function", "_future", "_results")
+
+    def __init__(
+        self, function: Callable[[Any], Any], future: Future[Any], results: list[Future[Any]]
+    ) -> None:
+        self._function = function
+        self._future = future
+        self._results = results
+        # Calls in the callback belong where it was added: to its agent, its autograd context
+        # and its deadline.
+        self._context = contextvars.copy_context()
+
+    def __call__(self) -> None:
+        try:
+            value = self._context.run(self._function, self._future)
+        except Exception as error:
+            self.fail(error)
+        else:
+            if self._results:
+                self._results[0].set_result(value)
+                self._results.clear()
+
+    def fail(self, error: BaseException) -> None:
+        if not self._results:
+            logger.error("A callback of a Future failed", exc_info=error)
+            return
+
+        def fail() -> NoReturn:
+            raise error
+
+        if not self._results[0].done():
+            self._results[0]._fail(fail)
+        self._results.clear()
 
 
 class _Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import gc
+import itertools
 import operator
 import pickle
 import threading
@@ -248,6 +249,120 @@ def test_callbacks_know_the_agent(shared: Mesh) -> None:
     future.add_done_callback(note)
     assert done.wait(PATIENCE)
     assert names == ["worker0"]
+
+
+# -- chains of callbacks, of any length ----------------------------------------------------------
+
+LONG = 10_000
+
+
+def chain(first: Any, length: int) -> Any:
+    for _ in range(length):
+        first = first.then(lambda f: f.wait() + 1)
+    return first
+
+
+def test_a_long_chain_of_a_future_of_ones_own() -> None:
+    first: rpc.Future[int] = rpc.Future()
+    last = chain(first, LONG)
+    first.set_result(0)
+    assert last.done()  # as torch's: by the thread that completes the first
+    assert last.value() == LONG
+
+
+def test_a_long_chain_of_a_call(shared: Mesh) -> None:
+    with Gate() as gate:
+        last = chain(rpc.rpc_async(1, gate.wait_inside, (0,)), LONG)
+        gate.open()
+        assert last.wait() == LONG
+
+
+def test_an_error_passes_through_a_long_chain() -> None:
+    first: rpc.Future[int] = rpc.Future()
+    last = chain(first, 1000)
+    first.set_exception(KeyError("k"))
+    assert last.done()
+    with pytest.raises(KeyError, match="k"):
+        last.value()
+
+
+def test_a_long_chain_of_callbacks_that_complete_the_next_future() -> None:
+    futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(LONG)]
+    for future, following in itertools.pairwise(futures):
+        future.add_done_callback(lambda f, g=following: g.set_result(f.wait() + 1))
+    futures[0].set_result(1)
+    assert futures[-1].done()
+    assert futures[-1].value() == LONG
+
+
+@pytest.mark.parametrize("depth", [0, 50])
+def test_callbacks_of_the_next_future_come_before_the_others(depth: int) -> None:
+    """However deep they are, as if each ran inside of what completes its future."""
+    first: rpc.Future[int] = rpc.Future()
+    last = chain(first, depth)
+    order: list[str] = []
+    one = last.then(lambda f: order.append("a"))
+    one.then(lambda f: order.append("a1")).then(lambda f: order.append("a11"))
+    one.then(lambda f: order.append("a2"))
+    last.then(lambda f: order.append("b"))
+    first.set_result(0)
+    assert order == ["a", "a1", "a11", "a2", "b"]
+
+
+@pytest.mark.parametrize("ask", [rpc.Future.wait, rpc.Future.value], ids=["wait", "value"])
+def test_a_callback_deep_in_a_chain_asks_for_what_it_has_brought_about(ask: Any) -> None:
+    first: rpc.Future[int] = rpc.Future()
+    inner: rpc.Future[int] = rpc.Future()
+    of_inner = chain(inner, 50)
+
+    def bring_about(future: Any) -> int:
+        inner.set_result(future.wait())
+        # The second one's future is done already: its callback runs at once.
+        return of_inner.wait() + ask(future.then(lambda f: f.wait()))
+
+    result = chain(first, 50).then(bring_about)
+    threading.Thread(target=first.set_result, args=(0,), daemon=True).start()
+    assert result_within(result, PATIENCE) == 150
+
+
+def test_endless_recursion_in_a_callback_fails_its_future_alone() -> None:
+    def recurse(future: Any) -> int:
+        return recurse(future) + 1
+
+    first: rpc.Future[int] = rpc.Future()
+    last, beside = chain(first, 20).then(recurse).then(lambda f: f.wait()), chain(first, 20)
+    first.set_result(0)
+    assert last.done()
+    with pytest.raises(RecursionError):
+        last.value()
+    assert beside.value() == 20
+
+
+def test_a_chain_leaves_nothing_behind() -> None:
+    class Big:
+        pass
+
+    value = Big()
+    gone = weakref.ref(value)
+    first: rpc.Future[Any] = rpc.Future()
+    last = first
+    for _ in range(50):
+        last = last.then(lambda f: f.wait())
+    alive = [weakref.ref(future) for future in (first, last)]
+    first.set_result(value)
+    assert last.value() is value
+    del first, last, value
+    gc.collect()
+    assert gone() is None
+    assert [future() for future in alive] == [None] * 2
+
+
+def result_within(future: Any, seconds: float) -> Any:
+    """The future's value, waited for in a way that a future that stays open can't hold up."""
+    done = threading.Event()
+    future.add_done_callback(lambda f: done.set())
+    assert done.wait(seconds)
+    return future.value()
 
 
 # -- futures of the program's own ------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""The callbacks of futures: how deep they nest, and that none gets lost.
+
+A callback completes the next future, whose callbacks run inside of that, and so on. Like this a
+chain of some hundred futures would take up all of the stack. So callbacks nest a few deep only;
+from there on they wait until the one that runs returns, and come next then, in the same thread and
+in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["run", "work_off"]
+
+logger = logging.getLogger(__name__)
+
+# So many run inside of each other at most, but for those of futures that are done already. Few
+# enough for a thread whose stack is rather full, and more than programs nest that block in one
+# callback until another one has run.
+DEEPEST = 8
+
+
+class Job(Protocol):
+    """What is to run once a future is done."""
+
+    def __call__(self) -> None:
+        """Calls what the user wrote, and completes what waits for that."""
+
+    def fail(self, error: BaseException) -> None:
+        """Completes what waits for it with an error, where that is not done."""
+
+
+class _Nesting(threading.local):
+    """The callbacks of one thread, which nobody else sees."""
+
+    depth = 0  # how many run
+
+    def __init__(self) -> None:
+        # Those that came up while the present one ran, and those that were to come after it.
+        self.added: deque[Job] = deque()
+        self.waiting: deque[Job] = deque()
+
+
+_nesting = _Nesting()
+
+
+def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
+    """Runs a job in this thread: now, or where others are under way here, maybe right after them.
+
+    Args:
+        job: what to run.
+        _done: the future, as torch passes it.
+        at_once: whether it is to run now in any case.
+    """
+    nesting = _nesting
+    if nesting.depth >= DEEPEST and not at_once:
+        nesting.added.append(job)
+        return
+    nesting.depth += 1
+    try:
+        _do(job)
+        if nesting.added:
+            _work_off(_never)
+    finally:
+        nesting.depth -= 1
+
+
+def work_off(enough: Callable[[], bool]) -> None:
+    """Runs jobs that were put off in this thread, until ``enough()``.
+
+    For callbacks that are about to wait for a future that another one completes.
+    """
+    if _nesting.depth >= DEEPEST:
+        _work_off(enough)
+
+
+def _work_off(enough: Callable[[], bool]) -> None:
+    nesting = _nesting
+    while not enough():
+        # As if each had run inside of what completed its future: before all that came up earlier.
+        nesting.waiting.extendleft(reversed(nesting.added))
+        nesting.added.clear()
+        if not nesting.waiting:
+            return
+        _do(nesting.waiting.popleft())
+
+
+def _never() -> bool:
+    return False
+
+
+def _do(job: Job) -> None:
+    try:
+        job()
+    except BaseException as error:
+        # No room left on the stack, say, where it failed. A future must not stay open for that.
+        try:
+            job.fail(error)
+        except BaseException:
+            logger.exception("A callback of a Future failed")
