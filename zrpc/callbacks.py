@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["run", "work_off"]
+__all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "work_off"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ class _Nesting(threading.local):
 
 _nesting = _Nesting()
 
+# Ctrl-C that has come while the main thread ran a callback, for that thread. It could not go on
+# from there: torch, which calls the callbacks, drops what they raise.
+interrupts: list[KeyboardInterrupt] = []
+
 
 def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
     """Runs a job in this thread: now, or where others are under way here, maybe right after them.
@@ -76,6 +80,32 @@ def work_off(enough: Callable[[], bool]) -> None:
     """
     if _nesting.depth >= DEEPEST:
         _work_off(enough)
+
+
+def note_interrupt(error: BaseException) -> bool:
+    """Keeps what a callback has raised for `raise_interrupt`, where that is Ctrl-C."""
+    if not isinstance(error, KeyboardInterrupt) or not _in_main_thread():
+        return False
+    if error not in interrupts:
+        interrupts.append(error)
+    return True
+
+
+def raise_interrupt() -> None:
+    """To be called where callbacks may have run, if there are `interrupts`.
+
+    Raises:
+        KeyboardInterrupt: it has come in a callback of this thread, and none is under way any more.
+    """
+    if interrupts and not _nesting.depth and _in_main_thread():
+        error = interrupts[0]
+        interrupts.clear()
+        # Another one: by its traceback it would refer to the future that may keep the first.
+        raise KeyboardInterrupt(*error.args) from error
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _work_off(enough: Callable[[], bool]) -> None:

@@ -176,6 +176,8 @@ class Future(torch.futures.Future[T]):
         if self._gate.locked():
             self._gate.release()
         super().set_result(result)
+        if callbacks.interrupts:
+            callbacks.raise_interrupt()
 
     def set_exception(self, result: T | Exception) -> None:
         """Completes the future with an error, which `wait` and `value` raise."""
@@ -194,7 +196,12 @@ class Future(torch.futures.Future[T]):
         self.set_result(None)  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
-        """A future of what ``callback(self)`` returns, called once this one is done."""
+        """A future of what ``callback(self)`` returns, called once this one is done.
+
+        Whatever the callback raises, also ``SystemExit``, the new future fails with. A
+        ``KeyboardInterrupt`` in the main thread is raised there as well, once the callbacks that
+        are due have run: by the method of a future in which they did.
+        """
         # See _Callback about the lists.
         pending: list[Future[S]] = [Future()]
         result = pending.copy()
@@ -203,13 +210,18 @@ class Future(torch.futures.Future[T]):
         return result.pop()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls ``callback(self)`` once this future is done; an error in it is logged."""
+        """Calls ``callback(self)`` once this future is done; an error in it is logged.
+
+        About ``KeyboardInterrupt`` see `then`.
+        """
         self._add(_Callback(callback, self, []))
 
     def _add(self, callback: _Callback) -> None:
         # Where it is done the callback runs right here, and what it makes is there afterwards.
         at_once = super().done()
         super().add_done_callback(functools.partial(callbacks.run, callback, at_once=at_once))
+        if callbacks.interrupts:
+            callbacks.raise_interrupt()
 
     def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
@@ -262,7 +274,8 @@ class Future(torch.futures.Future[T]):
                 raise  # Ctrl-C in the midst of it
         else:
             self.set_result(value)
-        self._call = None
+        finally:
+            self._call = None
 
 
 class _Callback:
@@ -292,7 +305,7 @@ class _Callback:
     def __call__(self) -> None:
         try:
             value = self._context.run(self._function, self._future)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: somebody may wait for the new future
             self.fail(error)
         else:
             if self._results:
@@ -300,8 +313,10 @@ class _Callback:
                 self._results.clear()
 
     def fail(self, error: BaseException) -> None:
+        noted = callbacks.note_interrupt(error)
         if not self._results:
-            logger.error("A callback of a Future failed", exc_info=error)
+            if not noted:
+                logger.error("A callback of a Future failed", exc_info=error)
             return
 
         def fail() -> NoReturn:
@@ -338,7 +353,7 @@ class _Failure:
             return
         try:
             self._fail()
-        except (NotInitializedError, RpcCancelledError):
+        except (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt):
             return  # this worker has shut down, or wanted it so: nobody needs to be told
-        except Exception:
+        except BaseException:  # raised by a callback, in which SystemExit ends nothing
             logger.exception("A call failed, and nobody waited for it")

@@ -194,12 +194,97 @@ def test_an_error_in_a_callback_is_logged_and_harms_nobody(
     shared: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
     ran = threading.Event()
-    future = rpc.rpc_async(1, echo, (1,))
-    future.add_done_callback(lambda f: fail(KeyError("in a callback")))
-    future.add_done_callback(lambda f: ran.set())
-    assert ran.wait(PATIENCE)
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (1,))
+        future.add_done_callback(lambda f: fail(KeyError("in a callback")))
+        future.add_done_callback(lambda f: ran.set())
+        gate.open()  # only now, or they would run in two threads
+        assert ran.wait(PATIENCE)
     assert future.wait() == 1
     assert "in a callback" in caplog.text
+
+
+class Outcome(BaseException):
+    """As those of pytest, which are not Exceptions either."""
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, Outcome, GeneratorExit])
+def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh, kind: Any) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(kind("in then")))
+    assert result_within(failed.then(caught), PATIENCE) is kind
+    with pytest.raises(kind, match="in then"):
+        failed.wait()
+
+
+def test_a_callback_that_exits_is_logged_and_harms_nobody(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    ran: list[int] = []
+    future.add_done_callback(lambda f: fail(SystemExit("in a callback")))
+    future.add_done_callback(lambda f: ran.append(f.wait()))
+    future.set_result(1)
+    assert ran == [1]
+    assert "in a callback" in caplog.text
+
+
+def test_an_exit_in_then_of_which_nobody_hears_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    future.then(lambda f: fail(SystemExit("in then")))
+    future.set_result(1)
+    del future
+    gc.collect()
+    assert "nobody waited" in caplog.text
+
+
+def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    interrupted = chain(future, 2).then(lambda f: fail(KeyboardInterrupt("^C")))
+    after = interrupted.then(caught)
+    future.add_done_callback(lambda f: fail(KeyboardInterrupt("again")))
+    beside = future.then(lambda f: f.wait())
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(1)
+    assert future.value() == beside.value() == 1
+    assert after.value() is KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):  # where the future is done already
+        future.then(lambda f: fail(KeyboardInterrupt("^C")))
+    assert rpc.Future.value(future.then(lambda f: 5)) == 5  # it was raised once
+    assert not caplog.text
+
+
+def test_ctrl_c_in_a_callback_interrupts_wait() -> None:
+    future = settled_in_wait(5)
+    ran_in: list[Any] = []
+
+    def interrupt(done: Any) -> None:
+        ran_in.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    result = future.then(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert ran_in == [threading.main_thread()]
+    assert future.wait() == 5
+    assert caught(result) is KeyboardInterrupt
+
+
+def settled_in_wait(outcome: Any) -> rpc.Future[Any]:
+    """The future of a call that is settled as soon as a thread waits for it, which completes it."""
+    calls = PendingCalls(receive=lambda call: call.give_up(outcome))
+    call = calls.add(peer=0, timeout=PATIENCE)
+    return rpc.Future.of_call(call, decode=lambda given: given, schedule=lambda job: job())
+
+
+def caught(future: Any) -> Any:
+    """The class of a future's error."""
+    try:
+        future.value()
+    except BaseException as error:
+        return type(error)
+    return None
 
 
 @pytest.mark.parametrize("depth", [1, 5])
