@@ -165,6 +165,9 @@ class _Answer:
         self._callee = callee
         self.request = request
 
+    def later(self) -> None:
+        self._callee.requests.set_aside(self.request)
+
     def value(self, value: Any) -> None:
         self._callee.answer(self.request, value)
 

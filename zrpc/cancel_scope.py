@@ -59,12 +59,14 @@ class CancelScope:
         deadline: when the caller stops waiting, on the clock of ``time.monotonic``.
         begun: whether the handler has begun.
         cancelled: whether nobody waits any more; its answer is not sent.
+        returned: whether the handler has returned, and its outcome is to come by a future.
     """
 
     # One is made for each call, and most never need more than the first two of these.
     deadline = NEVER
     begun = False
     cancelled = False
+    returned = False
     lasting = False
     _task: Any = None
     _children: set[Child] | None = None

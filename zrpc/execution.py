@@ -31,6 +31,9 @@ class Outlet(Protocol):
     @property
     def request(self) -> Message: ...
 
+    def later(self) -> None:
+        """The function has returned a future, and nothing of it runs in a thread."""
+
     def value(self, value: Any) -> None:
         """The function has returned, or its future or coroutine has a result."""
 
@@ -112,6 +115,7 @@ class Execution:
                 f"torch.futures.Future object, but got {type(result).__name__}"
             )
         result.add_done_callback(lambda done: self._schedule(partial(self._finish, done)))
+        self._outlet.later()
 
     def _finish(self, done: Any) -> None:
         try:

@@ -2,7 +2,8 @@
 
 No I/O in here. Each has a `CancelScope`, by which it is dropped where nobody waits for its answer
 any more: where the caller has cancelled it or is gone, or its deadline has passed. One that has not
-begun never will then, and its message is freed; of one that runs, the scope ends what it can.
+begun never will then, and its message is freed; of one that runs, the scope ends what it can. One
+whose function has returned a future that is not done is no longer under way then.
 """
 
 from __future__ import annotations
@@ -71,6 +72,14 @@ class Requests:
         if self._requests.get(key) is request:  # not another one that came by the same number
             self._requests.pop(key, None)
 
+    def set_aside(self, request: Message) -> None:
+        """The function of a request has returned; its outcome comes later, or never."""
+        # First the note, then the look: `_drop` does this the other way round, so that at least
+        # one of the two sees the other.
+        request.scope.returned = True
+        if request.scope.cancelled:
+            self.end(request)
+
     def cancel(self, sender: int, call_id: int) -> None:
         """The caller does not wait any more."""
         key = (sender, call_id)
@@ -120,6 +129,8 @@ class Requests:
     def _drop(self, key: _Key, request: Message) -> None:
         scope: CancelScope = request.scope
         if not scope.cancel():
+            if scope.cancelled and scope.returned:
+                self.end(request)  # its future may stay open for ever: no shutdown waits for that
             return
         self._requests.pop(key, None)
         self._dropped = True

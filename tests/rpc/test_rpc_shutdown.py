@@ -148,6 +148,21 @@ def test_it_waits_for_async_execution(mesh: Mesh) -> None:
     assert future.wait() == "late"
 
 
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: str) -> None:
+    """As of the batch that a parameter server never fills."""
+    with mesh.agent(0).as_current():
+        future = rpc.rpc_async(1, park, timeout=0.2 if how == "timeout" else 60)
+        assert _entered.acquire(timeout=PATIENCE)
+        if how == "cancel":
+            assert future.cancel()
+        with pytest.raises(rpc.RpcError):
+            future.wait()
+    for each in [end(mesh, rank) for rank in range(2)]:
+        each.result(PATIENCE)
+    _parked.pop().set_result("too late")
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
     make_mesh(workers=workers).run_all(rpc.shutdown)

@@ -400,6 +400,9 @@ class _Keep:
         self.request = request
         self._value = value
 
+    def later(self) -> None:
+        """Others than the caller may wait for the value, as long as there are references."""
+
     def value(self, value: Any) -> None:
         self._value.set(value)
         self._layer.agent.callee.answer(self.request, None)
