@@ -182,6 +182,18 @@ class PendingCall:
             self._calls.on_cancel(self)
         return True
 
+    def withdraw(self) -> bool:
+        """Ends the call without an outcome, for whoever completes its follower in another way.
+
+        Returns:
+            False where it is settled, or just about to be.
+        """
+        if self._calls.pop(self.call_id) is not self:
+            return False
+        self.follower = None
+        self.settle(None)
+        return True
+
     def remaining(self) -> float:
         """The seconds until its deadline, for `zrpc.pool.acquire`."""
         return -1 if self.deadline == NEVER else max(0.0, self.deadline - time.monotonic())

@@ -22,6 +22,12 @@ __all__ = ["Future"]
 
 logger = logging.getLogger(__name__)
 
+# As torch says it.
+_ALREADY = (
+    "Attempting to mark a completed Future as complete again. Note that a Future can only be "
+    "marked completed once."
+)
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -57,7 +63,7 @@ class Future(torch.futures.Future[T]):
     """
 
     # Not in a dictionary, which would be one more object of each call under way.
-    __slots__ = ("_call", "_cancelled", "_decode", "_gate", "_schedule", "_source")
+    __slots__ = ("_call", "_cancelled", "_decode", "_gate", "_open", "_schedule", "_source")
 
     _decode: Callable[[Any], T]  # as `of_call` was given them
     _schedule: Callable[[Callable[[], None]], None]
@@ -70,6 +76,8 @@ class Future(torch.futures.Future[T]):
         # make a cycle, by way of torch's list of callbacks.
         self._source: Callable[[], Future[Any] | None] = _no_source
         self._cancelled = False
+        # Deleted by who completes the future, which only one thread can; see `_take`.
+        self._open = True
         # Open once the torch future below is complete.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -157,10 +165,9 @@ class Future(torch.futures.Future[T]):
         def fail() -> NoReturn:
             raise RpcCancelledError("the future was cancelled")
 
-        try:
-            self._fail(fail)
-        except RuntimeError:
+        if not self._take():
             return False  # completed just now by another thread
+        self._fail(fail)
         self._cancelled = True
         return True
 
@@ -170,7 +177,45 @@ class Future(torch.futures.Future[T]):
         return self._cancelled
 
     def set_result(self, result: T) -> None:
-        """Completes the future with ``result``; an error where it is complete already."""
+        """Completes the future with ``result``; an error where it is complete already.
+
+        The call that it may stand for goes on at the callee, and its answer is dropped.
+        """
+        self._take_over()
+        self._set(result)
+
+    def set_exception(self, result: T | Exception) -> None:
+        """Completes the future with an error, which `wait` and `value` raise; see `set_result`."""
+        if not isinstance(result, Exception):
+            raise TypeError(f"expected an Exception to set, but got {result!r}")
+        error = result
+
+        def fail() -> NoReturn:
+            raise error
+
+        self._take_over()
+        self._fail(fail)
+
+    def _take_over(self) -> None:
+        """For the program, which is about to complete the future.
+
+        Raises:
+            RuntimeError: it is complete, or its call's answer has come.
+        """
+        call = self._call
+        if (call is not None and not call.withdraw()) or not self._take():
+            raise RuntimeError(_ALREADY)
+        self._call = None
+
+    def _take(self) -> bool:
+        """Whether the current thread is the one to complete the future, by `_set` or `_fail`."""
+        try:
+            del self._open  # atomic under the interpreter's lock
+        except AttributeError:
+            return False
+        return True
+
+    def _set(self, result: T) -> None:
         # The gate opens first, since torch runs the callbacks inside of set_result and they
         # may wait for this future; what is left to wait for is torch's own completion.
         if self._gate.locked():
@@ -179,21 +224,10 @@ class Future(torch.futures.Future[T]):
         if callbacks.interrupts:
             callbacks.raise_interrupt()
 
-    def set_exception(self, result: T | Exception) -> None:
-        """Completes the future with an error, which `wait` and `value` raise."""
-        if not isinstance(result, Exception):
-            raise TypeError(f"expected an Exception to set, but got {result!r}")
-        error = result
-
-        def fail() -> NoReturn:
-            raise error
-
-        self._fail(fail)
-
     def _fail(self, fail: Callable[[], Any]) -> None:
         """Completes the future with the error that ``fail()`` raises."""
         self._set_unwrap_func(_Failure(fail).raise_it)
-        self.set_result(None)  # type: ignore[arg-type]
+        self._set(None)  # type: ignore[arg-type]
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done.
@@ -266,6 +300,7 @@ class Future(torch.futures.Future[T]):
             return
         self._cancelled = isinstance(outcome, RpcCancelledError)
         decode = functools.partial(self._decode, outcome)
+        self._take()
         try:
             value = decode()
         except BaseException as error:
@@ -273,7 +308,7 @@ class Future(torch.futures.Future[T]):
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in the midst of it
         else:
-            self.set_result(value)
+            self._set(value)
         finally:
             self._call = None
 
@@ -290,7 +325,7 @@ class _Callback:
             it is taken out of this list when it has it.
     """
 
-    __slots__ = ("_context", "_function", "_future", "_results")
+    __slots__ = ("_context", "_function", "_future", "_results", "_taken")
 
     def __init__(
         self, function: Callable[[Any], Any], future: Future[Any], results: list[Future[Any]]
@@ -298,6 +333,7 @@ class _Callback:
         self._function = function
         self._future = future
         self._results = results
+        self._taken = False
         # Calls in the callback belong where it was added: to its agent, its autograd context
         # and its deadline.
         self._context = contextvars.copy_context()
@@ -308,9 +344,14 @@ class _Callback:
         except BaseException as error:  # SystemExit too: somebody may wait for the new future
             self.fail(error)
         else:
-            if self._results:
-                self._results[0].set_result(value)
-                self._results.clear()
+            if self._results and self._take():
+                self._results[0]._set(value)
+            self._results.clear()
+
+    def _take(self) -> bool:
+        """Whether it completes the new future, which the program may have done itself."""
+        self._taken = self._taken or self._results[0]._take()
+        return self._taken
 
     def fail(self, error: BaseException) -> None:
         noted = callbacks.note_interrupt(error)
@@ -322,7 +363,7 @@ class _Callback:
         def fail() -> NoReturn:
             raise error
 
-        if not self._results[0].done():
+        if self._take() and not self._results[0].done():
             self._results[0]._fail(fail)
         self._results.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import itertools
@@ -512,6 +513,125 @@ def test_a_future_and_its_result_are_freed(shared: Mesh) -> None:
     # The thread that has settled the call, and with that ended our wait, may have it for a moment.
     assert gone.wait(PATIENCE), alive()
     assert value_gone.wait(PATIENCE)
+
+
+# -- futures of calls that the program completes itself --------------------------------------------
+
+ALREADY = "Attempting to mark a completed Future as complete again"
+
+
+def test_the_future_of_a_call_that_the_program_completes(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+        doubled = future.then(lambda f: f.wait() * 2)
+        gate.await_entry()
+        future.set_result(7)
+        assert future.done()
+        assert doubled.value() == 14
+        assert (future.wait(), future.value(), future.cancelled()) == (7, 7, False)
+        assert not future.cancel()
+        with pytest.raises(RuntimeError, match=ALREADY):
+            future.set_exception(KeyError("k"))
+        assert future.wait() == 7
+        gate.open()
+    assert rpc.rpc_sync(1, echo, (1,)) == 1  # the answer has come, and nobody heard of it
+    assert future.wait() == 7
+
+
+def test_the_future_of_a_call_that_the_program_fails(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+        future.set_exception(KeyError("mine"))
+        with pytest.raises(KeyError, match="mine"):
+            future.wait()
+        with pytest.raises(RuntimeError, match=ALREADY):
+            future.set_result(1)
+
+
+def test_who_waits_for_a_call_gets_what_the_program_sets(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+        call = future._call
+        assert call is not None
+        results: list[Any] = []
+        threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        future.set_result("mine")
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert results == ["mine"] * 3
+
+
+def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
+    future = settled_in_wait("answer")
+    assert future.wait() == "answer"
+    for complete in (future.set_result, lambda _: future.set_exception(KeyError("mine"))):
+        with pytest.raises(RuntimeError, match=ALREADY):
+            complete("mine")
+    assert future.wait() == "answer"
+
+
+def test_a_call_that_is_settled_but_not_decoded_yet() -> None:
+    calls, jobs = PendingCalls(), []
+    call = calls.add(peer=0, timeout=PATIENCE)
+    future = rpc.Future.of_call(call, decode=lambda given: given, schedule=jobs.append)
+    call.give_up("answer")
+    with pytest.raises(RuntimeError, match=ALREADY):
+        future.set_result("mine")
+    jobs.pop()()
+    assert future.wait() == "answer"
+
+
+def test_answers_and_the_program_race(shared: Mesh) -> None:
+    for _ in range(100):
+        future = rpc.rpc_async(1, echo, ("answer",))
+        try:
+            future.set_result("mine")
+        except RuntimeError as error:
+            assert ALREADY in str(error)  # noqa: PT017 - only one of them wins, either way
+            assert future.wait() == "answer"
+        else:
+            assert future.wait() == "mine"
+
+
+def test_threads_race_to_complete_a_future() -> None:
+    for _ in range(50):
+        future: rpc.Future[int] = rpc.Future()
+        won: list[int] = []
+        barrier = threading.Barrier(4)
+
+        def complete(number: int, future: Any = future, won: Any = won, at: Any = barrier) -> None:
+            at.wait(PATIENCE)
+            try:
+                future.set_exception(KeyError(0)) if number == 0 else future.set_result(number)
+            except RuntimeError:
+                return
+            won.append(number)
+
+        threads = [threading.Thread(target=complete, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        barrier.wait(PATIENCE)
+        with contextlib.suppress(KeyError):
+            future.wait()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert len(won) == 1
+        assert (caught(future) is KeyError) == (won == [0])
+        assert caught(future) or [future.value()] == won
+
+
+def test_a_future_of_then_that_the_program_completes() -> None:
+    first: rpc.Future[int] = rpc.Future()
+    ran: list[int] = []
+    value = first.then(lambda f: ran.append(f.wait()))
+    error = first.then(lambda f: fail(KeyError("k")))
+    value.set_result(None)
+    error.set_result("mine")
+    first.set_result(1)
+    assert ran == [1]
+    assert (value.wait(), error.wait()) == (None, "mine")
 
 
 # -- many threads, one future ------------------------------------------------------------------
