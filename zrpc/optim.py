@@ -55,6 +55,9 @@ class DistributedOptimizer(Optimizer):
         ValueError: there are no parameters, or a parameter is there twice.
         Exception: what the optimizer's constructor raises at an owner.
 
+    It can be passed to other workers, which then step over the same parameters. The options in
+    their `param_groups` are their own from then on.
+
     Calls from several threads, and steps of several optimizers over the same parameters, are
     done one after the other; those over other parameters do not wait.
 
@@ -79,7 +82,6 @@ class DistributedOptimizer(Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        # Not Optimizer.__init__: it wants tensors. This is what it sets up.
         self.defaults: Options = {}
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.param_groups: list[Options] = _groups(params_rref)
@@ -96,6 +98,9 @@ class DistributedOptimizer(Optimizer):
             self.defaults = defaults
             for index, group_options in options_by_index.items():
                 self.param_groups[index] = {**group_options, **self.param_groups[index]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "remote_optimizers": self.remote_optimizers}
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Has all owners step, and returns when they have.

@@ -314,6 +314,29 @@ def test_the_same_parameter_by_two_rrefs(mesh):
     mesh.run(0, run)
 
 
+def step_there(optimizer, rref):
+    optimizer.param_groups[0]["lr"] = 0.25
+    with dist_autograd.context() as context_id:
+        go_back(context_id, [rref])
+        optimizer.step(context_id)
+    return optimizer.state_dict()["workers"].keys()
+
+
+def test_it_can_be_passed_to_another_worker(mesh):
+    def run():
+        rref, other = make("w", 1), make("other", 2)
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rref, other], lr=0.5)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps `step`
+        with dist_autograd.context() as context_id:
+            go_back(context_id, [rref])
+            optimizer.step(context_id)
+        owners = zrpc.rpc_sync("worker2", step_there, (optimizer, rref))
+        assert owners == {"worker1", "worker2"}
+        return optimizer.param_groups[0]["lr"], PARAMETERS["w"].tolist()
+
+    assert mesh.run(0, run) == (0.5, [0.25, 1.25, 2.25])
+
+
 def test_repr(mesh):
     def run():
         rrefs = [make("a", 1), make("b", 2)]
