@@ -38,7 +38,8 @@ class DistributedOptimizer(Optimizer):
     Each owner of parameters gets an optimizer of its own, made and kept there. `step` has all
     of them step at once, with the gradients that an autograd context holds at their workers.
     It is an ``Optimizer`` itself, for learning-rate schedulers: what is set in `param_groups`
-    goes along with each step.
+    goes along with each step. Hooks that are registered with it run at this worker, and do not
+    travel with it.
 
     Args:
         optimizer_class: a class of ``torch.optim``, or one like them. ``LBFGS`` needs
@@ -82,9 +83,12 @@ class DistributedOptimizer(Optimizer):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        self.defaults: Options = {}
-        self.state: defaultdict[Any, Any] = defaultdict(dict)
-        self.param_groups: list[Options] = _groups(params_rref)
+        self.defaults: Options
+        self.state: defaultdict[Any, Any]
+        self.param_groups: list[Options]
+        # Not Optimizer.__init__, which wants tensors. This sets up the same: hooks too.
+        groups = _groups(params_rref)
+        self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": groups})
         owners = _by_owner(rref for group in self.param_groups for rref in group["params"])
         local_optimizers = {
             owner: remote(
@@ -133,13 +137,19 @@ class DistributedOptimizer(Optimizer):
             A dict: under ``"workers"`` the ``state_dict`` of each owner's optimizer, by the
             owner's name; under ``"param_groups"`` the options of each group.
         """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         states = _wait_for_all([rref.rpc_async().state_dict() for rref in self.remote_optimizers])
         names = [rref.owner_name() for rref in self.remote_optimizers]
         options = self._options()
-        return {
+        state_dict: dict[str, Any] = {
             "workers": dict(zip(names, states, strict=True)),
             "param_groups": [options[index] for index in sorted(options)],
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what `state_dict` gave; parameters must have the same owners, by name.
@@ -147,6 +157,10 @@ class DistributedOptimizer(Optimizer):
         Raises:
             ValueError: it is of other owners, or of another number of groups.
         """
+        state_dict = state_dict.copy()  # as torch: hooks may change it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         states = state_dict["workers"]
         names = [rref.owner_name() for rref in self.remote_optimizers]
         if set(states) != set(names) or len(state_dict["param_groups"]) != len(self.param_groups):
@@ -162,6 +176,8 @@ class DistributedOptimizer(Optimizer):
         )
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: Options) -> None:
         """Not supported: give all groups to the constructor.

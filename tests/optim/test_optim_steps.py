@@ -314,6 +314,55 @@ def test_the_same_parameter_by_two_rrefs(mesh):
     mesh.run(0, run)
 
 
+def test_hooks_of_steps(mesh):
+    def run():
+        rref, seen = make("w", 1), []
+        optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+        other = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+
+        def note(when):
+            return lambda *call: seen.append((when, call[0] is optimizer, call[1:]))
+
+        before = optimizer.register_step_pre_hook(note("before"))
+        optimizer.register_step_post_hook(note("after"))
+        optimizer.register_step_post_hook(lambda *_: seen.append(PARAMETERS["w"].tolist()))
+        with dist_autograd.context() as context_id:
+            go_back(context_id, [rref])
+            optimizer.step(context_id)
+            before.remove()
+            seen.append("again")
+            optimizer.step(context_id)
+            other.step(context_id)
+        call = ((optimizer, context_id), {})
+        assert seen[:3] == [("before", True, call), ("after", True, call), [0.5, 1.5, 2.5]]
+        assert seen[3:] == ["again", ("after", True, call), [0.0, 1.0, 2.0]]
+
+    mesh.run(0, run)
+
+
+def test_hooks_of_states(mesh):
+    def run():
+        optimizer, seen = DistributedOptimizer(torch.optim.SGD, [make("w", 1)], lr=0.5), []
+        optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
+        optimizer.register_state_dict_post_hook(lambda o, state: {**state, "epoch": 7})
+        optimizer.register_state_dict_post_hook(lambda o, state: seen.append(state["epoch"]))
+        state = optimizer.state_dict()
+        assert state["epoch"] == 7
+
+        def shift(optimizer, state):
+            seen.append(state.pop("epoch"))
+            return {**state, "param_groups": [{"lr": 0.25}]}
+
+        optimizer.register_load_state_dict_pre_hook(shift)
+        optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert state["epoch"] == 7  # what was given is left as it is
+        assert seen == ["save", 7, 7, "loaded"]
+
+    mesh.run(0, run)
+
+
 def step_there(optimizer, rref):
     optimizer.param_groups[0]["lr"] = 0.25
     with dist_autograd.context() as context_id:
