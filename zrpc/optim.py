@@ -225,6 +225,7 @@ class _LocalOptimizer:
     ) -> None:
         self._indices = list(groups)
         self._params = [rref.local_value() for g in groups.values() for rref in g["params"]]
+        _check_distinct([rref for group in groups.values() for rref in group["params"]])
         local = [
             {**group, "params": [rref.local_value() for rref in group["params"]]}
             for group in groups.values()
@@ -361,6 +362,18 @@ def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
     if not seen:
         raise ValueError("optimizer got an empty parameter list")
     return groups
+
+
+def _check_distinct(rrefs: Params) -> None:
+    """Of two RRefs to one parameter nobody but their owner knows that they are."""
+    seen: dict[int, RRef[Any]] = {}
+    for rref in rrefs:
+        value = rref.local_value()
+        first = seen.setdefault(id(value), rref)
+        if first is not rref and isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"the parameter of {rref} appears more than once: it is that of {first} as well"
+            )
 
 
 def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef[Any]]]:

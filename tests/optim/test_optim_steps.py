@@ -302,14 +302,16 @@ def test_an_rref_without_a_parameter(mesh):
 
 
 def test_the_same_parameter_by_two_rrefs(mesh):
-    """Each is an id of its own, and the optimizer at the owner finds out."""
+    """Each has an id of its own: the owner finds out."""
 
     def run():
         first = make("a", 1)
         second = zrpc.rpc_sync("worker1", refer, ("a",))
         assert first != second
-        with pytest.raises(ValueError, match=r"some parameters appear in more than one|duplicate"):
-            DistributedOptimizer(torch.optim.SGD, [{"params": [first]}, {"params": [second]}], lr=1)
+        other = make("b", 1)
+        for groups in ([first, other, second], [{"params": [first]}, {"params": [other, second]}]):
+            with pytest.raises(ValueError, match="more than once"):
+                DistributedOptimizer(torch.optim.SGD, groups, lr=1)
 
     mesh.run(0, run)
 
