@@ -9,6 +9,7 @@ in the same order.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,10 +19,12 @@ __all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "work_off"]
 
 logger = logging.getLogger(__name__)
 
-# So many run inside of each other at most, but for those of futures that are done already. Few
-# enough for a thread whose stack is rather full, and more than programs nest that block in one
-# callback until another one has run.
+# So many run inside of each other at most, but for those of futures that are done already: more
+# than programs nest that block in one callback until another one has run. Where the thread's stack
+# has less than so many frames left, they do not nest at all: torch, which calls them, loses those
+# that find no room.
 DEEPEST = 8
+_SPARE = 200
 
 
 class Job(Protocol):
@@ -38,6 +41,7 @@ class _Nesting(threading.local):
     """The callbacks of one thread, which nobody else sees."""
 
     depth = 0  # how many run
+    deepest = DEEPEST  # how many may
 
     def __init__(self) -> None:
         # Those that came up while the present one ran, and those that were to come after it.
@@ -61,7 +65,9 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
         at_once: whether it is to run now in any case.
     """
     nesting = _nesting
-    if nesting.depth >= DEEPEST and not at_once:
+    if not nesting.depth:
+        nesting.deepest = 1 if _is_full() else DEEPEST
+    elif nesting.depth >= nesting.deepest and not at_once:
         nesting.added.append(job)
         return
     nesting.depth += 1
@@ -69,6 +75,9 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
         _do(job)
         if nesting.added:
             _work_off(_never)
+    except BaseException as error:  # Ctrl-C between two of them
+        note_interrupt(error)
+        _work_off(_never)
     finally:
         nesting.depth -= 1
 
@@ -78,7 +87,7 @@ def work_off(enough: Callable[[], bool]) -> None:
 
     For callbacks that are about to wait for a future that another one completes.
     """
-    if _nesting.depth >= DEEPEST:
+    if _nesting.depth >= _nesting.deepest:
         _work_off(enough)
 
 
@@ -117,6 +126,15 @@ def _work_off(enough: Callable[[], bool]) -> None:
         if not nesting.waiting:
             return
         _do(nesting.waiting.popleft())
+
+
+def _is_full() -> bool:
+    """Whether little room is left on this thread's stack."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - _SPARE))
+    except ValueError:  # it is not that deep
+        return False
+    return True
 
 
 def _never() -> bool:

@@ -9,6 +9,7 @@ import gc
 import itertools
 import operator
 import pickle
+import sys
 import threading
 import weakref
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from rpc_targets import PATIENCE, Gate, echo, fail
 
 import zrpc as rpc
+from zrpc import callbacks
 from zrpc.calls import PendingCalls
 from zrpc.testing import Mesh
 
@@ -256,6 +258,22 @@ def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
     assert not caplog.text
 
 
+def test_ctrl_c_between_callbacks_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+
+    def interrupt() -> bool:
+        if next(looks) == 20:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(callbacks, "_never", interrupt)
+    future: rpc.Future[int] = rpc.Future()
+    last = chain(future, 100)
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(0)
+    assert last.value() == 100
+
+
 def test_ctrl_c_in_a_callback_interrupts_wait() -> None:
     future = settled_in_wait(5)
     ran_in: list[Any] = []
@@ -422,6 +440,20 @@ def test_endless_recursion_in_a_callback_fails_its_future_alone() -> None:
     with pytest.raises(RecursionError):
         last.value()
     assert beside.value() == 20
+
+
+def test_a_chain_that_a_thread_completes_whose_stack_is_nearly_full() -> None:
+    first: rpc.Future[int] = rpc.Future()
+    last = chain(first, 30)
+
+    def descend(levels: int) -> None:
+        descend(levels - 1) if levels else first.set_result(0)
+
+    thread = threading.Thread(target=descend, args=(sys.getrecursionlimit() - 60,))
+    thread.start()
+    thread.join(PATIENCE)
+    assert last.done()
+    assert last.value() == 30
 
 
 def test_a_chain_leaves_nothing_behind() -> None:
