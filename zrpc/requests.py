@@ -9,6 +9,7 @@ whose function has returned a future that is not done is no longer under way the
 from __future__ import annotations
 
 import threading
+from time import monotonic
 
 from zrpc.cancel_scope import NEVER, CancelScope
 from zrpc.wire.header import Message
@@ -76,8 +77,9 @@ class Requests:
         """The function of a request has returned; its outcome comes later, or never."""
         # First the note, then the look: `_drop` does this the other way round, so that at least
         # one of the two sees the other.
-        request.scope.returned = True
-        if request.scope.cancelled:
+        scope: CancelScope = request.scope
+        scope.returned = True
+        if scope.cancelled or scope.deadline <= monotonic():
             self.end(request)
 
     def cancel(self, sender: int, call_id: int) -> None:
@@ -129,8 +131,10 @@ class Requests:
     def _drop(self, key: _Key, request: Message) -> None:
         scope: CancelScope = request.scope
         if not scope.cancel():
-            if scope.cancelled and scope.returned:
-                self.end(request)  # its future may stay open for ever: no shutdown waits for that
+            # Its future may stay open for ever: no shutdown waits for that. Whoever waits for the
+            # value of a REMOTE does so with a request of his own.
+            if scope.returned:
+                self.end(request)
             return
         self._requests.pop(key, None)
         self._dropped = True

@@ -163,6 +163,17 @@ def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: st
     _parked.pop().set_result("too late")
 
 
+def test_it_does_not_wait_for_a_value_that_never_comes(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, park, timeout=0.2)
+        assert _entered.acquire(timeout=PATIENCE)
+        with pytest.raises(rpc.RpcTimeoutError):
+            rref.to_here(0.3)
+    for each in [end(mesh, rank) for rank in range(2)]:
+        each.result(PATIENCE)
+    _parked.pop().set_result("too late")
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
     make_mesh(workers=workers).run_all(rpc.shutdown)

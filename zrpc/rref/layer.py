@@ -401,7 +401,7 @@ class _Keep:
         self._value = value
 
     def later(self) -> None:
-        """Others than the caller may wait for the value, as long as there are references."""
+        self._layer.agent.callee.requests.set_aside(self.request)
 
     def value(self, value: Any) -> None:
         self._value.set(value)
