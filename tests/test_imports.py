@@ -77,6 +77,7 @@ LAYERS: list[list[str]] = [
         "zrpc.errors",
         "zrpc.exhaustion",
         "zrpc.malloc",
+        "zrpc.silence",
         "zrpc.spin",
         "zrpc.switch_interval",
     ],

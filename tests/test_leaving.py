@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zrpc.leaving
+import zrpc.silence
 from zrpc.leaving import LeavingAlone
 
 
@@ -18,7 +19,8 @@ def clock(monkeypatch):
         def monotonic(self):
             return self.now
 
-    monkeypatch.setattr(zrpc.leaving, "time", Clock)
+    for module in (zrpc.leaving, zrpc.silence):
+        monkeypatch.setattr(module, "time", Clock)
     Clock.monotonic = staticmethod(lambda: Clock.now)
     return Clock
 

@@ -50,6 +50,7 @@ from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.outbox import Outbox
 from zrpc.pool import WorkerPool, in_pool
+from zrpc.silence import Silence
 from zrpc.spin import Spin
 from zrpc.switch_interval import SwitchInterval
 from zrpc.termination import TerminationMessage
@@ -151,8 +152,7 @@ class Agent:
         # Rank 0 may host the store, and the others must be able to finish their start.
         self._store: Store | None = store
         self._told_to_leave: dict[int, float] = {}
-        # While it shuts down: how many messages had come in when it last looked, and since when.
-        self._last_heard = (-1, 0.0)
+        self._silence = Silence()  # while it shuts down
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = WorkerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -444,10 +444,7 @@ class Agent:
 
     def _waits_in_vain(self) -> bool:
         """Whether what layers wait for may be lost, with a connection: nothing comes for long."""
-        now, received = time.monotonic(), sum(self.dispatcher.received.values())
-        if self._last_heard[0] != received:
-            self._last_heard = received, now
-        return now - self._last_heard[1] > _LAYERS_WAIT
+        return self._silence.lasted(sum(self.dispatcher.received.values())) > _LAYERS_WAIT
 
     # -- workers that come and go; in the I/O thread, or before the agent serves -----------
 

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 
+from zrpc.silence import Silence
+
 __all__ = ["LeavingAlone"]
 
 # Nothing may have come in for so long, in seconds: what others send together comes together.
@@ -42,8 +44,7 @@ class LeavingAlone:
         self._first: set[Hashable] = set()
         self._patient_until = float("inf")
         self._begun = False
-        self._received = -1
-        self._since = 0.0
+        self._silence = Silence()
         self._settled = threading.Event()
         self._may_leave = threading.Event()
 
@@ -97,10 +98,7 @@ class LeavingAlone:
             sent: messages that it ever sent to the workers that live.
             received: messages that it ever received from them.
         """
-        now = time.monotonic()
-        if received != self._received:
-            self._received, self._since = received, now
-        elif now - self._since >= _SILENCE:
+        if self._silence.lasted(received) >= _SILENCE:
             self._settle()
 
     def admit(self, rank: int) -> None:
