@@ -1,4 +1,4 @@
-"""Memory that is freed is kept for the next tensor.
+"""Memory for large values: what is freed is kept for the next tensor, and is not cleared.
 
 The first use of a page takes longer than the copy to it. glibc gives memory back to the system
 above a threshold, which begins low and rises to the largest block that the program has freed, up
@@ -13,7 +13,11 @@ from __future__ import annotations
 import ctypes
 import sys
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "uninitialized"]
+
+_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_new_bytearray.restype = ctypes.py_object
 
 # With what malloc and the system add, below the largest block that counts.
 _SIZE = (32 << 20) - (64 << 10)
@@ -33,3 +37,17 @@ def keep_freed_memory() -> None:
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.free(libc.malloc(_SIZE))
+
+
+def uninitialized(size: int) -> bytearray:
+    """Memory that may have been in use before, without the zeros of ``bytearray(size)``.
+
+    Args:
+        size: in bytes.
+
+    Raises:
+        MemoryError: there is none.
+        SystemError: there can't be so much.
+    """
+    memory: bytearray = _new_bytearray(None, size)
+    return memory

@@ -29,7 +29,6 @@ the beginning of its first frame, which each chunk repeats, says who is to be to
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import struct
 from collections import deque
@@ -37,6 +36,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from zrpc.errors import ProtocolError
+from zrpc.malloc import uninitialized
 
 __all__ = [
     "CHUNK",
@@ -64,10 +64,6 @@ _LOST_REMEMBERED = 16
 # From this size on, in bytes, malloc takes fresh pages from the system each time. Their first use
 # takes ten times as long as the copy to them, with huge pages no longer than it.
 _HUGE_FROM = 2**25
-
-_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
-_new_bytearray.restype = ctypes.py_object
 
 
 class NoMemory(ProtocolError):
@@ -285,12 +281,10 @@ def _sizes(header: bytes) -> list[int]:
 
 
 def _uninitialized(size: int) -> bytearray:
-    """Memory that malloc may have had in use before, without the zeros of ``bytearray(size)``."""
     try:
-        memory: bytearray = _new_bytearray(None, size)
+        return uninitialized(size)
     except (MemoryError, SystemError) as error:
         raise NoMemory(size, error) from error
-    return memory
 
 
 def _huge(size: int) -> mmap.mmap | bytearray:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from zrpc.malloc import uninitialized
+
 __all__ = ["ALIGNMENT", "aligned"]
 
 # What the largest element (complex128) needs: code that the compiler has made for its copies ends
 # the process where it finds another address. It is what malloc gives.
 ALIGNMENT = 16
-
-_new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
-_new_bytearray.restype = ctypes.py_object
 
 
 def aligned(buffer: Any) -> memoryview:
@@ -33,7 +31,7 @@ def aligned(buffer: Any) -> memoryview:
     start = ctypes.addressof(ctypes.c_char.from_buffer(view))
     if start % ALIGNMENT == 0:
         return view
-    copy = _new_bytearray(None, view.nbytes)
+    copy = uninitialized(view.nbytes)
     # Other threads may run meanwhile, as they could not while Python copies.
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(copy)), start, view.nbytes)
     return memoryview(copy)
