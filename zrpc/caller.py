@@ -169,10 +169,7 @@ class Caller:
     ) -> tuple[PendingCall, Message]:
         if self._outbox.closed:
             raise has_shut_down()
-        try:  # `timeout`, inline: each call comes by here
-            timeout = self.rpc_timeout if timeout < 0 else checked_timeout("timeout", timeout)
-        except TypeError:
-            raise no_timeout("timeout", timeout) from None
+        timeout = self.timeout(timeout)
         message = Message(kind)
         peer = to.number
         encoder = self._codec.encoder(peer)
@@ -258,15 +255,13 @@ class Caller:
     def undo_unread(self, call_id: int) -> None:
         """Undoes what was done for the message of a call, of which the callee has read nothing."""
         call = self.calls.get(call_id)
-        if call is not None and call.undo is not None:
-            undo, call.undo = call.undo, None
-            undo()
+        if call is not None:
+            call.take_back()
 
     def _undo_unsent(self, call: PendingCall) -> None:
         # What went to a worker that is lost is the layers' business.
-        if call.undo is not None and not call.sent and call.peer not in self._membership.lost:
-            undo, call.undo = call.undo, None
-            undo()
+        if not call.sent and call.peer not in self._membership.lost:
+            call.take_back()
 
     def _send_admitted(self, call: PendingCall, message: Message) -> None:
         lost = self._membership.lost

@@ -182,6 +182,12 @@ class PendingCall:
             self._calls.on_cancel(self)
         return True
 
+    def take_back(self) -> None:
+        """Undoes what was done for the message, once."""
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+
     def withdraw(self) -> bool:
         """Ends the call without an outcome, for whoever completes its follower in another way.
 

@@ -224,8 +224,9 @@ class _LocalOptimizer:
         **kwargs: Any,
     ) -> None:
         self._indices = list(groups)
-        self._params = [rref.local_value() for g in groups.values() for rref in g["params"]]
-        _check_distinct([rref for group in groups.values() for rref in group["params"]])
+        rrefs = [rref for group in groups.values() for rref in group["params"]]
+        _check_distinct(rrefs)
+        self._params = [rref.local_value() for rref in rrefs]
         local = [
             {**group, "params": [rref.local_value() for rref in group["params"]]}
             for group in groups.values()

@@ -78,10 +78,7 @@ class Outbox:
         """
         if hold_interrupts():
             try:
-                self._send(rank, message, True)
-            except BaseException:
-                self._undo(rank, message)
-                raise
+                self._send_or_undo(rank, message, True)
             finally:
                 release_interrupts()
         else:
