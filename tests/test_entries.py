@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_rendezvous import card
+from waiting import until
 
 import zrpc.rendezvous
 from zrpc.entries import Entries
@@ -196,13 +197,6 @@ def test_what_a_stranger_left_is_waited_out(caplog):
     until(lambda: "refuses what claims to be worker 1" in caplog.text)
     assert start(store, (real, GOOD))() == [[mine, real]]
     assert first() == [[mine, real]]
-
-
-def until(condition):
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import weakref
 from functools import partial
 
 import pytest
+import waiting
 
 from zrpc.pool import _QUICK, MAX_THREADS, WorkerPool, acquire, in_pool
 
 SOON = 5.0
+
+until = partial(waiting.until, within=SOON)
 
 
 @pytest.fixture
@@ -60,13 +63,6 @@ class Jobs:
 @pytest.fixture
 def jobs(make_pool):
     return Jobs(make_pool)
-
-
-def until(condition):
-    deadline = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def done(pool):

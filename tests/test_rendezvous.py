@@ -172,10 +172,14 @@ def test_a_host_that_ends_before_it_knows_that_all_have_met():
     assert f"which is {host.cards[0].info}, or the launcher" in str(error)
 
 
-def test_a_host_that_ends_before_all_have_said_where_they_listen():
+def of_an_ended_host():
+    """A client's store, which nobody serves any more."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-    del host
+    return dist.TCPStore("127.0.0.1", host.port, is_master=False)
+
+
+def test_a_host_that_ends_before_all_have_said_where_they_listen():
+    store = of_an_ended_host()
     with pytest.raises(RendezvousError, match="lost their store"):
         exchange(store, [card(0, 2), card(1, 2)], 1, "here", SOON)
 
@@ -270,11 +274,8 @@ def test_the_deadline_is_kept(connect, timeout):
 
 
 def test_a_store_that_fails_is_a_rendezvous_error():
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-    del host
     with pytest.raises(RendezvousError, match="the store failed during the rendezvous"):
-        meet(client, card(0, 1), 1)
+        meet(of_an_ended_host(), card(0, 1), 1)
 
 
 def test_exchange(connect):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import until
 
 import zrpc
 from zrpc import roll_call
@@ -60,13 +60,6 @@ def wait() -> str:
 def echo_late(value: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return value
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])

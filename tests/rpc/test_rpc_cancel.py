@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import waiting
 from rpc_targets import PATIENCE, Gate, echo
 
 import zrpc as rpc
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
+
+until = functools.partial(waiting.until, within=PATIENCE)
 
 
 class Watched(Gate):
@@ -58,13 +62,6 @@ class Watched(Gate):
 def watched() -> Iterator[Watched]:
     with Watched() as watched:
         yield watched
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import zmq
 from rpc_targets import Gate
+from waiting import until
 
 import zrpc as rpc
 from zrpc.failure_detector import Reason
@@ -70,13 +70,6 @@ def await_heartbeat(rank: int) -> None:
     """Waits until all connections to a peer are made: that of the heartbeats comes last."""
     detector = rpc.api.current_agent()._watch._detector
     until(lambda: detector.watches(rank) and not detector.suspects(rank))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
 
 
 def close_files() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import random
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 import zmq
 from arrivals import received
 from breaking_relay import SOON, BreakingRelay
@@ -25,6 +27,8 @@ from zrpc.transport import inbox as inbox_module
 from zrpc.transport.chunks import CHUNK
 from zrpc.transport.inbox import _own_identity
 from zrpc.transport.network import BULK, Network
+
+until = functools.partial(waiting.until, within=SOON)
 
 LARGE = 16 * CHUNK
 
@@ -43,13 +47,6 @@ def relay(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[BreakingRelay]
         relay.sender = sender
         yield relay
         mesh.shutdown()  # also by the relay
-
-
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
 
 
 def echo(value: Any) -> Any:
