@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import doors
 import pytest
-import waiting
 
 
 @pytest.fixture
-def door() -> Iterator[waiting.Door]:
+def door() -> Iterator[doors.Door]:
     """A door of this test's own, which is open when the test ends."""
-    waiting.door = waiting.Door()
-    yield waiting.door
-    waiting.door.opened.set()
+    doors.door = doors.Door()
+    yield doors.door
+    doors.door.opened.set()

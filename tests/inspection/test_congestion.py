@@ -6,7 +6,7 @@ import itertools
 import time
 
 import pytest
-from waiting import PATIENCE, Door, knock
+from doors import PATIENCE, Door, knock
 
 import zrpc
 from zrpc.errors import ProtocolError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from waiting import PATIENCE, Door, knock_and_return, knock_at
+from doors import PATIENCE, Door, knock_and_return, knock_at
 
 import zrpc
 from zrpc.inspection import listener as listening

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import waiting_circle
-from waiting import PATIENCE, Door, knock, knock_and_await, knock_at
+from doors import PATIENCE, Door, knock, knock_and_await, knock_at
 
 import zrpc
 from zrpc.inspection.meshes import MeshView, ask, meshes

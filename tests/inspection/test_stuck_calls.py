@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import doors
 import pytest
 import torch
-import waiting
-from waiting import PATIENCE, Door, knock, knock_and_await, knock_at
+from doors import PATIENCE, Door, knock, knock_and_await, knock_at
 
 import zrpc
 from zrpc.inspection.activities import activities
@@ -76,7 +76,7 @@ def test_a_call_that_waits_is_named_with_where_and_to_whom(
     text = warnings.next()
     line = inspect.getsourcelines(knock_at)[1] + 1
     assert text.startswith("worker0 (rank 0) waits for a call:\n- knock at worker1 (rank 1), ")
-    assert f"for which zrpc-test-worker0-main waits at {waiting.__file__}:{line} in knock_at" in (
+    assert f"for which zrpc-test-worker0-main waits at {doors.__file__}:{line} in knock_at" in (
         text
     )
     assert "(warn_after is 0.2 s)" in text
@@ -93,7 +93,7 @@ def test_a_handler_that_waits_tells_for_whom(
     stuck(mesh).look(later(31))
     [text] = warnings.all()
     assert "- knock at worker1 (rank 1), for which " in text
-    assert f"{waiting.__file__}:" in text
+    assert f"{doors.__file__}:" in text
     assert f"running {handler.__name__} for worker1 (rank 1), for 31." in text
     door.opened.set()
     assert waits.result() == "in"
