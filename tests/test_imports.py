@@ -60,6 +60,7 @@ LAYERS: list[list[str]] = [
         "zrpc.cancel_scope",
         "zrpc.event_loop",
         "zrpc.functions",
+        "zrpc.future_error",
         "zrpc.interrupts",
         "zrpc.io_threads",
         "zrpc.options",

@@ -15,7 +15,8 @@ import torch
 
 from zrpc import callbacks
 from zrpc.calls import PendingCall
-from zrpc.errors import NotInitializedError, RpcCancelledError
+from zrpc.errors import RpcCancelledError
+from zrpc.future_error import Failure, KeptError
 from zrpc.pool import acquire
 
 __all__ = ["Future"]
@@ -63,8 +64,18 @@ class Future(torch.futures.Future[T]):
     """
 
     # Not in a dictionary, which would be one more object of each call under way.
-    __slots__ = ("_call", "_cancelled", "_decode", "_gate", "_open", "_schedule", "_source")
+    __slots__ = (
+        "_call",
+        "_cancelled",
+        "_decode",
+        "_gate",
+        "_kept",
+        "_open",
+        "_schedule",
+        "_source",
+    )
 
+    _kept: KeptError  # only where the future has one
     _decode: Callable[[Any], T]  # as `of_call` was given them
     _schedule: Callable[[Callable[[], None]], None]
 
@@ -188,13 +199,8 @@ class Future(torch.futures.Future[T]):
         """Completes the future with an error, which `wait` and `value` raise; see `set_result`."""
         if not isinstance(result, Exception):
             raise TypeError(f"expected an Exception to set, but got {result!r}")
-        error = result
-
-        def fail() -> NoReturn:
-            raise error
-
         self._take_over()
-        self._fail(fail)
+        self._keep(result)
 
     def _take_over(self) -> None:
         """For the program, which is about to complete the future.
@@ -226,8 +232,13 @@ class Future(torch.futures.Future[T]):
 
     def _fail(self, fail: Callable[[], Any]) -> None:
         """Completes the future with the error that ``fail()`` raises."""
-        self._set_unwrap_func(_Failure(fail).raise_it)
+        self._set_unwrap_func(Failure(fail).raise_it)
         self._set(None)  # type: ignore[arg-type]
+
+    def _keep(self, error: BaseException) -> None:
+        """Completes the future with an error."""
+        self._kept = KeptError(error)
+        self._fail(self._kept.way())
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done.
@@ -321,8 +332,8 @@ class _Callback:
         future: its argument.
         results: the future of what it returns, where there is one. An error of the function's
             refers by its traceback to our frames, and where ``future`` was done already, to that of
-            `Future.then`. None of them may refer to the future that keeps the error, see _Failure:
-            it is taken out of this list when it has it.
+            `Future.then`. None of them refers to the future that keeps the error, which so is freed
+            without the garbage collector: it is taken out of this list when it has the error.
     """
 
     __slots__ = ("_context", "_function", "_future", "_results", "_taken")
@@ -359,42 +370,6 @@ class _Callback:
             if not noted:
                 logger.error("A callback of a Future failed", exc_info=error)
             return
-
-        def fail() -> NoReturn:
-            raise error
-
         if self._take() and not self._results[0].done():
-            self._results[0]._fail(fail)
+            self._results[0]._keep(error)
         self._results.clear()
-
-
-class _Failure:
-    """The error of a future, which tells in the log where nobody ever asked for it.
-
-    torch's future calls `raise_it` wherever its value is asked for, also on behalf of
-    ``torch.futures.wait_all``, and drops it when it is dropped itself.
-
-    It keeps the way to make the error and not the error: a raised one refers by its traceback
-    to the frames that it went through, those to the future, and the future, being an object
-    of C++, hides the cycle from the garbage collector.
-    """
-
-    __slots__ = ("_fail", "_seen")
-
-    def __init__(self, fail: Callable[[], Any]) -> None:
-        self._fail = fail
-        self._seen = False
-
-    def raise_it(self, _: Any) -> None:
-        self._seen = True
-        self._fail()
-
-    def __del__(self) -> None:
-        if self._seen:
-            return
-        try:
-            self._fail()
-        except (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt):
-            return  # this worker has shut down, or wanted it so: nobody needs to be told
-        except BaseException:  # raised by a callback, in which SystemExit ends nothing
-            logger.exception("A call failed, and nobody waited for it")
