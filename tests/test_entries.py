@@ -14,9 +14,10 @@ from test_rendezvous import card
 from waiting import until
 
 import zrpc.rendezvous
+from zrpc.card import Card
 from zrpc.entries import Entries
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.rendezvous import Card, exchange, meet
+from zrpc.rendezvous import exchange, meet
 from zrpc.secret import ClusterSecret
 
 SOON = 10.0

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from zrpc.card import Card
 from zrpc.errors import RpcError
 from zrpc.membership import Membership
-from zrpc.rendezvous import Card
 from zrpc.worker_info import WorkerInfo
 
 

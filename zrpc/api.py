@@ -30,15 +30,17 @@ from zrpc.current import (
 )
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
 from zrpc.futures import Future
+from zrpc.init_method import resolve_rank, restart_count
 from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
-from zrpc.rendezvous import StoreLost, connect_store, resolve_rank, restart_count
+from zrpc.rendezvous import StoreLost
 from zrpc.roll_call import plug_in as plug_in_roll_call
 from zrpc.rref.rref import RRef
 from zrpc.rref.rref import plug_in as plug_in_rrefs
 from zrpc.secret import ClusterSecret, find_secret
 from zrpc.shared_memory import plug_in as plug_in_shared_memory
+from zrpc.store import connect_store
 from zrpc.wire.kind import Kind
 from zrpc.worker_info import WorkerInfo
 

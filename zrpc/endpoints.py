@@ -18,9 +18,10 @@ from torch.distributed import Store
 
 from zrpc.card import Card
 from zrpc.errors import AuthenticationError, RpcError
+from zrpc.init_method import master_host
 from zrpc.membership import Membership
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.rendezvous import exchange, master_host
+from zrpc.rendezvous import exchange
 from zrpc.secret import ClusterSecret
 from zrpc.transport.address import check_private, interface_towards
 from zrpc.transport.curve import Curve, KeyPair, supports_curve

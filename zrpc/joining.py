@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch.distributed import Store
 
 from zrpc.agent import Agent, Layer
+from zrpc.card import Card
 from zrpc.elastic import ElasticLayer, claim
 from zrpc.endpoints import Meeting, find_endpoints, listen, make_keys, tell_of_listening
 from zrpc.entries import Entries
@@ -21,7 +22,7 @@ from zrpc.item import Departure, Item, Verb
 from zrpc.membership import Membership
 from zrpc.news import News
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.rendezvous import Card, meet, store_failed
+from zrpc.rendezvous import meet, store_failed
 from zrpc.roster import Roster
 from zrpc.secret import ClusterSecret, find_secret
 from zrpc.transport.address import host_key, supports_ipc

@@ -22,34 +22,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import operator
-import os
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
-from socket import SOCK_STREAM
-from typing import SupportsIndex
-from urllib.parse import urlsplit
 
-from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rendezvous
+from torch.distributed import DistNetworkError, Store
 
 from zrpc.card import Card, claimed_token
 from zrpc.entries import Entries
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.secret import ClusterSecret
-from zrpc.worker_info import RANKS
 
-__all__ = [
-    "Card",
-    "StoreLost",
-    "connect_store",
-    "meet",
-    "resolve_rank",
-    "restart_count",
-    "tcp_store",
-]
+__all__ = ["StoreLost", "exchange", "meet", "store_failed"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,252 +45,10 @@ _PAUSES = (0.001, 0.05)
 _READ_WITHIN = 5.0
 # How often a worker looks at the cards that are there while others are missing, in seconds.
 _LOOK = 0.5
-# What torchrun, and `zrpc launch` where it restarts workers, say by the environment.
-RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# Set by `zrpc launch` alone: how often a worker may be started again by itself.
-MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
-_BACKLOG = 4096  # a whole mesh may connect at once
 
 
 class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier one's."""
-
-
-def resolve_rank(
-    init_method: str, rank: int, world_size: int | None
-) -> tuple[int | None, int | None]:
-    """The rank and the world size: from the arguments, the URL, or the environment.
-
-    Without a world size the mesh is elastic, and there need be no rank either.
-
-    Raises:
-        RendezvousError: there is a world size and no rank, or something that is no number.
-        ValueError: they don't fit together.
-        TypeError: one of the arguments is no int.
-    """
-    query = dict(
-        part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
-    )
-    values: dict[str, int | None] = {}
-    for name, given in (("rank", rank), ("world_size", world_size)):
-        if not (given is None or isinstance(given, SupportsIndex)):
-            raise TypeError(
-                f"expected an int as {name}, but got {given!r} of type {type(given).__name__}: "
-                "leave it out where it is in the environment, or convert it by int()"
-            )
-        if given is None or given < 0:
-            text = query.get(name, os.environ.get(name.upper(), "")).strip()
-            try:
-                given = int(text) if text else None
-            except ValueError:
-                raise RendezvousError(f"expected a number as {name}, found {text!r}") from None
-        values[name] = None if given is None else operator.index(given)
-    found, size = values["rank"], values["world_size"]
-    if size is not None and found is None:
-        raise RendezvousError(
-            "expected a rank, found none: pass rank= to init_rpc, or set the environment variable "
-            "RANK (`zrpc launch` and torchrun do)"
-        )
-    limit = RANKS if size is None else size
-    if limit < 1 or not 0 <= (found or 0) < limit:
-        raise ValueError(
-            f"expected a rank from 0 to {'world_size' if size is not None else RANKS} - 1, but got "
-            f"rank={found} and world_size={size}"
-        )
-    return found, size
-
-
-def restart_count(world_size: int | None) -> int | None:
-    """How often this worker was started again; None in a mesh in which nobody is.
-
-    `zrpc launch --max-restarts` says it in the environment, by torchrun's variable. torchrun itself
-    starts all workers again together, which then meet anew.
-    """
-    if world_size is not None and not os.environ.get(MAX_RESTARTS):
-        return None
-    text = os.environ.get(RESTART_COUNT, "") or "0"
-    if not text.isdecimal():
-        raise RendezvousError(f"expected a number in {RESTART_COUNT}, found {text!r}")
-    return int(text)
-
-
-def connect_store(
-    init_method: str, rank: int | None, world_size: int | None, timeout: float
-) -> Store:
-    """Opens the store that ``init_method`` names; rank 0 hosts it where it needs a host.
-
-    In an elastic mesh (without a world size) it does so only where nobody else does: it may be
-    back.
-
-    Raises:
-        RendezvousError: the master can't be reached within ``timeout`` seconds, an address is
-            missing, or the URL is not understood.
-    """
-    deadline = time.monotonic() + timeout
-    parts = urlsplit(init_method)
-    try:
-        if parts.scheme in ("tcp", "env"):
-            master = _master(init_method)
-            hosts = rank == 0 and os.environ.get(_AGENT_STORE) != "True"
-            if hosts and world_size is None:
-                hosts = not _listens(master, timeout)
-            return tcp_store(*master, hosts, deadline, timeout)
-        if parts.scheme == "file":
-            _check_directory(parts.path)
-            # torch takes rank and size from its arguments or from here, but not from both.
-            init_method = parts._replace(query="").geturl()
-            if world_size is None:
-                return FileStore(parts.path, -1)
-        if rank is None or world_size is None:
-            raise RendezvousError(
-                "expected env://, tcp://host:port or file:///path as the init_method of an elastic "
-                f"mesh (without a world size), found {init_method}"
-            )
-        left = timedelta(seconds=timeout)
-        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
-        return store
-    except RendezvousError:
-        raise
-    except (RuntimeError, ValueError, OSError) as error:
-        who = "a worker" if rank is None else f"worker {rank}"
-        raise RendezvousError(f"{who} can't use the store of {init_method}: {error}") from error
-
-
-def _check_directory(path: str) -> None:
-    # FileStore would try to open the file again and again, for minutes.
-    directory = os.path.dirname(path) or "/"
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise RendezvousError(
-            f"expected a directory for the file {path} that can be written to, found none: make "
-            f"{directory}, or name another place"
-        )
-
-
-def _listens(master: tuple[str, int], timeout: float) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(master, timeout):
-        return True
-    return False
-
-
-def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float) -> Store:
-    """Connects to the TCPStore at an address, which rank 0 or the launcher hosts.
-
-    Made here and not by torch's ``rendezvous``, by which rank 0 waits for all others and then
-    does not say who is missing.
-    """
-    if not hosts:
-        _await_listener((host, port), deadline, timeout)
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    made: list[TCPStore | BaseException] = []
-
-    def connect() -> None:
-        try:
-            store = TCPStore(
-                host,
-                port,
-                None,
-                hosts,
-                left,
-                wait_for_workers=False,
-                multi_tenant=os.environ.get(_AGENT_STORE) != "True",
-                master_listen_fd=_listen(host, port) if hosts else None,
-            )
-        except BaseException as error:
-            made.append(error)
-        else:
-            made.append(store)
-
-    # In a thread of its own: where something else listens at that address, TCPStore waits for
-    # an answer for ever, and neither a time-out nor Ctrl-C ends that.
-    thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
-    thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
-    if not made:
-        raise RendezvousError(
-            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found something "
-            "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
-        )
-    if isinstance(made[0], BaseException):
-        raise made[0]
-    return made[0]
-
-
-def _listen(host: str, port: int) -> int | None:
-    """Listens for the store at the master's address; returns the descriptor.
-
-    None where that address is not this host's own, as behind a translating router, or something
-    listens there: then TCPStore listens on all interfaces, or says what is wrong.
-    """
-    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=SOCK_STREAM)}
-    loopback = [address for address in found if str(address).startswith(("127.", "::1"))]
-    if host == "localhost" and "127.0.0.1" in found:
-        address = "127.0.0.1"
-    elif len(found) == 1 and (host in found or not loopback):
-        [address] = map(str, found)
-    else:  # which of them do the others use? A name of this host may mean loopback only here
-        return None
-    listener = socket.socket(found[address], SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        logger.info("the store does not listen on %s:%d alone: %s", address, port, error)
-        return None
-    return listener.detach()
-
-
-def _await_listener(master: tuple[str, int], deadline: float, timeout: float) -> None:
-    """Waits until something listens at the master's address.
-
-    TCPStore can wait for that itself, but Ctrl-C would not end it, and for each attempt it
-    logs an error with a stack of C++ frames.
-    """
-    reason: OSError | None = None
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise RendezvousError(
-                f"expected the master (rank 0) at {master[0]}:{master[1]} within {timeout:g} s, "
-                f"found nobody ({reason}): start it, or check MASTER_ADDR and MASTER_PORT"
-            ) from reason
-        try:
-            socket.create_connection(master, left).close()
-            return
-        except OSError as error:
-            reason = error
-            time.sleep(min(_PAUSES[1], left))  # nothing tells when somebody begins to listen
-
-
-def master_host(init_method: str) -> str:
-    """The host that the workers meet at, for the choice of an interface."""
-    if urlsplit(init_method).scheme in ("tcp", "env"):
-        return _master(init_method)[0]
-    return socket.gethostname()
-
-
-def _master(init_method: str) -> tuple[str, int]:
-    """The host and port that the workers meet at, for ``tcp://`` and ``env://``.
-
-    Raises:
-        RendezvousError: one of them is missing.
-    """
-    parts = urlsplit(init_method)
-    if parts.scheme == "tcp":
-        host, port = parts.hostname or "", str(parts.port or "")
-        source = init_method
-    else:
-        host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        source = f"MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
-    if not host or not port.isdecimal():
-        raise RendezvousError(
-            f"expected the host and port of the master, found {source}: set the environment "
-            "variables MASTER_ADDR and MASTER_PORT (`zrpc launch` and torchrun do), or use "
-            "init_method='tcp://host:port'"
-        )
-    return host, int(port)
 
 
 def meet(

@@ -10,7 +10,7 @@ import time
 from zrpc.entries import Entries
 from zrpc.errors import RpcError
 from zrpc.news import take_ranks
-from zrpc.rendezvous import tcp_store
+from zrpc.store import tcp_store
 
 __all__ = ["serve"]
 

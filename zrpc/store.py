@@ -1,0 +1,178 @@
+"""The store in which the workers of a mesh meet: to connect to it, or to host it.
+
+It is a ``torch.distributed.Store``; which one, says the ``init_method``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from socket import SOCK_STREAM
+from urllib.parse import urlsplit
+
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
+
+from zrpc.errors import RendezvousError
+from zrpc.init_method import agent_store, master
+
+__all__ = ["connect_store", "tcp_store"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds after which it is tried again to reach a master.
+_PAUSE = 0.05
+_BACKLOG = 4096  # a whole mesh may connect at once
+
+
+def connect_store(
+    init_method: str, rank: int | None, world_size: int | None, timeout: float
+) -> Store:
+    """Opens the store that ``init_method`` names; rank 0 hosts it where it needs a host.
+
+    In an elastic mesh (without a world size) it does so only where nobody else does: it may be
+    back.
+
+    Raises:
+        RendezvousError: the master can't be reached within ``timeout`` seconds, an address is
+            missing, or the URL is not understood.
+    """
+    deadline = time.monotonic() + timeout
+    parts = urlsplit(init_method)
+    try:
+        if parts.scheme in ("tcp", "env"):
+            address = master(init_method)
+            hosts = rank == 0 and not agent_store()
+            if hosts and world_size is None:
+                hosts = not _listens(address, timeout)
+            return tcp_store(*address, hosts, deadline, timeout)
+        if parts.scheme == "file":
+            _check_directory(parts.path)
+            # torch takes rank and size from its arguments or from here, but not from both.
+            init_method = parts._replace(query="").geturl()
+            if world_size is None:
+                return FileStore(parts.path, -1)
+        if rank is None or world_size is None:
+            raise RendezvousError(
+                "expected env://, tcp://host:port or file:///path as the init_method of an elastic "
+                f"mesh (without a world size), found {init_method}"
+            )
+        left = timedelta(seconds=timeout)
+        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
+        return store
+    except RendezvousError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        who = "a worker" if rank is None else f"worker {rank}"
+        raise RendezvousError(f"{who} can't use the store of {init_method}: {error}") from error
+
+
+def _check_directory(path: str) -> None:
+    # FileStore would try to open the file again and again, for minutes.
+    directory = os.path.dirname(path) or "/"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RendezvousError(
+            f"expected a directory for the file {path} that can be written to, found none: make "
+            f"{directory}, or name another place"
+        )
+
+
+def _listens(address: tuple[str, int], timeout: float) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout):
+        return True
+    return False
+
+
+def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float) -> Store:
+    """Connects to the TCPStore at an address, which rank 0 or the launcher hosts.
+
+    Made here and not by torch's ``rendezvous``, by which rank 0 waits for all others and then
+    does not say who is missing.
+    """
+    if not hosts:
+        _await_listener((host, port), deadline, timeout)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    made: list[TCPStore | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = TCPStore(
+                host,
+                port,
+                None,
+                hosts,
+                left,
+                wait_for_workers=False,
+                multi_tenant=not agent_store(),
+                master_listen_fd=_listen(host, port) if hosts else None,
+            )
+        except BaseException as error:
+            made.append(error)
+        else:
+            made.append(store)
+
+    # In a thread of its own: where something else listens at that address, TCPStore waits for
+    # an answer for ever, and neither a time-out nor Ctrl-C ends that.
+    thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
+    if not made:
+        raise RendezvousError(
+            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found something "
+            "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
+        )
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Listens for the store at the master's address; returns the descriptor.
+
+    None where that address is not this host's own, as behind a translating router, or something
+    listens there: then TCPStore listens on all interfaces, or says what is wrong.
+    """
+    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=SOCK_STREAM)}
+    loopback = [address for address in found if str(address).startswith(("127.", "::1"))]
+    if host == "localhost" and "127.0.0.1" in found:
+        address = "127.0.0.1"
+    elif len(found) == 1 and (host in found or not loopback):
+        [address] = map(str, found)
+    else:  # which of them do the others use? A name of this host may mean loopback only here
+        return None
+    listener = socket.socket(found[address], SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        logger.info("the store does not listen on %s:%d alone: %s", address, port, error)
+        return None
+    return listener.detach()
+
+
+def _await_listener(address: tuple[str, int], deadline: float, timeout: float) -> None:
+    """Waits until something listens at the master's address.
+
+    TCPStore can wait for that itself, but Ctrl-C would not end it, and for each attempt it
+    logs an error with a stack of C++ frames.
+    """
+    reason: OSError | None = None
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"expected the master (rank 0) at {address[0]}:{address[1]} within {timeout:g} s, "
+                f"found nobody ({reason}): start it, or check MASTER_ADDR and MASTER_PORT"
+            ) from reason
+        try:
+            socket.create_connection(address, left).close()
+            return
+        except OSError as error:
+            reason = error
+            time.sleep(min(_PAUSE, left))  # nothing tells when somebody begins to listen
