@@ -71,13 +71,17 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
         nesting.added.append(job)
         return
     nesting.depth += 1
+    # One that runs at once, deeper than others may, leaves that to those: else each of a long chain
+    # of such would run the next one inside of itself.
+    enough = _never if nesting.depth <= nesting.deepest else _always
     try:
         _do(job)
-        if nesting.added:
-            _work_off(_never)
+        # Also those that were to come after what a job has waited for, see `work_off`.
+        if nesting.added or nesting.waiting:
+            _work_off(enough)
     except BaseException as error:  # Ctrl-C between two of them
         note_interrupt(error)
-        _work_off(_never)
+        _work_off(enough)
     finally:
         nesting.depth -= 1
 
@@ -139,6 +143,10 @@ def _is_full() -> bool:
 
 def _never() -> bool:
     return False
+
+
+def _always() -> bool:
+    return True
 
 
 def _do(job: Job) -> None:

@@ -429,6 +429,33 @@ def test_a_callback_deep_in_a_chain_asks_for_what_it_has_brought_about(ask: Any)
     assert result_within(result, PATIENCE) == 150
 
 
+@pytest.mark.parametrize("depth", range(12))
+def test_what_comes_after_what_a_callback_waits_for_is_called_too(depth: int) -> None:
+    """Deep in a chain, where both are put off: the callback waits for the first of them only."""
+    first: rpc.Future[int] = rpc.Future()
+    inner: rpc.Future[int] = rpc.Future()
+    awaited, after = inner.then(lambda f: "a"), inner.then(lambda f: "b")
+
+    def bring_about(_: Any) -> str:
+        inner.set_result(0)
+        return awaited.wait()
+
+    last = chain(first, depth).then(bring_about)
+    first.set_result(0)
+    assert (last.value(), after.done()) == ("a", True)
+
+
+def test_a_long_chain_by_way_of_a_future_that_is_done() -> None:
+    """Its callbacks run at once, however deep."""
+    done: rpc.Future[None] = rpc.Future()
+    done.set_result(None)
+    futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(1000)]
+    for future, following in itertools.pairwise(futures):
+        future.add_done_callback(lambda f, g=following: done.then(lambda _: g.set_result(1)))
+    futures[0].set_result(1)
+    assert all(future.done() for future in futures)
+
+
 def test_endless_recursion_in_a_callback_fails_its_future_alone() -> None:
     def recurse(future: Any) -> int:
         return recurse(future) + 1
