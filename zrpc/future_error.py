@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import logging
@@ -99,10 +100,17 @@ def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoRet
 
 def _copied(error: BaseException) -> BaseException:
     """A copy without traceback and cause, or the error itself where it can't be copied."""
-    try:
-        copied = copy.copy(error)
-        if type(copied) is not type(error) or str(copied) != str(error):
-            return error
-    except Exception:  # it is made anew from its args, which need not fit its __init__
-        return error
+    for copied_by in (copy.copy, _bare_copy):
+        # By the first it is made anew from its args, which need not fit its __init__.
+        with contextlib.suppress(Exception):
+            copied = copied_by(error)
+            if type(copied) is type(error) and str(copied) == str(error):
+                return copied
+    return error
+
+
+def _bare_copy(error: BaseException) -> BaseException:
+    """A copy that is made without its ``__init__``."""
+    copied = type(error).__new__(type(error), *error.args)
+    copied.__dict__.update(error.__dict__)
     return copied

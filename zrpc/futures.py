@@ -178,8 +178,8 @@ class Future(torch.futures.Future[T]):
 
         if not self._take():
             return False  # completed just now by another thread
+        self._cancelled = True  # first, since its callbacks may ask
         self._fail(fail)
-        self._cancelled = True
         return True
 
     def cancelled(self) -> bool:

@@ -136,8 +136,11 @@ def test_a_future_of_then_cancels_the_call(shared: Mesh, watched: Watched) -> No
 
 def test_a_future_of_ones_own() -> None:
     future: rpc.Future[int] = rpc.Future()
+    seen: list[bool] = []
+    future.add_done_callback(lambda f: seen.append(f.cancelled()))
     assert future.cancel()
     assert future.cancelled()
+    assert seen == [True]
     with pytest.raises(rpc.RpcCancelledError):
         future.wait()
     assert not future.cancel()

@@ -14,11 +14,12 @@ import torch
 import zrpc as rpc
 
 
-class PickyError(Exception):
-    """One that can't be copied: it is made of what its args do not tell."""
+class PickyError(KeyError):
+    """One that can't be made anew from its args, which do not tell what it was made of."""
 
     def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
+        super().__init__(f"given up: {one} and {two}")
+        self.two = two
 
 
 def give_up(_: Any = None) -> NoReturn:
@@ -65,12 +66,26 @@ def failed_with_a_cause() -> rpc.Future[Any]:
     return last
 
 
+def failed_with_what_its_args_do_not_tell() -> rpc.Future[Any]:
+    def callback(_: Any) -> NoReturn:
+        try:
+            give_up()
+        except KeyError as error:
+            raise PickyError(1, 2) from error
+
+    first: rpc.Future[int] = rpc.Future()
+    last = first.then(callback)
+    first.set_result(1)
+    return last
+
+
 MAKERS = [
     set_by_the_program,
     failed_in_then,
     failed_in_then_of_one_that_is_done,
     failed_before_then,
     failed_with_a_cause,
+    failed_with_what_its_args_do_not_tell,
 ]
 every_failed_future = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
@@ -153,12 +168,19 @@ def test_wait_all_raises_the_error_itself() -> None:
     assert waited_with_others.value is waited.value
 
 
+class StubbornError(OSError):
+    """One that can't be copied in any way."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
 def test_an_error_that_can_not_be_copied(caplog: pytest.LogCaptureFixture) -> None:
-    error = PickyError(1, 2)
+    error = StubbornError(1, 2)
     future: rpc.Future[Any] = rpc.Future()
     future.set_exception(error)
-    with pytest.raises(PickyError, match="1 and 2") as caught:
+    with pytest.raises(StubbornError, match="1 and 2") as caught:
         future.wait()
     assert caught.value is error
-    rpc.Future().set_exception(PickyError(3, 4))
+    rpc.Future().set_exception(StubbornError(3, 4))
     assert "3 and 4" in caplog.text
