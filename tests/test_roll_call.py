@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +15,10 @@ from waiting import until
 
 import zrpc
 from zrpc import roll_call
+from zrpc.agent import Agent
+from zrpc.calls import PendingCall
 from zrpc.errors import ProtocolError
+from zrpc.outbox import Outbox
 from zrpc.roll_call import RollCallLayer
 from zrpc.testing import Mesh, faults
 from zrpc.transport.network import BULK
@@ -57,9 +63,24 @@ def wait() -> str:
     return "done"
 
 
+def wait_until_cancelled() -> None:
+    zrpc.current_call().wait_cancelled(SOON)
+
+
 def echo_late(value: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return value
+
+
+@contextlib.contextmanager
+def unasked(mesh: Mesh) -> Iterator[None]:
+    """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
+    layer = mesh.agent(0).layer(RollCallLayer)
+    layer._next = math.inf
+    try:
+        yield
+    finally:
+        layer._next = 0.0
 
 
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])
@@ -68,18 +89,22 @@ def test_who_waits_for_what_is_lost_is_told(
     caller: Mesh, way: tuple[int, int], value: bytes
 ) -> None:
     assert zrpc.rpc_sync(1, echo, (value,)) == value
-    with faults.drop(caller, *way), pytest.raises(zrpc.RpcError, match=r"is lost.*may run twice"):
-        zrpc.rpc_sync(1, echo, (value,), timeout=0)
+    with unasked(caller), faults.drop(caller, *way) as fault:
+        future = zrpc.rpc_async(1, echo, (value,), timeout=0)
+        until(lambda: fault.happened == 1)
+    with pytest.raises(zrpc.RpcError, match=r"is lost.*may run twice"):
+        future.wait()
     assert zrpc.rpc_sync(1, echo, (value,)) == value
 
 
 def test_the_others_go_on(caller: Mesh) -> None:
     before = zrpc.rpc_async(1, wait, timeout=0)
     assert entered.wait(SOON)
-    with faults.drop(caller, 0, 1):
+    with unasked(caller), faults.drop(caller, 0, 1) as fault:
         lost = zrpc.rpc_async(1, echo, (1,), timeout=0)
-        with pytest.raises(zrpc.RpcError, match="is lost"):
-            lost.wait()
+        until(lambda: fault.happened == 1)
+    with pytest.raises(zrpc.RpcError, match="is lost"):
+        lost.wait()
     assert not before.done()
     gate.set()
     assert before.wait() == "done"
@@ -110,28 +135,155 @@ def test_a_question_that_is_lost_is_asked_again(caller: Mesh, way: tuple[int, in
     assert future.wait() == "done"
 
 
-def test_a_word_that_comes_twice_counts_once(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By two ways, one must not do for the other."""
+def in_io_thread(agent: Agent, job: Any) -> Any:
+    """What ``job()`` returns there."""
+    results: list[Any] = []
+    agent.in_io_thread(lambda: results.append(job()))
+    until(lambda: bool(results))
+    return results[0]
+
+
+@pytest.fixture
+def waiting_call(caller: Mesh) -> Iterator[PendingCall]:
+    """A call of worker0 to worker1, who has it; nothing is asked of itself."""
+    with unasked(caller):
+        future = zrpc.rpc_async(1, wait, timeout=0)
+        assert entered.wait(SOON)
+        (call,) = caller.agent(0).caller.calls.under_way()
+        yield call
+        gate.set()
+        with contextlib.suppress(zrpc.RpcError):
+            future.wait()
+
+
+# More than those of questions that were asked before.
+NUMBER = 1000
+
+
+def claim(
+    layer: RollCallLayer, number: int, *missing: int, way: int = 0, ways: int = 1, last: int = 0
+) -> bool:
+    """Worker1 claims, in answer to a question, not to have these calls; whether that counts.
+
+    Args:
+        layer: worker0's.
+        number: of the question.
+        missing: the calls.
+        way: by which the claim comes.
+        ways: by how many.
+        last: the question that was asked last, where it is another one.
+    """
+    asked = layer._asked.setdefault(1, roll_call._Question())
+    asked.number = last or number
+    body = roll_call._HEAD.pack(number, way, ways, 0) + b"".join(
+        map(roll_call._CALL_ID.pack, missing)
+    )
+    layer._on_missing(Message(Kind.MISSING, body=body, sender=1))
+    return asked.number == 0
+
+
+def test_what_is_missing_once_is_not_lost(caller: Mesh, waiting_call: PendingCall) -> None:
+    """It may have been read from a connection before that broke, and come later."""
     layer = caller.agent(0).layer(RollCallLayer)
-    assert zrpc.rpc_sync(1, echo, (LARGE,)) == LARGE
-    future = zrpc.rpc_async(1, wait, timeout=0)
-    assert entered.wait(SOON)
-    until(lambda: 1 in layer._asked)
-    (call,) = caller.agent(0).caller.calls.under_way()
-    done = threading.Event()
+    settled: list[bool] = []
 
-    def claim() -> None:
-        """That the callee does not have it: by one of two ways, again and again; and of old."""
-        for number in (layer._asked[1].number, 1):
-            for _ in range(3):
-                body = roll_call._HEAD.pack(number, 0, 2, 0) + roll_call._CALL_ID.pack(call.call_id)
-                layer._on_missing(Message(Kind.MISSING, body=body, sender=1))
-        done.set()
+    def answers() -> None:
+        mine, another = waiting_call.call_id, 2**60
+        for number, missing in enumerate([(mine,), (), (another, mine), (another,), (mine,)]):
+            assert claim(layer, NUMBER + number, *missing)
+            settled.append(waiting_call.settled)
+        assert claim(layer, NUMBER + 10, mine)
+        settled.append(waiting_call.settled)
 
-    caller.agent(0).in_io_thread(claim)
-    assert done.wait(SOON)
-    gate.set()
-    assert future.wait() == "done"
+    in_io_thread(caller.agent(0), answers)
+    assert settled == [False] * 5 + [True]
+
+
+def test_a_word_that_comes_twice_counts_once(caller: Mesh, waiting_call: PendingCall) -> None:
+    """By two ways, one must not do for the other; nor does an old one for a new one."""
+    layer = caller.agent(0).layer(RollCallLayer)
+    counts: list[bool] = []
+
+    def answers() -> None:
+        mine = waiting_call.call_id
+        for number in (NUMBER, NUMBER + 1):
+            counts.extend(claim(layer, number, mine, way=0, ways=2) for _ in range(3))
+        counts.append(claim(layer, NUMBER, mine, way=1, ways=2))
+        counts.append(claim(layer, NUMBER + 1, mine, way=1, ways=2))
+        counts.append(claim(layer, NUMBER + 1, mine, way=1, ways=2))
+        counts.append(claim(layer, NUMBER + 2, mine, last=NUMBER + 3))
+
+    in_io_thread(caller.agent(0), answers)
+    assert counts == [False] * 7 + [True, False, False]
+    assert not waiting_call.settled
+
+
+class FullOutbox(Outbox):
+    """One with a message that is still to be sent."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_who_has_an_answer_still_to_send_says_nothing(
+    caller: Mesh, waiting_call: PendingCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would say that it does not have the call, before the answer is there."""
+    agent = caller.agent(1)
+    layer = agent.layer(RollCallLayer)
+    said: list[Kind] = []
+    monkeypatch.setattr(layer, "_send", lambda rank, kind, *_: said.append(kind))
+    body = roll_call._CALL_ID.pack(2**60)
+
+    def ask(number: int) -> None:
+        question = roll_call._HEAD.pack(number, 0, 1, 0) + body
+        layer._on_roll_call(Message(Kind.ROLL_CALL, body=question, sender=0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.outbox, "__class__", FullOutbox)
+        in_io_thread(agent, lambda: ask(NUMBER))
+        assert said == []
+    in_io_thread(agent, lambda: ask(NUMBER + 1))
+    assert said == [Kind.MISSING]
+
+
+def test_what_has_not_left_is_not_asked_after(
+    caller: Mesh, waiting_call: PendingCall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = caller.agent(0)
+    layer = agent.layer(RollCallLayer)
+    said: list[Kind] = []
+    monkeypatch.setattr(layer, "_send", lambda rank, kind, *_: said.append(kind))
+    waiting_call.begun -= 1.0
+
+    def look() -> None:
+        layer._next = 0.0
+        layer._tick()
+        layer._next = math.inf
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent.outbox, "__class__", FullOutbox)
+        in_io_thread(agent, look)
+        assert said == []
+    with monkeypatch.context() as patch:
+        patch.setattr(waiting_call, "left", False)  # it waits for room
+        in_io_thread(agent, look)
+        assert said == []
+    in_io_thread(agent, look)
+    assert said == [Kind.ROLL_CALL]
+
+
+def test_an_answer_is_waited_for_ever_longer(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = mesh.agent(0).layer(RollCallLayer)
+    asked: list[int] = []
+    monkeypatch.setattr(roll_call, "_PATIENCE", 4.0)
+    with unasked(mesh), monkeypatch.context() as patch:
+        patch.setattr(layer, "_send", lambda rank, kind, number, _: asked.append(number))
+        often_asked = []
+        for now in range(30):
+            layer._ask(1, [1], float(now))
+            often_asked.append(len(asked))
+    assert often_asked == [1] * 4 + [2] * 8 + [3] * 16 + [4] * 2
 
 
 @pytest.mark.parametrize("body", [b"", b"1" * 17, b"1" * 19])
@@ -190,7 +342,7 @@ def test_nothing_is_asked_where_nothing_waits(caller: Mesh) -> None:
 def test_it_is_not_kept_of_whom_is_gone(caller: Mesh) -> None:
     agent = caller.agent(0)
     layer = agent.layer(RollCallLayer)
-    future = zrpc.rpc_async(1, echo_late, (1, 6 * OFTEN))
+    future = zrpc.rpc_async(1, wait_until_cancelled)
     until(lambda: 1 in layer._asked)
     caller.agent(1).shutdown(graceful=False)
     with pytest.raises(zrpc.WorkerDied):
