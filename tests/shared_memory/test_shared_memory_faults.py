@@ -679,13 +679,15 @@ no_memory = pytest.mark.parametrize(
 
 
 @no_memory
-def test_what_a_call_that_is_not_sent_was_lent_is_free_again(introduced, monkeypatch, error):
+def test_what_a_call_that_is_not_sent_was_lent_is_free_again(introduced, lends, monkeypatch, error):
+    """As memory of this process; the segment is not used again, as a part may have left."""
     ours = layer_of(introduced, 0)
     left = fail_to_send(monkeypatch, introduced.agent(0), error)
     with pytest.raises(MemoryError, match="can't be sent"):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
     assert ours.pool.lent == 0
+    assert [lend.number in ours.pool._segments for lend in lends] == [False]
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
     until_returned(ours)
 
@@ -719,6 +721,28 @@ def test_what_may_be_lent_anew_is_not_returned_a_second_time(introduced):
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(ours)
+
+
+def test_what_a_fork_may_read_is_not_returned_with_a_message(introduced):
+    """But another tensor is, and of the first the owner hears as well, by a message of its own."""
+    ours, theirs = layer_of(introduced, 0), layer_of(introduced, 1)
+    zrpc.rpc_sync(1, keep, ("forked", large(1)))
+    (forked,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    theirs.loans.keep_all()
+    zrpc.rpc_sync(1, keep, ("other", large(2)))
+    (other,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1 and n != forked)
+    callee = introduced.agent(1)
+    callee.flushers.remove(theirs._flush)
+    drop("forked", "other")
+    until(lambda: len(theirs.loans.ended) == 2)
+    message = Message(Kind.CANCEL, 2**60)
+    theirs.carry(0, message)
+    assert message.extensions == [(RETURNED, struct.pack("<Q", other))]
+    callee.flushers.append(theirs._flush)
+    callee.outbox.post(0, message)
+    until_returned(ours)
+    assert forked not in ours.pool._segments
+    assert other in ours.pool._segments
 
 
 def test_an_answer_that_is_sent_later_keeps_its_segment(introduced, monkeypatch):
