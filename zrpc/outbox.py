@@ -119,6 +119,15 @@ class Outbox:
         if carry is not None and (message.buffers or self.to_return):
             carry(rank, message)
         self._network.send(rank, message.first_frame(), message.buffers, counted)
+        self._drop_if_lost(rank)
+
+    def _drop_if_lost(self, rank: int) -> None:
+        """A peer may have been lost since it was last looked at, and its mailboxes dropped.
+
+        Then one was opened once more, with a message in it that nobody would ever drop.
+        """
+        if rank in self._membership.lost:
+            self._network.drop(rank)
 
     def _send_or_undo(self, rank: int, message: Message, counted: bool) -> None:
         try:
@@ -175,6 +184,7 @@ class Outbox:
         if rank not in self._membership.lost:
             with contextlib.suppress(zmq.ZMQError):
                 self._network.send_each_way(rank, first)
+                self._drop_if_lost(rank)
 
     def _log_failure(self, error: Exception) -> None:
         logger.error("%s: a message can't be sent: %s", self._membership.info, error)

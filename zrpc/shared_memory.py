@@ -12,6 +12,7 @@ answered by ACCEPT); until then, where it can't, and where the pool is full, fra
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 import threading
@@ -53,6 +54,8 @@ class _Verb(IntEnum):
     RETURN = 3  # use this segment again
     KEEP = 4  # never use this segment again, I may read it for ever
     CLOSED = 5  # this segment is not lent again
+    ASK = 6  # have you opened what I have lent you? (with the number of the question)
+    OPEN = 7  # I have (likewise)
 
 
 class SharedMemoryLayer:
@@ -76,6 +79,10 @@ class SharedMemoryLayer:
         self._to_return: dict[int, list[tuple[_Verb, int]]] = {}
         self._accepted: set[int] = set()
         self._offered: set[int] = set()
+        # The question whether a borrower has opened what it was lent last, where it was asked; 0
+        # where it has. Guarded by the lock.
+        self._asked: dict[int, int] = {}
+        self._questions = itertools.count(1)
         self._next_look = 0.0
         self._pid = os.getpid()
         agent.dispatcher.register(Kind.SEGMENT, self._on_segment)
@@ -143,8 +150,7 @@ class SharedMemoryLayer:
         if rank not in self._accepted:
             self._offer(rank)
             return
-        with self._lock:
-            lent = self.pool.lend(sizes, rank)
+        lent = self._lend(sizes, rank)
         if lent is None:
             return
         segment, offsets = lent
@@ -168,17 +174,26 @@ class SharedMemoryLayer:
         data = _DESCRIPTOR.pack(*descriptor) + b"".join(places)
         message.extensions = [*message.extensions, (SHARED, data)]
 
+    def _lend(self, sizes: list[int], rank: int) -> tuple[Segment, list[int]] | None:
+        """As `SegmentPool.lend`; but nothing to a peer that is lost, who would keep it."""
+        with self._lock:
+            # Under the lock: `lose`, for which it is marked first, takes back what is lent before.
+            if rank in self.agent.membership.lost:
+                return None
+            self._asked.pop(rank, None)
+            return self.pool.lend(sizes, rank)
+
     def _offer(self, rank: int) -> None:
         """Asks a peer, once, whether it can open segments of ours."""
         if rank in self._offered or rank == self.agent.membership.rank:
             return
         self._offered.add(rank)
+        lent = self._lend([LEAST_BYTES], rank)
+        if lent is None:
+            self._offered.discard(rank)
+            return
+        segment, _ = lent
         with self._lock:
-            lent = self.pool.lend([LEAST_BYTES], rank)
-            if lent is None:
-                self._offered.discard(rank)
-                return
-            segment, _ = lent
             self.pool.written(segment)
         body = _NOTE.pack(_Verb.OFFER, segment.number)
         self._post(rank, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
@@ -233,6 +248,12 @@ class SharedMemoryLayer:
             self._accepted.add(rank)
         elif verb == _Verb.CLOSED:
             self.loans.forget(rank, number)
+        elif verb == _Verb.ASK:
+            self._post(rank, _NOTE.pack(_Verb.OPEN, number))  # all that came before, it has
+        elif verb == _Verb.OPEN:
+            with self._lock:
+                if self._asked.get(rank) == number:
+                    self._asked[rank] = 0
         elif verb in (_Verb.RETURN, _Verb.KEEP):
             with self._lock:
                 end = self.pool.give_back if verb == _Verb.RETURN else self.pool.give_up
@@ -270,11 +291,23 @@ class SharedMemoryLayer:
         with self._lock:
             self.pool.lose(rank)
             self._to_return.pop(rank, None)
+            self._asked.pop(rank, None)
         self.loans.forget(rank)
 
     def quiet(self) -> bool:
-        """Segments may stay lent over a shutdown: they go with those who use them."""
-        return True
+        """Whether all have opened what they are lent; it may stay lent over a shutdown, and goes
+        with those who use it.
+
+        What they have not opened goes with this worker, and with it the message that it belongs to.
+        """
+        with self._lock:
+            borrowers = self.pool.borrowers - self.agent.membership.lost
+            to_ask = {rank: next(self._questions) for rank in borrowers - self._asked.keys()}
+            self._asked.update(to_ask)
+            opened = not any(self._asked[rank] for rank in borrowers)
+        for rank, number in to_ask.items():
+            self._post(rank, _NOTE.pack(_Verb.ASK, number))
+        return opened
 
     def close(self) -> None:
         """Closes all segments; tensors that are views of a peer's stay good."""

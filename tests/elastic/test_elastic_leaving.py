@@ -11,9 +11,14 @@ from slow_handler import PATIENCE, entered, finish, slow
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
+from zrpc import leaving
+from zrpc.shared_memory import SharedMemoryLayer
+from zrpc.transport.segments import supports_segments
 
 # What a busy machine may take longer.
 SLACK = 4.0
+# Elements of a tensor that goes by shared memory.
+LARGE = 1 << 17
 
 
 def answer(elements):
@@ -32,6 +37,37 @@ def error_of(function):
 def gone(agent, name):
     with agent.as_current():
         return error_of(lambda: rpc.rpc_sync(name, max, (1, 2))) is rpc.WorkerDied
+
+
+@pytest.mark.skipif(not supports_segments(), reason="needs memfds")
+def test_who_leaves_waits_until_what_it_has_lent_is_opened(elastic, until, monkeypatch):
+    """Its answer lies in shared memory, and goes with it where the caller has yet to look."""
+    monkeypatch.setattr(leaving, "_PATIENCE", PATIENCE)
+    first, second = elastic.join_all(2)
+    with second.as_current():
+        rpc.rpc_sync("w0", answer, (LARGE,))
+        until(lambda: 1 in first.layer(SharedMemoryLayer)._accepted, "second accepts")
+        arrived, look = threading.Event(), threading.Event()
+        dispatch = second._dispatch
+
+        def late(*message):
+            arrived.set()
+            assert look.wait(PATIENCE)
+            dispatch(*message)
+
+        pool = first.layer(SharedMemoryLayer).pool
+        until(lambda: not pool.lent, "all is returned")
+        second._dispatch = late
+        future = rpc.rpc_async("w0", answer, (8 * LARGE,))
+        until(lambda: pool.lent and not first.callee.requests, "it has answered")
+        assert arrived.wait(PATIENCE)
+        leaves = threading.Thread(target=first.shutdown)
+        leaves.start()
+        leaves.join(0.3)
+        look.set()
+        assert future.wait().sum() == 8 * LARGE
+    leaves.join(PATIENCE)
+    assert not leaves.is_alive()
 
 
 @pytest.mark.parametrize("graceful", [True, False])

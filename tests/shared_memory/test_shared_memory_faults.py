@@ -454,6 +454,24 @@ def send_from(rank, count):
         zrpc.rpc_sync(rank, keep, (i, large(i)))
 
 
+def test_nothing_is_queued_for_who_has_left_while_it_was_written(introduced: Mesh, monkeypatch):
+    """Nobody would ever drop it."""
+    ours, network = layer_of(introduced, 0), introduced.agent(0)._network
+    write = Segment.write
+
+    def late(*arguments):
+        if network.knows(1):
+            introduced.agent(1).shutdown(graceful=False)
+            until(lambda: not network.knows(1))
+        write(*arguments)
+
+    monkeypatch.setattr(Segment, "write", late)
+    with pytest.raises(zrpc.WorkerDied):
+        zrpc.rpc_sync(1, echo, (large(1),))
+    until(lambda: not network.knows(1), within=3)
+    assert ours.pool.lent == 0
+
+
 # -- peers that say nonsense -------------------------------------------------------------
 
 DESCRIPTOR = struct.Struct("<QIIQQ")

@@ -103,6 +103,11 @@ class SegmentPool:
         """How many segments peers have."""
         return sum(segment.borrower is not None for segment in self._segments.values())
 
+    @property
+    def borrowers(self) -> set[int]:
+        """The workers that have segments."""
+        return {s.borrower for s in self._segments.values() if s.borrower is not None}
+
     def lend(self, sizes: list[int], borrower: int) -> tuple[Segment, list[int]] | None:
         """Finds a segment with room for buffers of these sizes.
 
