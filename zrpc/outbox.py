@@ -138,8 +138,9 @@ class Outbox:
 
     def _undo(self, rank: int, message: Message) -> None:
         """A message is not sent, nor will be."""
-        if message.extensions and self.uncarry is not None:
-            self.uncarry(rank, message)
+        uncarry = self.uncarry  # which another thread takes away as the worker closes
+        if message.extensions and uncarry is not None:
+            uncarry(rank, message)
 
     def post(self, rank: int, message: Message, counted: bool = True) -> None:
         """Sends a message that has no answer; does nothing where the peer or we are gone.

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zrpc.errors import ProtocolError
+from zrpc.rref import protocol
 from zrpc.rref.ids import NO_FORK, GloballyUniqueId
 from zrpc.rref.protocol import Fork, ReferenceMessage, References, Verb
 
@@ -551,3 +552,21 @@ def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
         user.receive(other, 0)
         user.drop(other.fork_id)
     assert len(user._ended) < 100
+
+
+def test_what_is_known_does_not_grow_after_a_message_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others are admitted once each, however late within some bounds."""
+    monkeypatch.setattr(protocol, "_MOST_AHEAD", 8)
+    serials = protocol._Serials()
+    lost = {3, 11, 12}
+    numbers = [number for number in range(200) if number not in lost]
+    numbers[50], numbers[55] = numbers[55], numbers[50]
+    admitted = []
+    for number in numbers:
+        admitted.append(serials.admit(number))
+        assert len(serials.ahead) <= 8
+    assert all(admitted)
+    assert (serials.next, serials.ahead) == (200, set())
+    assert not any(serials.admit(number) for number in range(200))

@@ -54,6 +54,10 @@ FORK_SIZE = _FORK_LAYOUT.size
 # So many forks that have ended at a user are known again, should the message with them come twice.
 _ENDED_REMEMBERED = 64
 
+# A message may come after so many that were sent later: what was read from a connection before it
+# broke comes after what came by the next.
+_MOST_AHEAD = 1 << 14
+
 
 class Verb(IntEnum):
     """What a message of the protocol says."""
@@ -163,7 +167,10 @@ class _Held:
 
 
 class _Serials:
-    """The serial numbers seen from one sender: all below ``next``, and those in ``ahead``."""
+    """The serial numbers seen from one sender: all below ``next``, and those in ``ahead``.
+
+    Of what is lost with a connection the numbers never come: after many others they count as seen.
+    """
 
     __slots__ = ("ahead", "next")
 
@@ -176,6 +183,8 @@ class _Serials:
         if serial < self.next or serial in self.ahead:
             return False
         self.ahead.add(serial)
+        if len(self.ahead) > _MOST_AHEAD:
+            self.next = min(self.ahead)
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1
