@@ -66,8 +66,11 @@ class SharedMemoryLayer:
         capacity: the most bytes that this worker's segments have together.
     """
 
-    # Those of this process, for fork.
-    _all: ClassVar[weakref.WeakSet[SharedMemoryLayer]] = weakref.WeakSet()
+    # Those of this process, for fork, by their identity. Not a set: another thread may add one
+    # while a fork looks at them, and `valuerefs` alone puts up with that.
+    _all: ClassVar[weakref.WeakValueDictionary[int, SharedMemoryLayer]] = (
+        weakref.WeakValueDictionary()
+    )
 
     def __init__(self, agent: Agent, capacity: int) -> None:
         self.agent = agent
@@ -93,7 +96,7 @@ class SharedMemoryLayer:
         agent.outbox.to_return = self.loans.ended
         agent.flushers.append(self._flush)
         agent.tickers.append(self._tick)
-        self._all.add(self)
+        self._all[id(self)] = self
 
     # -- sending -------------------------------------------------------------------------
 
@@ -322,8 +325,9 @@ class SharedMemoryLayer:
 
     @classmethod
     def _before_fork(cls) -> None:
-        for layer in list(cls._all):
-            layer.loans.keep_all()
+        for layer in [ref() for ref in cls._all.valuerefs()]:
+            if layer is not None:
+                layer.loans.keep_all()
 
 
 def _window(buffer: Any) -> Any:

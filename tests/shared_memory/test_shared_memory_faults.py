@@ -12,8 +12,10 @@ import random
 import select
 import signal
 import struct
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ from sharing import (
 
 import zrpc
 import zrpc.autograd as dist_autograd
-from zrpc.shared_memory import RETURNED, SHARED
+from zrpc.shared_memory import RETURNED, SHARED, SharedMemoryLayer
 from zrpc.testing import Mesh
 from zrpc.transport.loans import Loans
 from zrpc.transport.segments import Segment, supports_segments
@@ -415,6 +417,41 @@ def fork_and_send(rank):
 def test_a_fork_of_the_sender_changes_nothing(mesh: Mesh):
     assert mesh.run(0, fork_and_send, 1) == 1
     assert torch.equal(mesh.run(1, lambda: kept().pop("held")), large(1))
+
+
+class Stand:
+    """In the place of a layer."""
+
+    def __init__(self):
+        self.loans = Loans()
+
+
+def test_agents_may_start_and_end_while_a_fork_begins(monkeypatch):
+    """What is lent to the others must be kept all the same."""
+    layers = weakref.WeakValueDictionary()
+    monkeypatch.setattr(SharedMemoryLayer, "_all", layers)
+    stays = [Stand() for _ in range(200)]
+    layers.update((id(each), each) for each in stays)
+    looks, ended = [], threading.Event()
+
+    def come_and_go():
+        while not ended.is_set():
+            passing = [Stand() for _ in range(10)]
+            layers.update((id(each), each) for each in passing)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(100):
+            SharedMemoryLayer._before_fork()
+            looks.append(True)
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        thread.join(20)
+    assert len(looks) == 100
 
 
 # -- workers that leave ------------------------------------------------------------------
