@@ -24,7 +24,11 @@ from split_models import (
 
 import zrpc
 import zrpc.autograd as dist_autograd
+from zrpc.autograd.extensions import PASS, PASS_LAYOUT
+from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import find_agent
+from zrpc.wire.header import Message
+from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90)
 
@@ -323,3 +327,24 @@ def test_hooks_of_one_context_while_those_of_another_run(mesh):
     expected = [X.detach(), X.detach() * 2]
     torch.testing.assert_close(accumulated, expected)
     torch.testing.assert_close(passed, expected)
+
+
+def test_the_io_thread_does_not_wait_while_gradients_are_added_up(mesh):
+    """It looks who takes part in passes, each second, and takes in gradients."""
+    agent = mesh.agent(0)
+    layer_of_autograd = agent.layer(AutogradLayer)
+    done = threading.Event()
+    with agent.as_current(), dist_autograd.context() as context_id:
+        extension = [(PASS, PASS_LAYOUT.pack(context_id, 7, 0, False))]
+
+        def look():
+            message = Message(Kind.GRADIENT, extensions=extension, sender=1)
+            message.attachments = {PASS: PASS_LAYOUT.unpack(extension[0][1])}
+            layer_of_autograd.passes._on_gradient(message)
+            for awaited in agent.awaited:
+                awaited()
+            done.set()
+
+        with layer_of_autograd.contexts.find(context_id).lock:
+            agent.in_io_thread(look)
+            assert done.wait(SOON)

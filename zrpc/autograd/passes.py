@@ -260,11 +260,7 @@ class Passes:
         return {rank for events in running if events is not None for rank in events.linked}
 
     def _under_way(self) -> list[tuple[ContextState, Pass]]:
-        found = []
-        for state in self._living():
-            with state.lock:
-                found += [(state, pass_) for pass_ in state.passes.values()]
-        return found
+        return [(state, each) for state in self._living() for each in list(state.passes.values())]
 
     def _on_abort(self, message: Message) -> None:
         context_id, pass_id, _, _ = pass_fields(message)

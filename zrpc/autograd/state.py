@@ -35,7 +35,9 @@ class ContextState:
         taken: those received that a pass has taken with it.
         peers: all workers with which a message of this context was exchanged.
         gradients: of the leaves at this worker.
-        passes: backward passes, also those that are done: a message about one may come late.
+        passes: backward passes, also those that are done: a message about one may come late. Not
+            guarded, as the I/O thread looks there, and whoever adds up gradients holds the lock
+            for long; single operations on the dict are atomic.
     """
 
     def __init__(self, context_id: int) -> None:
@@ -61,8 +63,7 @@ class ContextState:
 
     def find_pass(self, pass_id: int) -> Pass:
         """A pass, made where it is first heard of."""
-        with self.lock:
-            return self.passes.setdefault(pass_id, Pass(pass_id))
+        return self.passes.setdefault(pass_id, Pass(pass_id))
 
     def engage(self, pass_: Pass, retain_graph: bool) -> bool:
         """Begins this worker's part of a pass: true for the first that asks.
