@@ -70,10 +70,10 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
     elif nesting.depth >= nesting.deepest and not at_once:
         nesting.added.append(job)
         return
+    # One that runs at once, deeper than others may, leaves what is put off to those: else each of a
+    # long chain of such would run the next one inside of itself.
+    enough = _never if nesting.depth < nesting.deepest else _always
     nesting.depth += 1
-    # One that runs at once, deeper than others may, leaves that to those: else each of a long chain
-    # of such would run the next one inside of itself.
-    enough = _never if nesting.depth <= nesting.deepest else _always
     try:
         _do(job)
         # Also those that were to come after what a job has waited for, see `work_off`.
