@@ -134,6 +134,7 @@ def test_no_descriptors_left(mesh: Mesh) -> None:
         assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
     # Nobody may connect just when there are none: libzmq would abort, see how-to/overload.md.
     mesh.run("worker0", await_heartbeat, 1)
+    mesh.run("worker1", await_heartbeat, 0)  # by what it could not import any more later
     # A handler that needs one too many: its caller is told whose, and what to do.
     kind, text, cause = mesh.run("worker0", attempt, "worker1", open_too_many)
     assert (kind, "Too many open files" in text) == ("OSError", True)
