@@ -12,12 +12,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from zrpc.errors import NotInitializedError, RpcCancelledError
+from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
 
-__all__ = ["Failure", "KeptError"]
+__all__ = ["Failure", "KeptError", "for_log"]
 
 # That of the futures, where users of zrpc look for it.
 logger = logging.getLogger("zrpc.futures")
+
+
+_EXPECTED = (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt)
 
 
 class Failure:
@@ -27,12 +30,19 @@ class Failure:
     ``torch.futures.wait_all``, and drops it when it is dropped itself.
 
     It keeps the way to make the error and not the error, for the reason of `KeptError`.
+
+    Args:
+        fail: makes the error and raises it.
+        for_log: an error that says the same and refers to no frames. To make one anew might run
+            what a user wrote, which must not be at the end of a future: that comes at any moment,
+            in any thread.
     """
 
-    __slots__ = ("_fail", "_seen")
+    __slots__ = ("_fail", "_for_log", "_seen")
 
-    def __init__(self, fail: Callable[[], Any]) -> None:
+    def __init__(self, fail: Callable[[], Any], for_log: BaseException) -> None:
         self._fail = fail
+        self._for_log = for_log
         self._seen = False
 
     def raise_it(self, _: Any) -> None:
@@ -41,14 +51,10 @@ class Failure:
         self._fail()
 
     def __del__(self) -> None:
-        if self._seen:
-            return
-        try:
-            self._fail()
-        except (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt):
-            return  # this worker has shut down, or wanted it so: nobody needs to be told
-        except BaseException:  # raised by a callback, in which SystemExit ends nothing
-            logger.exception("A call failed, and nobody waited for it")
+        # Where this worker has shut down, or wanted it so, nobody needs to be told.
+        if not (self._seen or isinstance(self._for_log, _EXPECTED)):
+            # Also of what a callback has raised, in which SystemExit ends nothing.
+            logger.error("A call failed, and nobody waited for it", exc_info=self._for_log)
 
 
 class KeptError:
@@ -82,6 +88,14 @@ class KeptError:
         if not self._seen and self.spare is not self.error:
             where = traceback.format_exception(self.error.with_traceback(self._traceback))
             self.spare.__cause__ = _Traceback("\n" + "".join(where))
+
+
+def for_log(error: Exception) -> Exception:
+    """An error that was just raised and that nobody else has, without its frames."""
+    if not isinstance(error.__cause__, RemoteError | None):
+        error.__cause__ = _Traceback("\n" + "".join(traceback.format_exception(error)))
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 class _Traceback(Exception):

@@ -16,7 +16,7 @@ import torch
 from zrpc import callbacks
 from zrpc.calls import PendingCall
 from zrpc.errors import RpcCancelledError
-from zrpc.future_error import Failure, KeptError
+from zrpc.future_error import Failure, KeptError, for_log
 from zrpc.pool import acquire
 
 __all__ = ["Future"]
@@ -28,6 +28,8 @@ _ALREADY = (
     "Attempting to mark a completed Future as complete again. Note that a Future can only be "
     "marked completed once."
 )
+
+_CANCELLED = "the future was cancelled"
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -174,12 +176,12 @@ class Future(torch.futures.Future[T]):
             return False
 
         def fail() -> NoReturn:
-            raise RpcCancelledError("the future was cancelled")
+            raise RpcCancelledError(_CANCELLED)
 
         if not self._take():
             return False  # completed just now by another thread
         self._cancelled = True  # first, since its callbacks may ask
-        self._fail(fail)
+        self._fail(fail, RpcCancelledError(_CANCELLED))
         return True
 
     def cancelled(self) -> bool:
@@ -230,15 +232,15 @@ class Future(torch.futures.Future[T]):
         if callbacks.interrupts:
             callbacks.raise_interrupt()
 
-    def _fail(self, fail: Callable[[], Any]) -> None:
-        """Completes the future with the error that ``fail()`` raises."""
-        self._set_unwrap_func(Failure(fail).raise_it)
+    def _fail(self, fail: Callable[[], Any], for_log: BaseException) -> None:
+        """Completes the future with the error that ``fail()`` raises; see `Failure`."""
+        self._set_unwrap_func(Failure(fail, for_log).raise_it)
         self._set(None)  # type: ignore[arg-type]
 
     def _keep(self, error: BaseException) -> None:
         """Completes the future with an error."""
         self._kept = KeptError(error)
-        self._fail(self._kept.way())
+        self._fail(self._kept.way(), self._kept.spare)
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """A future of what ``callback(self)`` returns, called once this one is done.
@@ -314,10 +316,11 @@ class Future(torch.futures.Future[T]):
         self._take()
         try:
             value = decode()
-        except BaseException as error:
-            self._fail(decode)
-            if not isinstance(error, Exception):
-                raise  # Ctrl-C in the midst of it
+        except Exception as error:
+            self._fail(decode, for_log(error))
+        except BaseException:  # Ctrl-C in the midst of it
+            self._fail(decode, KeyboardInterrupt())
+            raise
         else:
             self._set(value)
         finally:

@@ -10,8 +10,10 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from waiting import until
 
 import zrpc as rpc
+from zrpc.testing import Mesh
 
 
 class PickyError(KeyError):
@@ -184,3 +186,40 @@ def test_an_error_that_can_not_be_copied(caplog: pytest.LogCaptureFixture) -> No
     assert caught.value is error
     rpc.Future().set_exception(StubbornError(3, 4))
     assert "3 and 4" in caplog.text
+
+
+_made: list[BaseException] = []
+
+
+class CountedError(Exception):
+    """One that notes where it is made."""
+
+    def __init__(self, text: str = "counted") -> None:
+        super().__init__(text)
+        _made.append(self)
+
+
+def raise_counted() -> NoReturn:
+    raise CountedError
+
+
+class Unreadable:
+    """A value that can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return raise_counted, ()
+
+
+@pytest.mark.parametrize("what", [raise_counted, Unreadable], ids=["raised", "unreadable"])
+def test_nothing_is_unpickled_at_the_end_of_a_future(
+    shared: Mesh, caplog: pytest.LogCaptureFixture, what: Any
+) -> None:
+    """It may come in any thread at any moment, and what a user wrote may do anything."""
+    future = rpc.rpc_async(1, what)
+    until(future.done)
+    _made.clear()
+    caplog.clear()
+    del future
+    until(lambda: gc.collect() >= 0 and "nobody waited for it" in caplog.text)
+    assert _made == []
+    assert "in raise_counted" in caplog.text
