@@ -11,6 +11,7 @@ answered by ACCEPT); until then, where it can't, and where the pool is full, fra
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -325,9 +326,10 @@ class SharedMemoryLayer:
 
     @classmethod
     def _before_fork(cls) -> None:
-        for layer in [ref() for ref in cls._all.valuerefs()]:
-            if layer is not None:
-                layer.loans.keep_all()
+        with contextlib.ExitStack() as each:  # all of them, also where one fails
+            for layer in [ref() for ref in cls._all.valuerefs()]:
+                if layer is not None:
+                    each.callback(layer.loans.keep_all)
 
 
 def _window(buffer: Any) -> Any:

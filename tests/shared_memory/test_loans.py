@@ -12,6 +12,7 @@ import pytest
 import torch
 from sharing import MIB, segments_mapped, segments_open
 
+from zrpc.transport import loans as loans_module
 from zrpc.transport.loans import Descriptor, Loans
 from zrpc.transport.segments import Segment, SegmentPool, supports_segments
 
@@ -197,6 +198,26 @@ def test_after_a_fork_what_was_lent_then_is_kept(loans, pool):
     after.clear()
     gc.collect()
     assert [loan.keep for loan in loans.returned()] == [True, False]
+
+
+def test_before_a_fork_all_is_kept_also_where_one_can_not_be_made_private(loans, pool, monkeypatch):
+    views = [borrow(loans, pool, b"a" * 64)[1] for _ in range(3)]
+    make_private, private = loans_module._make_private, []
+
+    def fail_first(memory):
+        private.append(memory)
+        if len(private) == 1:
+            raise OSError(12, "Cannot allocate memory")
+        make_private(memory)
+
+    monkeypatch.setattr(loans_module, "_make_private", fail_first)
+    with pytest.raises(OSError, match="allocate"):
+        loans.keep_all()
+    assert len(private) == 3
+    del private[:]
+    views.clear()
+    gc.collect()
+    assert [loan.keep for loan in loans.returned()] == [True] * 3
 
 
 def test_a_loan_that_has_ended_does_not_live_on(loans, pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -128,14 +129,18 @@ class Loans:
 
         The owner must not use it again, and neither of the two may see what the other writes:
         from now on both have the memory copied where they write to it.
+
+        Raises:
+            OSError: the last is not to be had of some; the rest holds for all.
         """
-        for loan in list(self._open.values()):
-            if not loan.keep:
-                loan.keep = True
-                memory = loan.memory()
-                if memory is not None:
-                    _make_private(memory)
-                self._mapped.pop((loan.owner, loan.number), None)
+        with contextlib.ExitStack() as each:  # all of them, also where one fails
+            for loan in list(self._open.values()):
+                if not loan.keep:
+                    loan.keep = True
+                    memory = loan.memory()
+                    if memory is not None:
+                        each.callback(_make_private, memory)
+                    self._mapped.pop((loan.owner, loan.number), None)
 
     def close(self) -> None:
         """Forgets all segments."""
