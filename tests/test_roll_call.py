@@ -72,11 +72,20 @@ def echo_late(value: Any, seconds: float) -> Any:
     return value
 
 
+def in_io_thread(agent: Agent, job: Any) -> Any:
+    """What ``job()`` returns there."""
+    results: list[Any] = []
+    agent.in_io_thread(lambda: results.append(job()))
+    until(lambda: bool(results))
+    return results[0]
+
+
 @contextlib.contextmanager
 def unasked(mesh: Mesh) -> Iterator[None]:
     """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
-    layer = mesh.agent(0).layer(RollCallLayer)
-    layer._next = math.inf
+    agent = mesh.agent(0)
+    layer = agent.layer(RollCallLayer)
+    in_io_thread(agent, lambda: setattr(layer, "_next", math.inf))
     try:
         yield
     finally:
@@ -133,14 +142,6 @@ def test_a_question_that_is_lost_is_asked_again(caller: Mesh, way: tuple[int, in
     until(lambda: heard.get(0, (0,))[0] > number + 1)
     gate.set()
     assert future.wait() == "done"
-
-
-def in_io_thread(agent: Agent, job: Any) -> Any:
-    """What ``job()`` returns there."""
-    results: list[Any] = []
-    agent.in_io_thread(lambda: results.append(job()))
-    until(lambda: bool(results))
-    return results[0]
 
 
 @pytest.fixture
