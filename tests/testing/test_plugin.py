@@ -341,3 +341,59 @@ def test_second(make_mesh):
 """
     )
     result.assert_outcomes(passed=2)
+
+
+def test_an_interrupted_test_is_not_waited_for(run_tests):
+    """Neither Ctrl-C nor `pytest.exit` leaves a report that says that the test has failed."""
+    result = run_tests(
+        """
+import zrpc
+
+@pytest.mark.zrpc(processes=True, timeout=3)
+def test_interrupted(mesh):
+    mesh.submit(0, zrpc.rpc_sync, "worker1", time.sleep, args=(20,))
+    pytest.exit("enough")
+"""
+    )
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.fnmatch_lines(["*Exit: enough*"])
+    assert "MeshTimeout" not in result.stdout.str() + result.stderr.str()
+
+
+def test_a_debugger_has_no_deadline(run_tests, pytester, monkeypatch):
+    """Where a test enters one, and where pytest enters one after a failure."""
+    gave_up = []
+    monkeypatch.setattr("zrpc.testing.plugin._exit", lambda item, report: gave_up.append(report))
+    monkeypatch.setattr("zrpc.testing.watchdog._GIVE_UP_AFTER", 0.2)
+    monkeypatch.setattr("zrpc.testing.watchdog._INTERRUPT_EVERY", 0.1)
+    pytester.syspathinsert()
+    pytester.makepyfile(
+        patient="""
+import pdb, threading
+
+def outlive_the_deadline(*args, **kwargs):
+    for thread in threading.enumerate():
+        if thread.name == "zrpc-watchdog":
+            thread.join()
+
+class Patient(pdb.Pdb):
+    set_trace = interaction = outlive_the_deadline
+"""
+    )
+    result = run_tests(
+        """
+@pytest.mark.zrpc(timeout=0.5)
+def test_breakpoint(mesh):
+    pytest.set_trace()
+    assert mesh.run("worker0", max, 1, 2) == 2
+
+@pytest.mark.zrpc(timeout=0.5)
+def test_post_mortem(mesh):
+    assert mesh.run("worker0", max, 1, 2) == 1
+""",
+        "--pdb",
+        "--pdbcls=patient:Patient",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    assert "MeshTimeout" not in result.stdout.str()
+    assert gave_up == []

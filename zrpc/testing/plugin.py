@@ -90,7 +90,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
         request.getfixturevalue("no_leaks")
 
     with Watchdog(spec.timeout, give_up=lambda report: _exit(item, report)) as watchdog:
-        item.stash[_watchdog] = watchdog
+        item.stash[_watchdog] = request.config.stash[_watchdog] = watchdog
         # Until the end of this phase of the test; the hooks below do the same for the others.
         watchdog.allow_interrupt()
 
@@ -175,6 +175,9 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     __tracebackhide__ = True
     try:
         return (yield)
+    except BaseException:
+        item.stash[_failed] = True
+        raise
     finally:
         if _watchdog in item.stash:
             item.stash[_watchdog].forbid_interrupt()
@@ -212,9 +215,16 @@ def pytest_runtest_makereport(
         if call.excinfo is not None and watchdog.timed_out not in (None, call.excinfo.value):
             report.sections.append(("Past the deadline", str(watchdog.timed_out)))
     if call.when == "teardown":
-        with contextlib.suppress(KeyError):
-            del item.stash[_watchdog]
+        for stash in (item.stash, item.config.stash):
+            with contextlib.suppress(KeyError):
+                del stash[_watchdog]
     return report
+
+
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    """Lets whoever debugs a test with a mesh take as long as he likes."""
+    if _watchdog in config.stash:
+        config.stash[_watchdog].suspend()
 
 
 @contextlib.contextmanager
@@ -222,8 +232,14 @@ def _interruptible(item: pytest.Item) -> Iterator[None]:
     if _watchdog not in item.stash:
         yield
         return
-    with item.stash[_watchdog].interruptible():
-        yield
+    try:
+        with item.stash[_watchdog].interruptible():
+            yield
+    except BaseException:
+        # After Ctrl-C and pytest.exit there is no report that could note it, and the meshes
+        # would be shut down gracefully: that is, wait for the very call that was interrupted.
+        item.stash[_failed] = True
+        raise
 
 
 def _error(error: BaseException) -> BaseException:
