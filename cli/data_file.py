@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,22 @@ INTERRUPTED = 130
 
 def check_directory(path: Path | None) -> None:
     """Refuses, before minutes of work, a file that could not be written after them."""
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None or path.exists():  # of which click has seen that it can be written
+        return
+    directory = path.absolute().parent
+    if not directory.is_dir():
         raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
+    try:
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise click.UsageError(f"{path} can't be written: {error.strerror}") from error
 
 
 def write_data(path: Path | None, data: Any) -> None:
     """Writes data as JSON, where a file is named."""
-    if path is not None:
+    if path is None:
+        return
+    try:
         path.write_text(json.dumps(data, indent=1) + "\n")
+    except OSError as error:
+        raise click.ClickException(f"{path} can't be written: {error.strerror}") from error

@@ -466,7 +466,7 @@ class ElasticLayer:
         if not self._stop:
             logger.warning(
                 "%s: %s. The mesh goes on, but no worker can join it any more; `zrpc launch "
-                "--elastic` hosts a store that outlives any worker",
+                "--elastic` hosts a store for as long as a worker of that launch runs",
                 self._card.info,
                 trouble,
             )

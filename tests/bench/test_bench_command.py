@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 from zrpc.cli import main
+from zrpc.cli.data_file import write_data
 
 from zrpc.bench import plot
 from zrpc.bench.rows import all_rows
@@ -90,6 +92,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
         (["--seconds", "nan"], "expected a finite number, but got nan"),
         (["--against", "gloo"], "'gloo' is not one of 'torch', 'nothing'"),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
+        (["--json", "/proc/f.json"], "/proc/f.json can't be written: "),
         (["--plot", "f.docx"], "--plot draws a .png, .svg or .pdf, but got f.docx"),
         (["--plot", "f.png", "--against", "nothing"], "--plot draws a comparison"),
         (["scale", "--workers", "1,2"], "at least 2 workers, but got 1"),
@@ -101,6 +104,11 @@ def test_bad_arguments_are_explained(arguments: list[str], error: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert error in result.output
+
+
+def test_data_that_can_not_be_written_any_more() -> None:
+    with pytest.raises(click.ClickException, match=r"/proc/f\.json can't be written: "):
+        write_data(Path("/proc/f.json"), {})
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +128,7 @@ def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
     code = f"""
 import sys
 from zrpc.cli import main
+from zrpc.cli.data_file import write_data
 main({arguments!r}, standalone_mode=False)
 assert not {{"torch", "zmq", "numpy", "matplotlib", "rich"}} & set(sys.modules), "imported"
 """

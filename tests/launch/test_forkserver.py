@@ -189,6 +189,44 @@ def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until)
     assert not os.path.exists(directory)
 
 
+def test_an_owner_that_ends_during_the_imports_leaves_no_traceback(
+    write: Write, tmp_path: Path, marked: Any, until: Until
+) -> None:
+    write(
+        """
+        import os, select
+        owner = os.pidfd_open(os.getppid())
+        print("importing", flush=True)
+        select.select([owner], [], [])
+        """,
+        "patient.py",
+    )
+    owner = write(
+        f"""
+        from zrpc.launch.forkserver import ForkServer
+        ForkServer(preload=["patient"], sys_path={path_with(tmp_path)!r}).start()
+        """,
+        "owner.py",
+    )
+    with (
+        open(tmp_path / "errors", "w") as errors,
+        subprocess.Popen(
+            [sys.executable, owner],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=marked.env,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "importing\n"
+        finally:
+            process.kill()
+    until(lambda: not marked.pids(), "the server is gone")
+    assert (tmp_path / "errors").read_text() == ""
+
+
 def test_orphan_of_a_child_is_killed_when_the_server_closes(write: Write, marked: Any) -> None:
     script = write(
         """

@@ -178,6 +178,7 @@ def test_jobs_that_cant_be(
 def test_a_place() -> None:
     assert parse_place("host:80") == Place("host", 80)
     assert parse_place("[::1]:80") == Place("::1", 80)
+    assert [str(parse_place(text)) for text in ("host:80", "[::1]:80")] == ["host:80", "[::1]:80"]
     for text in ("", "host", "host:", ":80", "host:x", "host:0", "host:70000"):
         with pytest.raises(ValueError, match="expected HOST:PORT"):
             parse_place(text)

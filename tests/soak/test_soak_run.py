@@ -110,6 +110,7 @@ def test_ctrl_c_tells_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "2"], "2 is not in the range x>=3"),
         (["--seed", "-1"], "-1 is not in the range x>=0"),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
+        (["--json", "/proc/f.json"], "/proc/f.json can't be written: "),
     ],
 )
 def test_bad_arguments(arguments: list[str], error: str) -> None:

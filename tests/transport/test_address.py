@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from zrpc.errors import AuthenticationError
+from zrpc.errors import AuthenticationError, RpcError
 from zrpc.transport import address
 from zrpc.transport.address import (
     PrivateDirectory,
@@ -318,6 +318,14 @@ def test_no_socket_is_put_where_others_can_replace_it(parent, mode):
         PrivateDirectory()
     parent.chmod(mode | stat.S_ISVTX)  # as /tmp is
     PrivateDirectory().remove()
+
+
+@pytest.mark.parametrize("name", ["not-there", "a-file"])
+def test_a_directory_for_sockets_that_is_none_is_named(monkeypatch, parent, name):
+    (parent / "a-file").touch()
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(parent / name))
+    with pytest.raises(RpcError, match=rf"{name} \(No.*: make it one, .* in ZRPC_RUNTIME_DIR"):
+        PrivateDirectory()
 
 
 def test_a_temporary_directory_that_is_open_to_all_is_passed_over(monkeypatch, tmp_path):

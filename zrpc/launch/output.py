@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .console import Console
+from .errors import LaunchError
 from .lines import LineSplitter
 
 _KEPT = 400  # lines of each worker's standard error kept for a report of its failure
@@ -28,7 +29,7 @@ class Output:
             ``rank0.err``; None to keep none. It is made, and old files in it are replaced.
 
     Raises:
-        OSError: The directory can't be made or written to.
+        LaunchError: The directory can't be made.
     """
 
     def __init__(self, console: Console, log_dir: Path | None = None) -> None:
@@ -38,7 +39,12 @@ class Output:
         self._begun: set[str] = set()
         self._tails: dict[int, deque[bytes]] = {}
         if log_dir is not None:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                log_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise LaunchError(
+                    f"the log directory {log_dir} can't be made: {error.strerror}"
+                ) from error
 
     def open(self, rank: int) -> tuple[int, int]:
         """Make the pipes of one worker.

@@ -63,15 +63,21 @@ def serve(
     loaded = [name for name in preload if _import(name)]
     # Only Python's threads count. OpenBLAS, which numpy brings, ends its own before each fork.
     if (threads := threading.active_count()) > 1:
-        channel.send(("failed", f"{threads - 1} thread(s) were started by importing {loaded}"))
+        _tell(channel, "failed", f"{threads - 1} thread(s) were started by importing {loaded}")
         os._exit(1)
     # Collect once, here; what is alive now is then left alone by the children's collectors,
     # so that their memory stays shared with this process.
     gc.collect()
     gc.freeze()
     server = _Server(channel, socket.socket(fileno=exits), owner)
-    channel.send(("done", loaded))
+    _tell(channel, "done", loaded)
     return partial(child.become, server.run(), at_startup)
+
+
+def _tell(channel: Channel, kind: str, value: object) -> None:
+    # An owner that ended during the imports is no error: `run` sees it, and ends.
+    with contextlib.suppress(ConnectionError):
+        channel.send((kind, value))
 
 
 def _import(name: str) -> bool:

@@ -38,7 +38,8 @@ class Place:
     port: int = 0
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        return f"{host}:{self.port}"
 
 
 def parse_place(text: str) -> Place:
@@ -104,6 +105,11 @@ class StoreProcess:
         finally:
             os.close(reading)
         if len(data) != _FIRST.size:
-            what = "host a store for the workers" if self.hosts else "find the workers' store"
-            raise LaunchError(f"could not {what} at {place}: see above")
+            text = (
+                f"could not host a store for the workers at {place}: see above"
+                if self.hosts
+                else f"could not find the workers' store at {place}: see above. The launch that "
+                "--join names must run still, and have been started with --elastic"
+            )
+            raise LaunchError(text)
         return int(_FIRST.unpack(data)[0])

@@ -19,7 +19,7 @@ import weakref
 from pathlib import Path
 from typing import ClassVar
 
-from zrpc.errors import AuthenticationError
+from zrpc.errors import AuthenticationError, RpcError
 
 try:
     import fcntl
@@ -93,7 +93,7 @@ class PrivateDirectory:
     def __init__(self) -> None:
         _check_parent(_parent())
         _remove_left_behind(_parent())
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_parent()))
+        self.path = _make(_parent())
         # The file gets its name when it is locked already, or a peer could take it for the
         # lock of a dead worker.
         new = self.path / "new"
@@ -132,6 +132,16 @@ class PrivateDirectory:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
+
+
+def _make(parent: Path) -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    except OSError as error:
+        raise RpcError(
+            f"expected a directory for sockets in which new ones can be made, found {parent} "
+            f"({error.strerror}): make it one, or name another in ZRPC_RUNTIME_DIR"
+        ) from error
 
 
 def private_directories() -> list[Path]:
