@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from zrpc.bench.settings import Settings
 
 
-@click.group(invoke_without_command=True)
+@click.group(
+    invoke_without_command=True, short_help="Measure zrpc and torch.distributed.rpc in turn."
+)
 @click.option(
     "--against",
     type=click.Choice(["torch", "nothing"]),
@@ -78,6 +80,7 @@ def command(
     library did; 130 after Ctrl-C, with a table of what was measured until then.
     """
     if ctx.invoked_subcommand is not None:
+        _check_nothing_is_given(ctx, ctx.invoked_subcommand)
         return
     from zrpc.bench.effort import Effort
     from zrpc.bench.rows import all_rows, select
@@ -102,6 +105,16 @@ def command(
         patience=deadline,
     )
     sys.exit(_measure(groups, settings, data_file, plot_file))
+
+
+def _check_nothing_is_given(ctx: click.Context, subcommand: str) -> None:
+    for param in ctx.command.params:
+        source = param.name and ctx.get_parameter_source(param.name)
+        if source is click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(
+                f"{param.opts[0]} before `{subcommand}` has no effect there: see "
+                f"`{ctx.command_path} {subcommand} --help` for its own options"
+            )
 
 
 def _check_files(data_file: Path | None, plot_file: Path | None) -> None:

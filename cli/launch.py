@@ -23,7 +23,10 @@ def _variables(
     return {name: text for name, _, text in pairs}
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(
+    short_help="Start workers of a script, and watch them.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "-n", "--nprocs", type=click.IntRange(min=1), default=1, show_default=True, help="Workers."
 )

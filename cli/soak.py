@@ -12,7 +12,7 @@ from .data_file import FILE, INTERRUPTED, check_directory, write_data
 from .finite_range import POSITIVE
 
 
-@click.command()
+@click.command(short_help="Have workers do random things, all of it checked.")
 @click.option(
     "--minutes",
     type=POSITIVE,

@@ -18,7 +18,7 @@ from .finite_range import POSITIVE
 _STANDS_STILL = 0.3
 
 
-@click.command()
+@click.command(short_help="Show what running workers do and wait for.")
 @click.argument("workers", nargs=-1, metavar="[PID|NAME]...")
 @click.option("--all", "idle", is_flag=True, help="Show threads that have nothing to do, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")

@@ -372,7 +372,7 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
             What it raises is logged.
 
     Returns:
-        A handle as torch's hooks have it: ``handle.remove()`` ends the calls.
+        A handle as torch's hooks have it; ``handle.remove()`` ends the calls.
 
     Raises:
         NotInitializedError: there is no agent.
@@ -397,7 +397,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
         callback: as for `on_worker_lost`.
 
     Returns:
-        A handle: ``handle.remove()`` ends the calls.
+        A handle; ``handle.remove()`` ends the calls.
 
     Raises:
         NotInitializedError: there is no agent.

@@ -39,7 +39,7 @@ class Call:
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody waits for the result any more: the handler may as well stop."""
+        """Whether nobody waits for the result any more, so that the handler may as well stop."""
         return self._scope.over
 
     def time_remaining(self) -> float | None:

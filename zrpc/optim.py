@@ -134,8 +134,8 @@ class DistributedOptimizer(Optimizer):
         """The state of all owners' optimizers.
 
         Returns:
-            A dict: under ``"workers"`` the ``state_dict`` of each owner's optimizer, by the
-            owner's name; under ``"param_groups"`` the options of each group.
+            A dict with the ``state_dict`` of each owner's optimizer, by the owner's name, under
+            ``"workers"``, and the options of each group under ``"param_groups"``.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -97,6 +97,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
         (["--plot", "f.png", "--against", "nothing"], "--plot draws a comparison"),
         (["scale", "--workers", "1,2"], "at least 2 workers, but got 1"),
         (["scale", "--workers", "few"], "expected numbers with commas, but got 'few'"),
+        (["--rounds", "1", "scale"], "--rounds before `scale` has no effect"),
         (["no-such-command"], "No such command 'no-such-command'"),
     ],
 )

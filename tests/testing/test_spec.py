@@ -33,14 +33,14 @@ def test_replace_adds_options():
     [
         (Mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
         (Mark(worker=4), TypeError, "takes workers, processes, .* but got 'worker'"),
-        (Mark(workers="4"), TypeError, "workers must be a int, but got '4'"),
-        (Mark(workers=True), TypeError, "workers must be a int, but got True"),
+        (Mark(workers="4"), TypeError, "workers must be an int, but got '4'"),
+        (Mark(workers=True), TypeError, "workers must be an int, but got True"),
         (Mark(workers=0), ValueError, "at least 1, but got 0"),
         (Mark(processes=1), TypeError, "processes must be a bool"),
         (Mark(timeout=0), ValueError, "positive number of seconds"),
         (Mark(timeout=float("nan")), ValueError, "positive number of seconds"),
         (Mark(timeout=float("inf")), ValueError, "positive number of seconds"),
-        (Mark(options=[]), TypeError, "options must be a Mapping"),
+        (Mark(options=[]), TypeError, "options must be a mapping"),
     ],
 )
 def test_wrong_arguments(mark, error, match):

@@ -37,7 +37,8 @@ class RemoteModule(torch.nn.Module):
         module_rref: the RRef of the module.
 
     Raises:
-        RuntimeError: there is no agent, or no such worker.
+        RuntimeError: there is no agent, or no such worker. What making the module raises is raised
+            where it is first used.
 
     Beyond ``forward``, the methods of ``nn.Module`` that make sense from afar do what they do
     there: `train`, `eval`, `to`, `apply`, `state_dict`, `load_state_dict`, `zero_grad`,

@@ -87,9 +87,10 @@ class Mesh:
 
         Args:
             worker: its name or its rank.
-            fn: in a mesh of processes it is pickled, by value where it comes from the test's
-                module or can't be imported. Each time its module's globals go with it: keep
-                a worker's state elsewhere, as in an attribute of a module that is imported.
+            fn: a plain function; one that is ``async def`` can be called from the worker, by
+                `zrpc.rpc_sync`. In a mesh of processes it is pickled, by value where it comes from
+                the test's module or can't be imported. Each time its module's globals go with it:
+                keep a worker's state elsewhere, as in an attribute of a module that is imported.
             args: its arguments.
             kwargs: its keyword arguments.
 

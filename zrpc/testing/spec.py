@@ -53,21 +53,21 @@ class MeshSpec:
     elastic: bool = False
 
     def __post_init__(self) -> None:
-        expected: dict[str, type | tuple[type, ...]] = {
-            "workers": int,
-            "processes": bool,
-            "timeout": (int, float),
-            "options": Mapping,
-            "leaks": bool,
-            "faults": bool,
-            "restarts": bool,
-            "elastic": bool,
+        a_bool = (bool, "a bool")
+        expected: dict[str, tuple[type | tuple[type, ...], str]] = {
+            "workers": (int, "an int"),
+            "processes": a_bool,
+            "timeout": ((int, float), "a number"),
+            "options": (Mapping, "a mapping"),
+            "leaks": a_bool,
+            "faults": a_bool,
+            "restarts": a_bool,
+            "elastic": a_bool,
         }
-        for name, types in expected.items():
+        for name, (types, wanted) in expected.items():
             value = getattr(self, name)
             if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
-                wanted = types.__name__ if isinstance(types, type) else "number"
-                raise TypeError(f"{name} must be a {wanted}, but got {value!r}")
+                raise TypeError(f"{name} must be {wanted}, but got {value!r}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, but got {self.workers}")
         # Above a year it is no deadline, and what waits for it in C overflows.
