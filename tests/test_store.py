@@ -111,6 +111,13 @@ def test_the_store_listens_at_its_address_only(host):
     assert store.get("key") == b"value"
 
 
+def test_a_port_that_is_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, found that address in use"):
+            connect_store(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
+
+
 def test_a_second_store_of_one_process_is_the_first(caplog):
     port = free_port()
     stores = [connect_store(f"tcp://127.0.0.1:{port}", 0, 1, SOON) for _ in range(2)]

@@ -126,6 +126,12 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
             "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
         )
     if isinstance(made[0], BaseException):
+        if hosts and "EADDRINUSE" in str(made[0]):
+            raise RendezvousError(
+                f"expected to host the store of the workers at {host}:{port}, found that address "
+                "in use: by another program, or by another worker of rank 0. Name a port that is "
+                "free, and give each worker a rank of its own"
+            ) from made[0]
         raise made[0]
     return made[0]
 
