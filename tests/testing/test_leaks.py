@@ -1,6 +1,7 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 
 import pytest
@@ -124,11 +125,11 @@ def test_what_a_cycle_holds_is_no_leak():
     class Holder:
         pass
 
-    before = Resources.now()
-    holder = Holder()
-    holder.file = open("/dev/null")  # noqa: SIM115
-    holder.me = holder
     with pytest.warns(ResourceWarning) if os.environ.get("PYTHONDEVMODE") else no_leaks():
+        before = Resources.now()
+        holder = Holder()
+        holder.file = open("/dev/null")  # noqa: SIM115
+        holder.me = holder
         del holder
         assert before.left_behind(NO_TIME) == []
 
@@ -154,6 +155,25 @@ def test_the_context_manager_finds_socket_files():
     path = info.value.left[0].removeprefix("socket file ")
     assert not os.path.exists(os.path.dirname(path))
     assert os.environ.get("ZRPC_RUNTIME_DIR") != os.path.dirname(path)
+
+
+def test_the_directory_of_a_process_that_was_killed_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr("zrpc.transport.address._LONGEST_PATH", 200)
+    code = """
+import os, signal
+from zrpc.testing import no_leaks
+with no_leaks():
+    print(os.environ["ZRPC_RUNTIME_DIR"], flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    head = "from zrpc.transport import address; address._LONGEST_PATH = 200"
+    killed = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True)
+    assert os.path.isdir(killed.stdout.strip())
+    with no_leaks():
+        assert not os.path.exists(killed.stdout.strip())
+        assert len(os.listdir(tmp_path)) == 1
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_error_goes_first():

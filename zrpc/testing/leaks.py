@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zrpc.testing.proc import children, command_of, descriptors, native_threads, socket_names
+from zrpc.transport.address import PrivateDirectory
 
 __all__ = ["LeakError", "Resources", "files_in", "lasting", "no_leaks", "runtime_directory"]
 
@@ -222,18 +222,24 @@ def no_leaks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_directory() -> Iterator[Path]:
-    """A private directory, and as long as it exists the one for the sockets of new agents."""
+    """A private directory, and as long as it exists the one for the sockets of new agents.
+
+    Should this process be killed, it is removed by whoever makes the next one.
+    """
     name = "ZRPC_RUNTIME_DIR"
-    with tempfile.TemporaryDirectory(prefix="zrpc-test-", ignore_cleanup_errors=True) as path:
-        previous = os.environ.get(name)
-        os.environ[name] = path
-        try:
-            yield Path(path)
-        finally:
-            if previous is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = previous
+    private = PrivateDirectory("zrpc-tests-")
+    path = private.path / "run"  # beside the lock, which is nothing that was left behind
+    previous = os.environ.get(name)
+    try:
+        path.mkdir()
+        os.environ[name] = str(path)
+        yield path
+    finally:
+        if previous is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = previous
+        private.remove()
 
 
 def files_in(directory: Path) -> list[str]:

@@ -85,15 +85,20 @@ def host_key() -> str:
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 for one worker's socket, with the lock that says it lives."""
+    """A directory of mode 0700 for one worker's socket, with the lock that says it lives.
+
+    Args:
+        prefix: what its name begins with. Directories of that kind whose owners were killed are
+            removed first.
+    """
 
     # Those of this process, for _after_fork.
     _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = _PREFIX) -> None:
         _check_parent(_parent())
-        _remove_left_behind(_parent())
-        self.path = _make(_parent())
+        _remove_left_behind(_parent(), prefix)
+        self.path = _make(_parent(), prefix)
         # The file gets its name when it is locked already, or a peer could take it for the
         # lock of a dead worker.
         new = self.path / "new"
@@ -134,9 +139,9 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
 
 
-def _make(parent: Path) -> Path:
+def _make(parent: Path, prefix: str) -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
         raise RpcError(
             f"expected a directory for sockets in which new ones can be made, found {parent} "
@@ -206,10 +211,10 @@ def _check_parent(parent: Path) -> None:
         )
 
 
-def _remove_left_behind(parent: Path) -> None:
+def _remove_left_behind(parent: Path, prefix: str) -> None:
     """Removes the directories of this user's workers that were killed."""
     with contextlib.suppress(OSError):
-        for path in parent.glob(f"{_PREFIX}*"):
+        for path in parent.glob(f"{prefix}*"):
             status = path.stat()
             if status.st_uid != os.getuid():
                 continue
