@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from importlib.metadata import version
 
 import click
@@ -25,8 +26,11 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup)
 @click.version_option(version("torch-zrpc"), prog_name="zrpc")
-def main() -> None:
+@click.pass_context
+def main(ctx: click.Context) -> None:
     """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        ctx.color = False
     from zrpc.launch.descriptors import open_standard_descriptors  # not for `--help`
 
     open_standard_descriptors()

@@ -20,7 +20,9 @@ _STANDS_STILL = 0.3
 
 @click.command(short_help="Show what running workers do and wait for.")
 @click.argument("workers", nargs=-1, metavar="[PID|NAME]...")
-@click.option("--all", "idle", is_flag=True, help="Show threads that have nothing to do, too.")
+@click.option(
+    "--all", "idle", is_flag=True, help="Show threads that have nothing to do, too, and all frames."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",

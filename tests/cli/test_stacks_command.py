@@ -49,6 +49,14 @@ def test_a_circle_of_waiting_between_processes(mesh: Mesh) -> None:
         mesh.kill(rank)
 
 
+@pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_on_a_terminal_that_has_them(mesh: Mesh, plain: dict[str, str]) -> None:
+    env = {"NO_COLOR": None, "TERM": "xterm", **plain}
+    done = CliRunner(env=env).invoke(main, ["stacks", str(os.getpid())], color=True)
+    assert "Mesh of 2 workers" in done.output
+    assert ("\x1b[1m" in done.output) == (not plain)
+
+
 @pytest.mark.zrpc(processes=True)
 def test_a_process_that_is_stopped_or_holds_the_interpreter(mesh: Mesh) -> None:
     mesh.run(0, zrpc.rpc_sync, "worker1", max, (1, 2))
