@@ -326,6 +326,35 @@ def test_output_of_worker_processes(pytester, capture):
     result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))
 
 
+def test_a_test_that_is_run_again_begins_anew(pytester, run_tests):
+    """As plugins do that give a failed test another try."""
+    pytester.makeconftest(
+        """
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item, nextitem):
+    runtestprotocol(item, log=False, nextitem=nextitem)
+    item._initrequest()
+    runtestprotocol(item, nextitem=nextitem)
+    return True
+"""
+    )
+    result = run_tests(
+        """
+tries = []
+
+def test_fails_then_leaves_something(mesh):
+    tries.append(os.open(os.devnull, os.O_RDONLY))
+    assert len(tries) == 2
+
+def teardown_module():
+    os.close(tries[-1])
+"""
+    )
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["left behind:", "- descriptor *: /dev/null"])
+
+
 def test_the_fork_server_is_started_once(run_tests):
     result = run_tests(
         """

@@ -173,6 +173,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
     """Ends what the fixture `make_mesh` has begun."""
     __tracebackhide__ = True
+    item.stash[_failed] = False  # which it may have the last time, where plugins run it again
     try:
         return (yield)
     except BaseException:
