@@ -48,10 +48,13 @@ def find(rref):
 # Making one.
 
 
-@pytest.mark.parametrize("place", ["worker1", "worker1/cpu", "rank:1", "rank:1/cpu"])
-def test_places(caller, place):
+@pytest.mark.parametrize(
+    ("place", "on"), [("worker1", "worker1"), ("worker1/cpu", "worker1"), ("rank:1", 1)]
+)
+def test_places(caller, place, on):
+    """`on` is what the place says, as in torch: programs make places of it."""
     module = RemoteModule(place, Scale)
-    assert module.on == zrpc.get_worker_info("worker1")
+    assert module.on == on
     assert module.device == "cpu"
     assert module.module_rref.rpc_sync().where() == "worker1"
 
@@ -114,7 +117,12 @@ def test_init_from_module_rref(module):
     assert value(module) is value(other)
     assert value(module).calls == 2
     by_rank = RemoteModule.init_from_module_rref("rank:1", module.get_module_rref())
-    assert by_rank.on == module.on
+    assert by_rank.on == 1
+
+
+def test_a_place_made_of_its_attributes(module):
+    place = f"{module.on}/{module.device}"
+    assert RemoteModule.init_from_module_rref(place, module.get_module_rref()).on == "worker1"
 
 
 def test_init_from_a_module_of_another_worker(module):
@@ -401,14 +409,16 @@ def test_parameters_tell_what_to_use(module):
 
 
 def run_and_name(module, x):
-    return module(x), module.on.name, module.get_module_rref().is_owner()
+    return module(x), module.on, module.get_module_rref().is_owner()
 
 
 @pytest.mark.parametrize("to", [0, 1, 2])
-def test_it_is_passed_to_a_worker(module, to):
-    found, name, owner = zrpc.rpc_sync(f"worker{to}", run_and_name, (module, X))
+@pytest.mark.parametrize(("place", "on"), [("worker1", "worker1"), ("rank:1", 1)])
+def test_it_is_passed_to_a_worker(caller, to, place, on):
+    module = RemoteModule(place, Scale, args=(2.0,))
+    found, there, owner = zrpc.rpc_sync(f"worker{to}", run_and_name, (module, X))
     torch.testing.assert_close(found, Scale(2.0)(X))
-    assert name == "worker1"
+    assert there == on
     assert owner == (to == 1)
     assert value(module).calls == 1
 
@@ -420,7 +430,7 @@ def make_there():
 def test_it_is_a_result(caller):
     module = zrpc.rpc_sync("worker1", make_there)
     assert isinstance(module, RemoteModule)
-    assert module.on.name == "worker2"
+    assert module.on == "worker2"
     torch.testing.assert_close(module(X), Scale(4.0)(X))
 
 

@@ -32,7 +32,7 @@ class RemoteModule(torch.nn.Module):
         kwargs: its keyword arguments.
 
     Attributes:
-        on: the worker that has the module.
+        on: the worker that has the module, as ``remote_device`` names it: its name or its rank.
         device: the device there. Arguments go to it, and results come back to the CPU.
         module_rref: the RRef of the module.
 
@@ -81,18 +81,21 @@ class RemoteModule(torch.nn.Module):
         module = RemoteModule.__new__(RemoteModule)
         torch.nn.Module.__init__(module)
         module._place(remote_device)
-        if module.on != module_rref.owner():
-            raise ValueError(
-                f"expected a module of {module.on}, found one of {module_rref.owner()}"
-            )
+        worker = get_worker_info(module.on)
+        if worker != module_rref.owner():
+            raise ValueError(f"expected a module of {worker}, found one of {module_rref.owner()}")
         module.module_rref = module_rref
         return module
 
     def _place(self, remote_device: str) -> None:
         place = _remote_device(remote_device)
         name = place.worker_name()
-        self.on = get_worker_info(name if name is not None else place.rank())
+        worker = get_worker_info(name if name is not None else place.rank())
+        self.on: str | int = worker.name if place.rank() is None else worker.id
         self.device = str(place.device())
+
+    def _remote_device(self) -> str:
+        return f"{'rank:' if isinstance(self.on, int) else ''}{self.on}/{self.device}"
 
     # -- running -------------------------------------------------------------------------
 
@@ -249,11 +252,10 @@ class RemoteModule(torch.nn.Module):
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
                 "when using RPC"
             )
-        place = f"{self.on.name}/{self.device}"
-        return RemoteModule.init_from_module_rref, (place, self.module_rref)
+        return RemoteModule.init_from_module_rref, (self._remote_device(), self.module_rref)
 
     def __repr__(self) -> str:
-        return f"RemoteModule({self.on.name}/{self.device}, {self.module_rref!r})"
+        return f"RemoteModule({self._remote_device()}, {self.module_rref!r})"
 
 
 class _RemoteHandle(RemovableHandle):
