@@ -177,10 +177,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self._init_timeout = (
             None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
         )
-        self._device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        for to, device_map in (device_maps or {}).items():
-            self.set_device_map(to, device_map)
-        self.set_devices(devices or [])
+        self.device_maps = device_maps or {}
+        self.devices = devices or []
 
     @property
     def num_worker_threads(self) -> int:
@@ -206,10 +204,20 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         """For each callee's name, which of its devices stands for which of ours."""
         return self._device_maps
 
+    @device_maps.setter
+    def device_maps(self, maps: Mapping[str, Mapping[_Device, _Device]]) -> None:
+        self._device_maps: dict[str, dict[torch.device, torch.device]] = {}
+        for to, device_map in maps.items():
+            self.set_device_map(to, device_map)
+
     @property
     def devices(self) -> list[torch.device]:
         """The devices of this worker that take part."""
         return self._devices
+
+    @devices.setter
+    def devices(self, devices: Sequence[_Device]) -> None:
+        self._devices = [torch.device(device) for device in devices]
 
     def set_device_map(self, to: str, device_map: Mapping[_Device, _Device]) -> None:
         """Adds entries to the device map for the callee ``to``.
@@ -225,7 +233,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     def set_devices(self, devices: Sequence[_Device]) -> None:
         """Sets the devices of this worker that take part."""
-        self._devices = [torch.device(device) for device in devices]
+        self.devices = devices
 
 
 # Existing scripts name torch's back end; the options that they set mean the same here.

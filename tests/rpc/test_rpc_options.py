@@ -147,8 +147,12 @@ def test_device_maps() -> None:
     assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
     with pytest.raises(ValueError, match="1-to-1"):
         options.set_device_map("w1", {"cuda:2": "cuda:0"})
+    options.device_maps = {"w1": {"cuda:1": "cuda:3"}}  # torch's can be set as well
+    assert options.device_maps == {"w1": {one: three}}
     options.set_devices([zero, "cuda:1"])
     assert options.devices == [zero, one]
+    options.devices = ["cuda:3"]
+    assert options.devices == [three]
 
 
 def test_names_that_scripts_import() -> None:
