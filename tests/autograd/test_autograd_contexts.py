@@ -128,6 +128,30 @@ def test_the_context_ends_where_the_block_raises(mesh):
     assert mesh.run(0, draw, 1)
 
 
+def test_one_object_for_many_blocks(mesh):
+    """As torch's, which a program may keep, also from before there is an agent."""
+    context = dist_autograd.context()
+
+    def run():
+        with context as first, pytest.raises(RuntimeError, match="Already have"):
+            context.__enter__()
+        with pytest.raises(KeyError), context:
+            raise KeyError("in the block")
+        with context as last:
+            dist_autograd.backward(last, [call("worker1", layer, 1, X).sum()])
+            return first, last, dist_autograd.get_gradients(last)[X]
+
+    first, last, gradient = mesh.run(0, run)
+    assert last == first + 2
+    torch.testing.assert_close(gradient, torch.autograd.grad(layer(1, X).sum(), X)[0])
+    assert_freed(mesh)
+
+
+def test_it_is_a_class_as_in_torch():
+    assert isinstance(dist_autograd.context, type)
+    assert dist_autograd.is_available()
+
+
 def test_without_an_agent():
     with (
         pytest.raises(RuntimeError, match="RPC has not been initialized"),

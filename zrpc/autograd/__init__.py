@@ -21,29 +21,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 
 import torch
+from torch.distributed import is_available as is_distributed_available
 
 from zrpc.autograd.layer import AutogradLayer
 from zrpc.current import current_agent
 
-__all__ = ["backward", "context", "get_gradients"]
+__all__ = ["backward", "context", "get_gradients", "is_available"]
 
 
-def context() -> AbstractContextManager[int]:
+def is_available() -> bool:
+    """Whether this build of torch has what distributed autograd needs."""
+    return is_distributed_available()
+
+
+class context:
     """A new autograd context, for the calls of this thread within the ``with`` block.
 
     Handlers that run for these calls are in it too, at any depth. With the block's end it is
-    forgotten at all workers: its graph, its messages and its gradients.
+    forgotten at all workers: its graph, its messages and its gradients. ``with`` gives its id,
+    unique across all workers.
 
-    Returns:
-        A context manager that gives the context's id, unique across all workers.
+    The same object can be used for one block after the other, each of which is a new context.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: there is no agent, when the block begins.
         RpcError: this thread is in a context already.
     """
-    return _layer().contexts.context()
+
+    def __init__(self) -> None:
+        self._block: AbstractContextManager[int]
+
+    def __enter__(self) -> int:
+        block = _layer().contexts.context()
+        context_id = block.__enter__()
+        self._block = block
+        return context_id
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._block.__exit__(exc_type, exc_value, traceback)
 
 
 def backward(
