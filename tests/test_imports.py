@@ -33,6 +33,7 @@ LAYERS: list[list[str]] = [
     ["zrpc.autograd", "zrpc.inspection"],
     [
         "zrpc.backend_registry",
+        "zrpc.gathering",
         "zrpc.joining",
         "zrpc.roll_call",
         "zrpc.rref",

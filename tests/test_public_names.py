@@ -16,6 +16,7 @@ import zrpc
 TORCH_NAMES = {
     "BackendType",
     "Future",
+    "PyRRef",
     "RRef",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
@@ -33,7 +34,12 @@ TORCH_NAMES = {
     "rpc_sync",
     "shutdown",
 }
-TORCH_PRIVATE_NAMES = {"_is_current_rpc_agent_set", "_set_rpc_timeout", "_wait_all"}
+TORCH_PRIVATE_NAMES = {
+    "_get_current_rpc_agent",
+    "_is_current_rpc_agent_set",
+    "_set_rpc_timeout",
+    "_wait_all",
+}
 OWN_NAMES = {
     "AuthenticationError",
     "BackwardError",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zrpc import backend_registry as backend_registry
     from zrpc import functions as functions
     from zrpc import options as options
+    from zrpc.api import _get_current_rpc_agent as _get_current_rpc_agent
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
     from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
     from zrpc.api import _wait_all as _wait_all
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
+    from zrpc.rref.rref import PyRRef as PyRRef
     from zrpc.rref.rref import RRef as RRef
     from zrpc.worker_info import WorkerInfo as WorkerInfo
 
@@ -56,6 +58,7 @@ _MODULES = ("api", "backend_registry", "errors", "functions", "options")
 _NAMES = {
     "zrpc.caller": ("UNSET_RPC_TIMEOUT",),
     "zrpc.api": (
+        "_get_current_rpc_agent",
         "_is_current_rpc_agent_set",
         "_set_rpc_timeout",
         "_wait_all",
@@ -88,7 +91,7 @@ _NAMES = {
     "zrpc.futures": ("Future",),
     "zrpc.incoming_call": ("Call", "current_call"),
     "zrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions", "ZmqRpcBackendOptions"),
-    "zrpc.rref.rref": ("RRef",),
+    "zrpc.rref.rref": ("PyRRef", "RRef"),
     "zrpc.worker_info": ("WorkerInfo",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

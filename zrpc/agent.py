@@ -60,7 +60,7 @@ from zrpc.transport.network import Network
 from zrpc.watch import Watch
 from zrpc.wire.header import Message, parse
 from zrpc.wire.kind import Kind
-from zrpc.worker_info import rank_of
+from zrpc.worker_info import WorkerInfo, rank_of
 
 __all__ = ["Agent", "Layer"]
 
@@ -234,6 +234,19 @@ class Agent:
             if isinstance(layer, kind):
                 return layer
         raise RpcError(f"the agent of {self.worker_info} was started without a {kind.__name__}")
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """This worker, or another one; as torch's agents have it.
+
+        Raises:
+            RpcError: there is no such worker.
+        """
+        return self.worker_info if worker is None else self.membership.find(worker)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers that are in the mesh, by rank; as torch's agents have it."""
+        living = [self.membership.infos[number] for number in self.membership.living]
+        return sorted(living, key=lambda info: info.id)
 
     def as_current(self) -> AbstractContextManager[Agent]:
         """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""

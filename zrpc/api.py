@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from zrpc.current import (
 )
 from zrpc.errors import NotInitializedError, RendezvousError, RpcError
 from zrpc.futures import Future
+from zrpc.gathering import GatheringLayer
+from zrpc.gathering import plug_in as plug_in_gatherings
 from zrpc.init_method import resolve_rank, restart_count
 from zrpc.inspection.layer import plug_in as plug_in_inspection
 from zrpc.joining import join_mesh
@@ -57,6 +60,8 @@ __all__ = [
     "shutdown",
     "start_agent",
 ]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 To = str | int | WorkerInfo
@@ -100,6 +105,7 @@ def start_agent(
             plug_in_rrefs,
             plug_in_autograd,
             plug_in_inspection,
+            plug_in_gatherings,
             plug_in_roll_call,
         ],
         init_method=init_method,
@@ -354,8 +360,7 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
         NotInitializedError: there is no agent.
         RpcError: there is no such worker.
     """
-    agent = current_agent()
-    return agent.worker_info if worker_name is None else agent.membership.find(worker_name)
+    return current_agent().get_worker_info(worker_name)
 
 
 def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
@@ -434,6 +439,39 @@ def _agent_with_timeout() -> Agent:
 
 def _is_current_rpc_agent_set() -> bool:
     return find_agent() is not None
+
+
+# Below is what torch has under the same names, for programs that use it there.
+
+
+def _get_current_rpc_agent() -> Agent:
+    return current_agent()
+
+
+def _all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """What each worker has passed here, by the workers' names; all of them must call it.
+
+    Without a timeout it waits for as long as it takes; not for workers that are gone.
+    """
+    limit = 0 if timeout == UNSET_RPC_TIMEOUT else timeout
+    return current_agent().layer(GatheringLayer).gather(obj, worker_names or None, limit)
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Waits until all these workers have called it; what goes wrong is logged."""
+    try:
+        _all_gather(None, worker_names)
+    except NotInitializedError:
+        raise
+    except RuntimeError:
+        logger.exception("Failed to complete barrier")
+
+
+def _wait_all_workers(timeout: float = 0) -> None:
+    """Waits until all workers have called it."""
+    _all_gather(None, timeout=timeout)
 
 
 @contextlib.contextmanager

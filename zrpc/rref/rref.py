@@ -19,7 +19,7 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import decoder, encoder, register_reducer
 from zrpc.worker_info import WorkerInfo
 
-__all__ = ["RRef", "plug_in"]
+__all__ = ["PyRRef", "RRef", "plug_in"]
 
 T = TypeVar("T")
 
@@ -286,6 +286,10 @@ class RRef(Generic[T]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce_rref(self)  # by the dispatch table for RRef itself; here for subclasses
+
+
+# The class under torch's RRef, of which those are that come from `remote` or another worker.
+PyRRef = RRef
 
 
 def plug_in(agent: Agent) -> RRefLayer:
