@@ -12,7 +12,7 @@ from zrpc.membership import Membership
 from zrpc.worker_info import WorkerInfo
 
 
-def card(rank, *, host="host", directory=None, main="main"):
+def card(rank, *, host="host", directory=None, main="main", main_digest=""):
     return Card(
         name=f"worker{rank}",
         rank=rank,
@@ -21,6 +21,7 @@ def card(rank, *, host="host", directory=None, main="main"):
         host_key=host,
         directory=f"/run/{rank}" if directory is None else directory,
         main=main,
+        main_digest=main_digest,
     )
 
 
@@ -76,6 +77,10 @@ def test_this_worker(members):
 def test_same_main():
     members = Membership([card(0), card(1), card(2, main="other")], rank=0)
     assert [members.same_main(rank) for rank in range(3)] == [True, True, False]
+    text = [("main", "a"), ("main", "b"), ("other", "a"), ("other", "b"), ("other", "")]
+    cards = [card(i, main=main, main_digest=text) for i, (main, text) in enumerate(text)]
+    members = Membership(cards, rank=0)
+    assert [members.same_main(rank) for rank in range(5)] == [True, True, True, False, False]
 
 
 def test_shared_host():

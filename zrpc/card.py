@@ -26,13 +26,14 @@ class Card:
         host_key: equal for workers that can use each other's Unix sockets.
         directory: with the lock that says it lives, and its Unix socket; empty where the
             system has no such things.
-        main: what its ``__main__`` is; equal where names in there mean the same.
+        main: what its ``__main__`` is: the path of a script, or the name of a module.
         ipc: whether it listens on that socket.
         public_key: by which it proves over tcp that it is this member; empty where it talks
             in the clear.
         endpoint: where it listens on tcp, where it does before it meets the others.
         restarts: how often it was started again under its name and rank.
         incarnation: how many members have had its rank before; the others know that.
+        main_digest: of the text of its main script; empty where there is none.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Card:
     endpoint: str = ""
     restarts: int = 0
     incarnation: int = 0
+    main_digest: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Card:
@@ -94,6 +96,14 @@ class Card:
     def reaches_by_ipc(self, other: Card) -> bool:
         """Whether the two workers talk by Unix sockets."""
         return self.shares_host(other) and self.ipc and other.ipc
+
+    def same_main(self, other: Card) -> bool:
+        """Whether names in ``__main__`` mean the same to the two workers.
+
+        Also where the same script lies at another place, as it may on another host.
+        """
+        same_text = bool(self.main_digest) and self.main_digest == other.main_digest
+        return self.main == other.main or same_text
 
     @property
     def identity(self) -> bytes:

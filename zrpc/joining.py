@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch.distributed import Store
 
@@ -85,6 +87,7 @@ def join_mesh(
             directory=str(network.directory.path) if network.directory else "",
             ipc=ipc,
             main=_main_key(),
+            main_digest=_main_digest(),
             public_key="" if keys is None else keys.public,
             restarts=restarts or 0,
         )
@@ -153,6 +156,17 @@ def _main_key() -> str:
         return f"-m {spec.name}"
     file = getattr(main, "__file__", None)
     return os.path.realpath(file) if file else f"process {os.getpid()} of {_PROCESS_TOKEN}"
+
+
+def _main_digest() -> str:
+    """A digest of the main script's text; empty where it can't be read."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if not file:
+        return ""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
 
 
 _PROCESS_TOKEN = secrets.token_hex(8)

@@ -46,8 +46,8 @@ class Membership:
         self._by_name = {info.name: info for info in self.infos.values()}
         self._by_rank = {info.id: info for info in self.infos.values()}
         self._ranks = {i: card.number for card in self.cards.values() for i in _identities(card)}
-        self._main = self.cards[rank].main
-        self._same_main = {n: card.main == self._main for n, card in self.cards.items()}
+        own = self.cards[rank]
+        self._same_main = {number: card.same_main(own) for number, card in self.cards.items()}
         self._awaited_ranks: dict[bytes, int] = {}
         self._lost_ranks: dict[bytes, int] = {}
 
@@ -64,7 +64,7 @@ class Membership:
     def introduce(self, card: Card) -> None:
         """A worker is about to come."""
         number = card.number
-        self._same_main[number] = card.main == self._main
+        self._same_main[number] = card.same_main(self.cards[self.rank])
         self.cards[number] = card
         self.awaited.add(number)
         for identity in _identities(card):

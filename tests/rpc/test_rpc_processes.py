@@ -139,6 +139,14 @@ part()
     assert [e.code for e in ended] == [0, 0], ended
 
 
+def test_one_main_script_at_two_places(programs: Programs) -> None:
+    """As on two hosts: by name, so that the functions find what the callee has."""
+    script = HEAD + "meet(); assert rpc.rpc_sync(other, whose) == 1 - rank; part()\n"
+    pids = [programs.start(script, rank, 2) for rank in range(2)]
+    ended = [programs.wait(pid, rank) for rank, pid in enumerate(pids)]
+    assert [e.code for e in ended] == [0, 0], ended
+
+
 def test_a_script_with_a_function_that_the_other_lacks(programs: Programs) -> None:
     """Both name the same `__main__` function, and each means its own."""
     one = HEAD + "meet(); assert rpc.rpc_sync(other, whose) == 0; part()\n"
