@@ -34,6 +34,12 @@ class _Gathering:
         self.values: dict[str, Any] = {}
         self.answers: dict[str, Future[dict[str, Any]]] = {}
 
+    def succeed(self) -> None:
+        """Gives all values to those that wait."""
+        values = dict(sorted(self.values.items()))
+        for answer in self.answers.values():
+            answer.set_result(values)
+
     def fail(self, error: RpcError) -> None:
         """Tells those that wait. Not in the I/O thread, since it packs answers."""
         for answer in self.answers.values():
@@ -92,63 +98,46 @@ class GatheringLayer:
 
     def contribute(self, names: Names, number: int, name: str, value: Any) -> Future[Any]:
         """At the worker that collects: takes a value; the future is of all of them."""
-        gathering = _Gathering()
-        answer = gathering.answers[name] = Future()
-        failed: list[_Gathering] = []
-        error = RpcError(_EXPECTED.format(why=f"{name} has gone on to a later one"))
+        answer: Future[Any] = Future()
+        ended: list[tuple[_Gathering, Names]] = []
         with self._lock:
             # Looked at under the lock, which `lose` takes after the membership has changed.
-            if gone := names - self._living():
-                failed, error = (
-                    [gathering],
-                    WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone")),
-                )
-            else:
-                gathering = self._collected.setdefault((names, number), gathering)
-                gathering.answers[name] = answer
+            gone = names - self._living()
+            if not gone:
+                self._latest.setdefault(names, {})[name] = number
+                gathering = self._collected.setdefault((names, number), _Gathering())
                 gathering.values[name] = value
-                failed = self._go_on(names, number, name)
-        for other in failed:
-            other.fail(error)
-        self._answer(names, number)
+                gathering.answers[name] = answer
+                ended = self._take_ended(names)
+        if gone:
+            answer.set_exception(WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone")))
+        for gathering, ahead in ended:
+            if ahead:
+                why = f"{min(ahead)} has gone on to a later one"
+                gathering.fail(RpcError(_EXPECTED.format(why=why)))
+            else:
+                gathering.succeed()
         return answer
 
-    def _answer(self, names: Names, number: int) -> None:
-        """Answers where all values are there, or one will never come."""
-        with self._lock:
-            gathering = self._collected.get((names, number))
-            if gathering is None:
-                return
-            latest = self._latest[names]
-            missing = names - gathering.values.keys()
-            ahead = [name for name in missing if latest.get(name, number) > number]
-            if missing and not ahead:
-                return
-            del self._collected[names, number]
-        if ahead:
-            why = f"{min(ahead)} has gone on to a later one"
-            gathering.fail(RpcError(_EXPECTED.format(why=why)))
-            return
-        values = dict(sorted(gathering.values.items()))
-        for answer in gathering.answers.values():
-            answer.set_result(values)
-
-    def _go_on(self, names: Names, number: int, name: str) -> list[_Gathering]:
-        """A worker that comes to a gathering waits for no earlier one: it timed out there.
+    def _take_ended(self, names: Names) -> list[tuple[_Gathering, Names]]:
+        """Takes out the gatherings of these workers for which nothing more can come.
 
         Returns:
-            The earlier ones that will never have its value, since it could not be sent.
+            Each with the workers whose values will never come: they have gone on to a later one,
+            as this one's value could not be sent, or they were late.
         """
-        self._latest.setdefault(names, {})[name] = number
-        missed = []
-        for key in [key for key in self._collected if key[0] == names and key[1] < number]:
+        latest = self._latest[names]
+        ended = []
+        for key in [key for key in self._collected if key[0] == names]:
             gathering = self._collected[key]
-            gathering.answers.pop(name, None)
-            if name not in gathering.values:
-                missed.append(gathering)
-            if name not in gathering.values or not gathering.answers:
+            beyond = {name for name, number in latest.items() if number > key[1]}
+            for name in beyond & gathering.answers.keys():
+                del gathering.answers[name]  # it has timed out, and waits no more
+            missing = names - gathering.values.keys()
+            if not missing or missing & beyond or not gathering.answers:
                 del self._collected[key]
-        return missed
+                ended.append((gathering, missing & beyond))
+        return ended
 
     def _living(self) -> Names:
         membership = self.agent.membership
