@@ -72,16 +72,17 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
         return
     # One that runs at once, deeper than others may, leaves what is put off to those: else each of a
     # long chain of such would run the next one inside of itself.
-    enough = _never if nesting.depth < nesting.deepest else _always
+    works_off = nesting.depth < nesting.deepest
     nesting.depth += 1
     try:
         _do(job)
         # Also those that were to come after what a job has waited for, see `work_off`.
-        if nesting.added or nesting.waiting:
-            _work_off(enough)
+        if works_off and (nesting.added or nesting.waiting):
+            _work_off(_never)
     except BaseException as error:  # Ctrl-C between two of them
         note_interrupt(error)
-        _work_off(enough)
+        if works_off:
+            _work_off(_never)
     finally:
         nesting.depth -= 1
 
@@ -143,10 +144,6 @@ def _is_full() -> bool:
 
 def _never() -> bool:
     return False
-
-
-def _always() -> bool:
-    return True
 
 
 def _do(job: Job) -> None:

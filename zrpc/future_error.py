@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
 
-__all__ = ["Failure", "KeptError", "for_log"]
+__all__ = ["Failure", "KeptError", "without_frames"]
 
 # That of the futures, where users of zrpc look for it.
 logger = logging.getLogger("zrpc.futures")
@@ -90,7 +90,7 @@ class KeptError:
             self.spare.__cause__ = _Traceback("\n" + "".join(where))
 
 
-def for_log(error: Exception) -> Exception:
+def without_frames(error: Exception) -> Exception:
     """An error that was just raised and that nobody else has, without its frames."""
     if not isinstance(error.__cause__, RemoteError | None):
         error.__cause__ = _Traceback("\n" + "".join(traceback.format_exception(error)))

@@ -16,7 +16,7 @@ import torch
 from zrpc import callbacks
 from zrpc.calls import PendingCall
 from zrpc.errors import RpcCancelledError
-from zrpc.future_error import Failure, KeptError, for_log
+from zrpc.future_error import Failure, KeptError, without_frames
 from zrpc.pool import acquire
 
 __all__ = ["Future"]
@@ -28,8 +28,6 @@ _ALREADY = (
     "Attempting to mark a completed Future as complete again. Note that a Future can only be "
     "marked completed once."
 )
-
-_CANCELLED = "the future was cancelled"
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -174,14 +172,10 @@ class Future(torch.futures.Future[T]):
             return cancelled
         if self.done():
             return False
-
-        def fail() -> NoReturn:
-            raise RpcCancelledError(_CANCELLED)
-
         if not self._take():
             return False  # completed just now by another thread
         self._cancelled = True  # first, since its callbacks may ask
-        self._fail(fail, RpcCancelledError(_CANCELLED))
+        self._keep(RpcCancelledError("the future was cancelled"))
         return True
 
     def cancelled(self) -> bool:
@@ -317,7 +311,7 @@ class Future(torch.futures.Future[T]):
         try:
             value = decode()
         except Exception as error:
-            self._fail(decode, for_log(error))
+            self._fail(decode, without_frames(error))
         except BaseException:  # Ctrl-C in the midst of it
             self._fail(decode, KeyboardInterrupt())
             raise

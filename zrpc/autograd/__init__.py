@@ -51,8 +51,7 @@ class context:
         RpcError: this thread is in a context already.
     """
 
-    def __init__(self) -> None:
-        self._block: AbstractContextManager[int]
+    _block: AbstractContextManager[int]  # the one that was begun last
 
     def __enter__(self) -> int:
         block = _layer().contexts.context()
