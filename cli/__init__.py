@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from importlib.metadata import version
 
 import click
@@ -29,8 +28,10 @@ class _LazyGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        ctx.color = False
-    from zrpc.launch.descriptors import open_standard_descriptors  # not for `--help`
+    # Not for `--help`:
+    from zrpc.launch.console import refuses_colours
+    from zrpc.launch.descriptors import open_standard_descriptors
 
     open_standard_descriptors()
+    if refuses_colours():
+        ctx.color = False

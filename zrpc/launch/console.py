@@ -90,5 +90,9 @@ def _wants_colour(fd: int) -> bool:
         terminal = os.isatty(fd)
     except OSError:
         return False
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return terminal and not plain and sys.platform != "win32"
+    return terminal and not refuses_colours() and sys.platform != "win32"
+
+
+def refuses_colours() -> bool:
+    """Whether the environment asks for plain text: https://no-color.org, or a simple terminal."""
+    return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
-__all__ = ["is_open", "is_passed_on", "open_standard_descriptors"]
+__all__ = ["is_open", "open_standard_descriptors", "output_of_child"]
 
 
 def is_open(fd: int) -> bool:
@@ -17,12 +18,14 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def is_passed_on(fd: int) -> bool:
-    """Whether a process that this one starts gets this descriptor under its number.
+def output_of_child(number: int, given: int | None = None) -> int | None:
+    """What ``subprocess`` is to give a new process as its descriptor 1 or 2.
 
-    Not what has got the number of a standard stream that was closed.
+    This process's own where none is given; but not what has got the number of a standard stream
+    that was closed, and isn't passed on: then the null device.
     """
-    return is_open(fd) and (sys.platform == "win32" or os.get_inheritable(fd))
+    passed_on = is_open(number) and (sys.platform == "win32" or os.get_inheritable(number))
+    return subprocess.DEVNULL if given is None and not passed_on else given
 
 
 def open_standard_descriptors() -> None:

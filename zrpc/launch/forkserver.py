@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .channel import MAX_DESCRIPTORS, Channel
-from .descriptors import is_passed_on
+from .descriptors import output_of_child
 from .errors import LaunchError, ServerDied
 from .interpreter import BOOTSTRAP, find_zrpc, interpreter
 from .starter import DEFAULT_PRELOAD, Exit, Starter
@@ -97,8 +97,8 @@ class ForkServer(Starter):
             self._process = subprocess.Popen(
                 [*interpreter(), "-c", self._code(*theirs)],
                 stdin=subprocess.DEVNULL,
-                stdout=None if is_passed_on(1) else subprocess.DEVNULL,
-                stderr=None if is_passed_on(2) else subprocess.DEVNULL,
+                stdout=output_of_child(1),
+                stderr=output_of_child(2),
                 env=self._env,
                 pass_fds=theirs,
                 start_new_session=True,  # a Ctrl-C at the terminal is the owner's business

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from . import child, prctl
-from .descriptors import is_passed_on
+from .descriptors import output_of_child
 from .errors import LaunchError
 from .interpreter import BOOTSTRAP, find_zrpc, interpreter
 from .starter import EXIT, Starter, short_directory
@@ -87,8 +87,8 @@ class SpawnServer(Starter):
                 process = subprocess.Popen(
                     [*interpreter(), "-c", self._code(task)],
                     stdin=subprocess.DEVNULL if stdin is None else stdin,
-                    stdout=_given(stdout, 1),
-                    stderr=_given(stderr, 2),
+                    stdout=output_of_child(1, stdout),
+                    stderr=output_of_child(2, stderr),
                     cwd=task.cwd,
                     env=self._env if task.env is None else task.env,
                     **options,
@@ -182,11 +182,6 @@ if sys.platform != "win32":
     def _kill_group(pid: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, number)
-
-
-def _given(fd: int | None, number: int) -> int | None:
-    """What a new process has as its descriptor 1 or 2: this process's own where none is given."""
-    return subprocess.DEVNULL if fd is None and not is_passed_on(number) else fd
 
 
 def become_task(path: str, parent: int, at_startup: Collection[str]) -> Callable[[], None]:
