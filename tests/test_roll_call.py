@@ -226,14 +226,20 @@ class FullOutbox(Outbox):
         return 1
 
 
+def words_of(layer: RollCallLayer, monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
+    """What it says from now on, which is not sent."""
+    said: list[Kind] = []
+    monkeypatch.setattr(layer, "_send", lambda rank, kind, *_: said.append(kind))
+    return said
+
+
 def test_who_has_an_answer_still_to_send_says_nothing(
     caller: Mesh, waiting_call: PendingCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would say that it does not have the call, before the answer is there."""
     agent = caller.agent(1)
     layer = agent.layer(RollCallLayer)
-    said: list[Kind] = []
-    monkeypatch.setattr(layer, "_send", lambda rank, kind, *_: said.append(kind))
+    said = words_of(layer, monkeypatch)
     body = roll_call._CALL_ID.pack(2**60)
 
     def ask(number: int) -> None:
@@ -253,8 +259,7 @@ def test_what_has_not_left_is_not_asked_after(
 ) -> None:
     agent = caller.agent(0)
     layer = agent.layer(RollCallLayer)
-    said: list[Kind] = []
-    monkeypatch.setattr(layer, "_send", lambda rank, kind, *_: said.append(kind))
+    said = words_of(layer, monkeypatch)
     waiting_call.begun -= 1.0
 
     def look() -> None:
