@@ -11,7 +11,7 @@ _COMMANDS = ("bench", "launch", "secret", "stacks")
 
 
 class _LazyGroup(click.Group):
-    """Imports a command's module when it is used, so that `--help` is quick."""
+    """Imports a command's module on first use, so that `--help` is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -28,7 +28,7 @@ class _LazyGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""
-    # Not for `--help`:
+    # `--help` does not need these:
     from zrpc.launch.console import refuses_colours
     from zrpc.launch.descriptors import open_standard_descriptors
 

@@ -1,4 +1,4 @@
-"""``python -m zrpc.cli``."""
+"""Runs the command line as ``python -m zrpc.cli``."""
 
 from . import main
 

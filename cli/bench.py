@@ -1,4 +1,4 @@
-"""``zrpc bench``: zrpc beside torch.distributed.rpc, measured on this machine."""
+"""``zrpc bench``: measures zrpc and torch.distributed.rpc on this machine."""
 
 from __future__ import annotations
 
@@ -16,47 +16,55 @@ if TYPE_CHECKING:
     from zrpc.bench.row import Group
     from zrpc.bench.settings import Settings
 
-
-@click.group(
-    invoke_without_command=True, short_help="Measure zrpc and torch.distributed.rpc in turn."
-)
-@click.option(
+_AGAINST = click.option(
     "--against",
     type=click.Choice(["torch", "nothing"]),
     default="torch",
     show_default=True,
     help="The library to compare with.",
 )
+_JSON = click.option(
+    "--json", "data_file", type=FILE, help="Write the results to this file, as JSON."
+)
+_PLOT = click.option(
+    "--plot", "plot_file", type=FILE, help="Draw the results to this png, svg or pdf file."
+)
+
+
+@click.group(
+    invoke_without_command=True, short_help="Compare the speed of zrpc and torch.distributed.rpc."
+)
+@_AGAINST
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="How often fresh processes of both are measured in turn.",
+    help="Number of rounds. Each measures fresh processes of both libraries.",
 )
 @click.option(
     "--rows",
     metavar="REGEX",
-    help="Measure the rows whose names match. [default: all but the starts of many workers]",
+    help="Measure only rows with matching names. [default: all but the starts of many workers]",
 )
-@click.option("--list", "only_list", is_flag=True, help="Print the names of the rows, and end.")
-@click.option("--tcp", is_flag=True, help="Over loopback tcp, without faster ways.")
+@click.option("--list", "only_list", is_flag=True, help="Print the names of the rows and exit.")
+@click.option("--tcp", is_flag=True, help="Measure over loopback TCP, without faster transports.")
 @click.option(
     "--seconds",
     type=FiniteRange(min=0),
     default=0.3,
     show_default=True,
-    help="For how long each row is repeated in each round.",
+    help="Seconds for which each row is repeated in each round.",
 )
 @click.option(
     "--deadline",
     type=POSITIVE,
     default=60.0,
     show_default=True,
-    help="Seconds after which a row, or the start of processes, has failed.",
+    help="Seconds after which a row, or the start of processes, counts as failed.",
 )
-@click.option("--json", "data_file", type=FILE, help="Write all that was measured to this file.")
-@click.option("--plot", "plot_file", type=FILE, help="Draw it to this file: png, svg or pdf.")
+@_JSON
+@_PLOT
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -70,20 +78,20 @@ def command(
     data_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Measure zrpc and torch.distributed.rpc in turn, on this machine, in one run.
+    """Compare the speed of zrpc and torch.distributed.rpc on this machine, in one run.
 
-    Each round starts fresh processes of torch, of zrpc, and of neither for the limit: raw
-    ZeroMQ, or memcpy for large tensors. The table shows each one's median over the rounds, and
-    how many times faster zrpc is: the median, the least and the most over the rounds.
+    Each round starts fresh processes for torch, for zrpc, and for the lower limit: raw ZeroMQ, or
+    memcpy for large tensors. The table shows the median of each over the rounds, and how many
+    times faster zrpc is: the median, minimum and maximum over the rounds.
 
-    The exit code is 0 if zrpc got through all rows, in all rounds; 1 if not, whatever the other
-    library did; 130 after Ctrl-C, with a table of what was measured until then.
+    The exit code is 0 if zrpc completed all rows in all rounds; 1 if not, whatever the other
+    library did; 130 after Ctrl-C, with a table of the results until then.
     """
     if ctx.invoked_subcommand is not None:
-        _check_nothing_is_given(ctx, ctx.invoked_subcommand)
+        _check_no_options(ctx, ctx.invoked_subcommand)
         return
-    from zrpc.bench.effort import Effort
     from zrpc.bench.rows import all_rows, select
+    from zrpc.bench.sampling import Sampling
     from zrpc.bench.settings import Settings
 
     if only_list:
@@ -95,30 +103,30 @@ def command(
         raise click.BadParameter(str(error), param_hint="--rows") from error
     _check_files(data_file, plot_file)
     if plot_file is not None and against == "nothing":
-        raise click.UsageError("--plot draws a comparison, but there is --against nothing")
+        raise click.UsageError("--plot draws a comparison: remove --against nothing")
     settings = Settings(
         against=None if against == "nothing" else against,
         rounds=rounds,
         tcp=tcp,
-        effort=Effort(seconds=seconds),
+        sampling=Sampling(seconds=seconds),
         deadline=deadline,
-        patience=deadline,
+        mesh_timeout=deadline,
     )
     sys.exit(_measure(groups, settings, data_file, plot_file))
 
 
-def _check_nothing_is_given(ctx: click.Context, subcommand: str) -> None:
+def _check_no_options(ctx: click.Context, subcommand: str) -> None:
     for param in ctx.command.params:
         source = param.name and ctx.get_parameter_source(param.name)
         if source is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(
-                f"{param.opts[0]} before `{subcommand}` has no effect there: see "
+                f"{param.opts[0]} before `{subcommand}` has no effect on it: see "
                 f"`{ctx.command_path} {subcommand} --help` for its own options"
             )
 
 
 def _check_files(data_file: Path | None, plot_file: Path | None) -> None:
-    """Refuses, before minutes of measuring, what could not be written after them."""
+    """Refuses, before minutes of measuring, a file that could not be written afterwards."""
     for path in (data_file, plot_file):
         check_directory(path)
     if plot_file is None:
@@ -150,7 +158,7 @@ def _measure(
     except KeyboardInterrupt:
         interrupted = True
     except LaunchError as error:
-        raise click.ClickException(f"the processes to measure can't be started: {error}") from error
+        raise click.ClickException(f"could not start the processes to measure: {error}") from error
     after = load_average()
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{as_text(run)}")
     write_data(data_file, as_data(run, machine, (before, after)))
@@ -169,9 +177,11 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
     try:
         counts = sorted({int(part) for part in value.split(",")})
     except ValueError:
-        raise click.BadParameter(f"expected numbers with commas, but got {value!r}") from None
+        raise click.BadParameter(
+            f"expected numbers separated by commas, but got {value!r}"
+        ) from None
     if counts[0] < 2:
-        raise click.BadParameter(f"a mesh to measure has at least 2 workers, but got {counts[0]}")
+        raise click.BadParameter(f"expected meshes of at least 2 workers, but got {counts[0]}")
     return counts
 
 
@@ -181,24 +191,18 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
     default="2,4,8,16,32,64",
     show_default=True,
     callback=_counts,
-    help="Sizes of the meshes, with commas.",
+    help="Sizes of the meshes, separated by commas.",
 )
-@click.option(
-    "--against",
-    type=click.Choice(["torch", "nothing"]),
-    default="torch",
-    show_default=True,
-    help="The library to compare with.",
-)
+@_AGAINST
 @click.option(
     "--deadline",
     type=POSITIVE,
     default=60.0,
     show_default=True,
-    help="Seconds for each mesh's start.",
+    help="Seconds in which each mesh must start.",
 )
-@click.option("--json", "data_file", type=FILE, help="Write all that was measured to this file.")
-@click.option("--plot", "plot_file", type=FILE, help="Draw it to this file: png, svg or pdf.")
+@_JSON
+@_PLOT
 def scale(
     workers: list[int],
     against: str,
@@ -206,21 +210,26 @@ def scale(
     data_file: Path | None,
     plot_file: Path | None,
 ) -> None:
-    """Measure how cost grows with the number of workers.
+    """Measure how costs grow with the number of workers.
 
-    Starts meshes of growing size, and measures how long all workers take to join, how long a
-    call takes that goes to each peer in turn, and what descriptors and memory worker 0 has then.
+    Starts meshes of increasing size. Measures how long all workers take to join, how long a call
+    takes when each goes to the next peer, and how many descriptors and how much memory worker 0
+    then uses.
     """
     from zrpc.bench import scale as bench
-    from zrpc.bench.effort import Effort
     from zrpc.bench.machine import Machine
+    from zrpc.bench.sampling import Sampling
 
     _check_files(data_file, plot_file)
     machine = str(Machine.this())
     click.echo(machine)
     libraries = ["zrpc"] if against == "nothing" else [against, "zrpc"]
+
+    def show_step(library: str, workers: int) -> None:
+        click.echo(f"{workers} workers: {library}", err=True)
+
     try:
-        points = list(bench.measure(libraries, workers, Effort(), deadline, _tell))
+        points = list(bench.measure(libraries, workers, Sampling(), deadline, show_step))
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
@@ -229,7 +238,3 @@ def scale(
     if plot_file is not None:
         bench.plot(points, machine, plot_file)
     sys.exit(int(any(point.failed for point in points if point.library == "zrpc")))
-
-
-def _tell(library: str, workers: int) -> None:
-    click.echo(f"{workers} workers: {library}", err=True)

@@ -1,4 +1,4 @@
-"""The file that a command writes its data to, and the exit code of one that was interrupted."""
+"""The file that a command writes its data to, and the exit code of an interrupted command."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import click
 
 __all__ = ["FILE", "INTERRUPTED", "check_directory", "write_data"]
 
-# The type of such an option.
+# The type of an option that names such a file.
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-# What shells have for Ctrl-C.
-INTERRUPTED = 130
+INTERRUPTED = 130  # the exit code of shells after Ctrl-C
 
 
 def check_directory(path: Path | None) -> None:
-    """Refuses, before minutes of work, a file that could not be written after them."""
-    if path is None or path.exists():  # of which click has seen that it can be written
+    """Refuses, before minutes of work, a file that could not be written afterwards."""
+    if path is None or path.exists():  # click has checked that it is writable
         return
     directory = path.absolute().parent
     if not directory.is_dir():
@@ -31,7 +30,7 @@ def check_directory(path: Path | None) -> None:
 
 
 def write_data(path: Path | None, data: Any) -> None:
-    """Writes data as JSON, where a file is named."""
+    """Writes data as JSON, if there is a path."""
     if path is None:
         return
     try:

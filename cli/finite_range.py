@@ -1,4 +1,4 @@
-"""The type of options that take a number of seconds or minutes."""
+"""The type of options that take seconds or minutes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["POSITIVE", "FiniteRange"]
 
 
 class FiniteRange(click.FloatRange):
-    """As click's, but nan and infinity are in no range: nothing can wait for so long."""
+    """A range of floats without nan and infinity: nothing can wait that long."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number that was given."""
+        """Returns the number, or fails if it isn't finite."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"expected a finite number, but got {number}.", param, ctx)

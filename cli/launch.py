@@ -1,4 +1,4 @@
-"""``zrpc launch``: N workers of a script on this machine."""
+"""``zrpc launch``: starts N workers of a script on this machine."""
 
 from __future__ import annotations
 
@@ -8,83 +8,80 @@ from pathlib import Path
 import click
 
 from zrpc.launch import Job, LaunchError, launch
-from zrpc.launch.method import METHODS
+from zrpc.launch.starter import METHODS
 
 from .finite_range import POSITIVE
 
 
-def _variables(
-    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
-) -> dict[str, str]:
-    pairs = [value.partition("=") for value in values]
-    for (name, equals, _), value in zip(pairs, values, strict=True):
-        if not (name and equals):
+def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    for value in values:
+        if value.find("=") < 1:
             raise click.BadParameter(f"expected NAME=VALUE, but got {value!r}")
-    return {name: text for name, _, text in pairs}
+    return dict(value.split("=", 1) for value in values)
 
 
 @click.command(
-    short_help="Start workers of a script, and watch them.",
+    short_help="Start workers of a script and watch them.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
-    "-n", "--nprocs", type=click.IntRange(min=1), default=1, show_default=True, help="Workers."
+    "-n", "--nprocs", type=click.IntRange(min=1), default=1, show_default=True, help="Worker count."
 )
 @click.option(
     "--name-prefix",
     default="worker",
     show_default=True,
-    help="Workers are named by this and their rank.",
+    help="The start of the name in each worker's ZRPC_WORKER_NAME. Its rank follows.",
 )
 @click.option(
     "--env",
     metavar="NAME=VALUE",
     multiple=True,
     callback=_variables,
-    help="A variable for the workers' environment. Can be repeated.",
+    help="Set a variable in the workers' environment. Can be repeated.",
 )
 @click.option(
     "--iface",
     metavar="NAME|ADDRESS",
-    help="The network interface on which workers listen, where they do: ZRPC_IFACE. "
-    "[default: the one that leads to where they meet]",
+    help="The network interface on which workers listen if they use TCP (sets ZRPC_IFACE). "
+    "[default: the one with the route to their meeting address]",
 )
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Keep each worker's output here too, in rank0.out and rank0.err.",
+    help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on.",
 )
 @click.option(
     "--timeout",
     type=POSITIVE,
     metavar="SECONDS",
-    help="Stop all workers after this time, with exit code 124.",
+    help="Stop all workers after this time and exit with 124.",
 )
 @click.option(
     "--start-method",
     type=click.Choice(METHODS),
-    help="Fork workers from a process that has imported torch, or start each from nothing. "
-    "[default: fork on Linux, spawn elsewhere]",
+    help="Fork workers from a process that has imported torch, or start a new interpreter for "
+    "each. [default: fork on Linux, spawn elsewhere]",
 )
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How often each worker that fails is started again, while the others go on.",
+    help="How often each failed worker is started again, while the others keep running.",
 )
-@click.option("--elastic", is_flag=True, help="Workers join and leave: there is no world size.")
+@click.option("--elastic", is_flag=True, help="Let workers join and leave: there is no world size.")
 @click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="With --elastic: where the workers meet. [default: 127.0.0.1 and a free port]",
+    help="With --elastic: the address where workers meet. [default: 127.0.0.1 and a free port]",
 )
 @click.option(
     "--join",
     metavar="HOST:PORT",
-    help="With --elastic: add the workers to the mesh that meets there.",
+    help="With --elastic: add the workers to the running mesh at this address.",
 )
-@click.option("-m", "module", is_flag=True, help="SCRIPT is a module's name, as after python -m.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -103,21 +100,21 @@ def command(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Start N workers of SCRIPT on this machine, and watch them until all have ended.
+    """Start N workers of SCRIPT on this machine and watch them until all have exited.
 
-    What follows SCRIPT are its own arguments. Each worker finds its rank and how to reach the
-    others in RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
-    under torchrun, and a secret of this run in ZRPC_SECRET, unless there is one already.
+    All arguments after SCRIPT are its own. Each worker gets its rank and the others' address in
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under
+    torchrun, and a secret for this run in ZRPC_SECRET, unless one is set already.
     OMP_NUM_THREADS is 1, unless it is set or there is one worker. Worker 0 has the launcher's
     standard input, the others have none.
 
-    Output is shown with the worker's rank. When a worker fails, the others are stopped, its
-    traceback is shown last, and its exit code is the launcher's. Ctrl-C stops all workers,
-    after 3 seconds less gently, and at once when pressed again.
+    Each line of output is shown with its worker's rank. When a worker fails, the others are
+    stopped, its traceback is shown last, and its exit code is the launcher's. Ctrl-C stops all
+    workers: gently first, after 3 seconds with more force, and at once if pressed again.
 
-    With --max-restarts, a worker that fails is started again instead, under its rank, and
-    joins the others that go on; how often is in TORCHELASTIC_RESTART_COUNT. With --elastic,
-    WORLD_SIZE is not set, and more workers can be added by a second launch with --join.
+    With --max-restarts, a failed worker is instead started again with the same rank and joins
+    the others, which keep running. TORCHELASTIC_RESTART_COUNT counts its restarts. With --elastic,
+    WORLD_SIZE is not set, and a second launch with --join can add workers.
     """
     job = Job(
         script,

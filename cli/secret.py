@@ -1,4 +1,4 @@
-"""``zrpc secret``: a secret for a mesh on several hosts."""
+"""``zrpc secret``: creates a secret for a mesh on several hosts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from zrpc.secret import FILE_VARIABLE, new_secret, write_secret
+from zrpc.membership.secret import FILE_VARIABLE, new_secret, write_secret
 
 
 @click.command()
 @click.argument("file", required=False, type=click.Path(dir_okay=False, path_type=Path))
 def command(file: Path | None) -> None:
-    """Make a cluster secret, for workers on several hosts.
+    """Create a cluster secret for workers on several hosts.
 
-    Writes it to FILE, a new file with mode 0600, or prints it where no FILE is given. Copy the
-    file to each host, to be read by nobody else there, and name it in ZRPC_SECRET_FILE.
+    Writes it to FILE, a new file with mode 0600, or prints it if no FILE is given. Copy the file
+    to each host, readable only by you, and set ZRPC_SECRET_FILE to its path.
     """
     if file is None:
         click.echo(new_secret())
@@ -24,7 +24,7 @@ def command(file: Path | None) -> None:
         write_secret(file, new_secret())
     except FileExistsError:
         raise click.UsageError(
-            f"there is a file {file} already, which may be in use: remove it, or name another"
+            f"the file {file} exists already and may be in use: remove it, or name another"
         ) from None
     except OSError as error:
         raise click.ClickException(f"{file} can't be written: {error.strerror}") from error

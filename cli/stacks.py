@@ -1,28 +1,24 @@
-"""``zrpc stacks``: what the workers of a running mesh do, and what they wait for."""
+"""``zrpc stacks``: shows what the workers of running meshes do and wait for."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 
 import click
 
-from zrpc.inspection.meshes import Answer, MeshView, ask, directories, meshes
-from zrpc.inspection.report import Report
+from zrpc.services.inspection.discovery import Answer, MeshView, ask, directories, meshes
+from zrpc.services.inspection.report import Report
 
 from .finite_range import POSITIVE
 
-# Between the two looks at a thread that may stand still, in seconds.
-_STANDS_STILL = 0.3
+_RECHECK_SECONDS = 0.3  # between two looks at a thread that may not be making progress
 
 
 @click.command(short_help="Show what running workers do and wait for.")
 @click.argument("workers", nargs=-1, metavar="[PID|NAME]...")
-@click.option(
-    "--all", "idle", is_flag=True, help="Show threads that have nothing to do, too, and all frames."
-)
+@click.option("--all", "idle", is_flag=True, help="Also show idle threads, and all frames.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",
@@ -30,49 +26,48 @@ _STANDS_STILL = 0.3
     default=2.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for answers.",
+    help="Seconds to wait for answers.",
 )
 def command(workers: tuple[str, ...], idle: bool, as_json: bool, timeout: float) -> None:
-    """Show what the workers of running meshes do, and what they wait for.
+    """Show what the workers of running meshes do and wait for.
 
-    All meshes of this user that have a worker on this host, or those with a worker of this
-    process id or name. For each worker: the calls that it waits for (→), those that it is to
-    answer (←), and the Python stacks of its threads and coroutines. At the end: who waits in a
-    circle, and who could not be asked. Workers are asked while they run, also where all of their
-    threads wait; nothing is stopped.
+    Shows all meshes of this user that have a worker on this host, or only those with a worker of
+    the given process ids or names. For each worker: the calls that it waits for (→), the calls
+    that it must answer (←), and the Python stacks of its threads and coroutines. At the end: the
+    workers that wait for each other in a circle, and those that could not be asked. Workers keep
+    running while they are asked, and answer even if all their threads wait.
 
-    Exit code: 0, or 1 where there is no such mesh.
+    The exit code is 0, or 1 if there is no such mesh.
     """
-    found, rest = meshes(ask(directories(), timeout))
-    chosen = [mesh for mesh in found if _is_meant(mesh, workers)]
-    rest = [answer for answer in rest if not workers or str(answer.pid) in workers]
-    if not chosen and not rest:
-        whose = f" with {' or '.join(workers)}" if workers else ""
-        raise click.ClickException(f"no running mesh of this user{whose} was found on this host")
+    found, failed = meshes(ask(directories(), timeout))
+    chosen = [mesh for mesh in found if _has_worker(mesh, workers)]
+    failed = [answer for answer in failed if not workers or str(answer.pid) in workers]
+    if not chosen and not failed:
+        suffix = f" with {' or '.join(workers)}" if workers else ""
+        raise click.ClickException(f"no running mesh of this user{suffix} was found on this host")
     for mesh in chosen:
         mesh.ask_other_hosts(timeout)
     if as_json:
-        _print_json(chosen, rest)
+        _print_json(chosen, failed)
         return
     for mesh in chosen:
         _print_mesh(mesh, idle, timeout)
-    for answer in rest:
+    for answer in failed:
         who = f"pid {answer.pid}" if answer.pid else answer.directory
         _warn(f"A worker ({who}) could not be asked: {answer.problem}")
 
 
-def _is_meant(mesh: MeshView, workers: Sequence[str]) -> bool:
+def _has_worker(mesh: MeshView, workers: Sequence[str]) -> bool:
     known = {*map(str, mesh.pids.values()), *mesh.names.values()}
     return not workers or bool(known & set(workers))
 
 
-def _print_json(found: Sequence[MeshView], rest: Sequence[Answer]) -> None:
+def _print_json(found: Sequence[MeshView], failed: Sequence[Answer]) -> None:
     content = {
         "meshes": [Report(mesh).as_dict() for mesh in found],
-        "unknown": [{"pid": answer.pid, "why": answer.problem} for answer in rest],
+        "unknown": [{"pid": answer.pid, "why": answer.problem} for answer in failed],
     }
-    json.dump(content, sys.stdout, indent=1)
-    click.echo()
+    click.echo(json.dumps(content, indent=1))
 
 
 def _print_mesh(mesh: MeshView, idle: bool, timeout: float) -> None:
@@ -98,10 +93,10 @@ def _print_mesh(mesh: MeshView, idle: bool, timeout: float) -> None:
 
 
 def _suspects(report: Report, mesh: MeshView, timeout: float) -> list[list[str]]:
-    """Looks a second time where a chain of waiting comes back to a thread that seems to stand."""
+    """Looks again if a chain of waits leads back to a thread that seems to make no progress."""
     if not report.comes_back():
         return []
-    time.sleep(_STANDS_STILL)
+    time.sleep(_RECHECK_SECONDS)
     return report.suspects(mesh.seen_again(timeout))
 
 

@@ -1,14 +1,13 @@
 """Batch processing of calls: one update for the gradients of all trainers.
 
 What it shows: ``@rpc.functions.async_execution``. Trainers send gradients to a parameter server
-and get new parameters back. The server answers with a Future, which completes when enough
-gradients are there and were applied together. Until then no call holds a thread.
+and get new parameters back. The server returns a Future, which completes when a whole batch of
+gradients has arrived and was applied. Until then no call holds a thread.
 
-The server runs twice: with batches of one gradient from each trainer, and with batches of one,
-where every gradient is an update by itself. The trainers send as many gradients either way. So
-batching makes fewer updates, each from more data and from the parameters just before it; and each
-trainer has to wait for the slowest. Which one learns more from as many gradients depends on the
-task: on this small one it is the run with more updates.
+The server runs twice: with batches of one gradient from each trainer, and with batches of one
+gradient. The trainers send the same number of gradients in both runs. So batching makes fewer
+updates, each from more data and from the latest parameters, but each trainer has to wait for the
+slowest. Which run learns more depends on the task: on this small one, the run with more updates.
 
 It corresponds to "Implementing Batch RPC Processing Using Asynchronous Executions" in PyTorch's
 tutorials. The task is to tell apart the three arms of a spiral.
@@ -37,7 +36,7 @@ LEARNING_RATE = 0.01
 
 
 def make_spiral(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points of a spiral, and the number of the arm that each lies on."""
+    """Returns points of a spiral, and the number of each point's arm."""
     generator = torch.Generator().manual_seed(seed)
     arms = torch.randint(ARMS, (POINTS,), generator=generator)
     radii = torch.rand(POINTS, generator=generator)
@@ -47,17 +46,17 @@ def make_spiral(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_model(seed: int) -> nn.Module:
-    """The same network on every worker, by the seed."""
+    """Returns the network, which is the same on every worker with this seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, ARMS))
 
 
 class ParameterServer:
-    """The parameters, which it updates from gradients in batches.
+    """Holds the parameters, and updates them from batches of gradients.
 
     Args:
-        batch_size: how many gradients make an update.
-        seed: of the model.
+        batch_size: the number of gradients in an update.
+        seed: the seed of the model.
     """
 
     def __init__(self, batch_size: int, seed: int) -> None:
@@ -66,22 +65,22 @@ class ParameterServer:
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, LEARNING_RATE)
         self.updates = 0
-        # Guards all below and the model: calls of several trainers run at the same time.
+        # Guards the model and the attributes below: calls of several trainers run at once.
         self.lock = threading.Lock()
         self.batch: list[list[torch.Tensor]] = []
         self.updated: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
     @rpc.functions.async_execution
     def update(self, gradients: list[torch.Tensor]) -> torch.futures.Future[list[torch.Tensor]]:
-        """Takes one trainer's gradients; the Future is of the parameters after the update."""
+        """Takes a trainer's gradients; returns a Future of the updated parameters."""
         with self.lock:
             updated = self.updated
             self.batch.append(gradients)
             if len(self.batch) < self.batch_size:
-                return updated  # this call's thread is free again; the trainer waits
+                return updated  # frees this call's thread; the trainer waits
             fresh = self._apply()
             self.batch, self.updated = [], torch.futures.Future()
-        # One result answers all the calls of the batch.
+        # One result answers all calls of the batch.
         updated.set_result(fresh)
         return updated
 
@@ -90,12 +89,12 @@ class ParameterServer:
             parameter.grad = torch.stack(gradients).mean(0)
         self.optimizer.step()
         self.updates += 1
-        # Copies, since the next update may come while these are being sent.
+        # Copies, since the next update may run while these are being sent.
         return [parameter.detach().clone() for parameter in self.parameters]
 
 
 def train(server: rpc.RRef[ParameterServer], index: int, steps: int, seed: int) -> list[float]:
-    """On a trainer: sends gradients of its own minibatches; returns the loss of each."""
+    """On a trainer: sends the gradients of its minibatches; returns their losses."""
     torch.set_num_threads(1)  # a small network, and every worker has one
     points, arms = make_spiral(seed)
     model = make_model(seed)
@@ -114,7 +113,7 @@ def train(server: rpc.RRef[ParameterServer], index: int, steps: int, seed: int) 
 
 
 def run(trainers: list[str], batch_size: int, steps: int, seed: int) -> float:
-    """On the server: has all trainers train, prints what came of it, returns the accuracy."""
+    """On the server: runs all trainers, prints the results and returns the accuracy."""
     server = ParameterServer(batch_size, seed)
     rref = rpc.RRef(server)
     began = time.monotonic()
@@ -134,14 +133,14 @@ def run(trainers: list[str], batch_size: int, steps: int, seed: int) -> float:
 
 
 def main() -> None:
-    """Runs this worker: the parameter server where its rank is 0, otherwise a trainer."""
+    """Runs this worker: the parameter server if its rank is 0, otherwise a trainer."""
     parser = argparse.ArgumentParser(description="Train with gradients averaged by batches.")
     parser.add_argument("--steps", type=int, default=600, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size < 2:
-        parser.error("there must be at least 2 workers: a server and a trainer")
+        parser.error("expected at least 2 workers: a server and a trainer")
     names = ["server", *(f"trainer{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])
     failure = None
@@ -149,8 +148,8 @@ def main() -> None:
         sizes = (len(names) - 1, 1)
         worst = min(run(names[1:], size, options.steps, options.seed) for size in sizes)
         if worst < 0.9:
-            failure = f"An accuracy of at least 90% was expected, but one is {worst:.1%}."
-    rpc.shutdown()  # here trainers answer calls, until the server is done
+            failure = f"Expected an accuracy of at least 90% in both runs, but got {worst:.1%}."
+    rpc.shutdown()  # trainers answer calls here until the server is done
     sys.exit(failure)
 
 

@@ -1,23 +1,23 @@
 """DistributedDataParallel for the dense part of a model, and an embedding on another worker.
 
-What it shows: two kinds of parallelism in one autograd context. Two trainers have a copy of the
-small dense layers each, whose gradients DDP averages over a gloo process group. The large
-embedding table is on a parameter worker, once, and the trainers differentiate through calls to
-it. One call of `backward` does both, and one optimizer steps here and there. A master starts all
-of it::
+What it shows: two kinds of parallelism in one autograd context. Each of two trainers has a copy
+of the small dense layers; DDP averages their gradients over a gloo process group. The large
+embedding table exists once, on a parameter worker, and the trainers differentiate through calls
+to it. One call of `backward` computes both kinds of gradients, and one optimizer steps on all
+workers. A master starts the trainers::
 
     master --> trainer0 --(calls)--> parameters
            --> trainer1 --(calls)-->
                trainer0 <--(gloo)--> trainer1
 
 It corresponds to "Combining Distributed DataParallel with Distributed RPC Framework" in PyTorch's
-tutorials. The task is to tell on which of four topics most words of a sentence are.
+tutorials. The task is to find which of four topics most words of a sentence belong to.
 
     zrpc launch --nprocs 4 examples/ddp_remote_embedding.py
     zrpc launch --nprocs 4 examples/ddp_remote_embedding.py --check
 
-With ``--check`` the same model is trained again without zrpc and DDP, in one process and with the
-minibatches of both trainers as one. Losses and parameters have to be the same, but for rounding.
+With ``--check`` the same model is trained again without zrpc and DDP, in one process, with the
+minibatches of both trainers joined. Losses and parameters must be the same, except for rounding.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ TOPICS = 4
 WIDTH = 16
 MINIBATCH = 64  # of each trainer
 LEARNING_RATE = 0.5
-TABLE_LEARNING_RATE = 40.0  # more, since few words of the table are in a minibatch
+TABLE_LEARNING_RATE = 40.0  # larger, since a minibatch has few words of the table
 STEPS_PER_LINE = 25
 
 Result = tuple[list[float], list[torch.Tensor]]
 
 
 class Table(nn.EmbeddingBag):
-    """The part of the model that is on the parameter worker."""
+    """The part of the model on the parameter worker."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -61,13 +61,13 @@ class Table(nn.EmbeddingBag):
 
 
 def make_dense(seed: int) -> nn.Module:
-    """The part of the model that each trainer has."""
+    """Returns the part of the model that each trainer has."""
     torch.manual_seed(seed + 1)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, TOPICS))
 
 
 def make_minibatch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sentences, and for each the topic of most of its words."""
+    """Returns sentences, and the topic of most words of each."""
     sentences = torch.randint(WORDS, (MINIBATCH, LENGTH), generator=generator)
     counts = functional.one_hot(sentences % TOPICS, TOPICS).sum(1)
     return sentences, counts.argmax(1)
@@ -78,10 +78,11 @@ def data_of(trainer: int, seed: int) -> torch.Generator:
 
 
 def train(trainer: int, table: RemoteModule, steps: int, seed: int) -> Result:
-    """On a trainer: returns the losses, and the dense parameters at the end."""
+    """On a trainer: returns the losses and the final dense parameters."""
     dense = DistributedDataParallel(make_dense(seed))
-    # Both trainers step for the table, one after the other, each with the gradient of its own
-    # minibatch. Half as far each is once with the mean, as DDP does it for the dense part.
+    # Both trainers step on the table, one after the other, each with the gradient of its own
+    # minibatch. Two steps of half the size equal one with the mean gradient, which DDP computes
+    # for the dense part.
     groups: list[dict[str, Any]] = [
         {"params": table.remote_parameters(), "lr": TABLE_LEARNING_RATE / TRAINERS},
         {"params": [rpc.RRef(parameter) for parameter in dense.parameters()]},
@@ -95,7 +96,7 @@ def train(trainer: int, table: RemoteModule, steps: int, seed: int) -> Result:
             loss = functional.cross_entropy(dense(table(sentences)), labels)
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
-        dist.barrier()  # the next step begins with what both have done to the table
+        dist.barrier()  # the next step needs both updates of the table
         losses.append(loss.item())
         if step % STEPS_PER_LINE == 0:
             mean = sum(losses[-STEPS_PER_LINE:]) / STEPS_PER_LINE
@@ -104,7 +105,7 @@ def train(trainer: int, table: RemoteModule, steps: int, seed: int) -> Result:
 
 
 def train_in_one_process(steps: int, seed: int) -> tuple[list[float], nn.Module, nn.Module]:
-    """The same without zrpc: returns the losses, the table and the dense part."""
+    """Trains without zrpc; returns the losses, the table and the dense part."""
     table, dense = Table(seed), make_dense(seed)
     groups: list[dict[str, Any]] = [
         {"params": table.parameters(), "lr": TABLE_LEARNING_RATE},
@@ -125,7 +126,7 @@ def train_in_one_process(steps: int, seed: int) -> tuple[list[float], nn.Module,
 
 
 def run(options: argparse.Namespace) -> str | None:
-    """On the master: has the trainers train; returns what is wrong with the result."""
+    """On the master: runs the trainers; returns what is wrong with the result, if anything."""
     table = RemoteModule("parameters/cpu", Table, args=(options.seed,))
     futures = [
         rpc.rpc_async(NAMES[i], train, (i, table, options.steps, options.seed), timeout=0)
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace) -> str | None:
         differences[NAMES[trainer]] = max((a - b).abs().max().item() for a, b in pairs)
     for what, largest in differences.items():
         print(f"{what}: largest difference to one process: {largest:.1e}", flush=True)
-    return None if max(differences.values()) < 1e-3 else "That is more than rounding."
+    return None if max(differences.values()) < 1e-3 else "The differences are larger than rounding."
 
 
 def main() -> None:
@@ -156,13 +157,13 @@ def main() -> None:
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != len(NAMES):
-        parser.error(f"there must be {len(NAMES)} workers, and there are {world_size}")
+        parser.error(f"expected {len(NAMES)} workers, but got {world_size}")
     torch.set_num_threads(1)  # a small model, and every worker computes
     if rank < TRAINERS:
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
     rpc.init_rpc(NAMES[rank])
     failure = run(options) if NAMES[rank] == "master" else None
-    rpc.shutdown()  # here trainers and the parameter worker answer calls, until all is done
+    rpc.shutdown()  # trainers and the parameter worker answer calls here until the master is done
     if rank < TRAINERS:
         dist.destroy_process_group()
     sys.exit(failure)

@@ -1,9 +1,9 @@
 """A language model that is split over two workers.
 
 What it shows: distributed autograd, and an optimizer that steps where the parameters are. The
-large tables of a model, those that turn characters into vectors and back, live on a parameter
-worker; the LSTM between them lives on the trainer. One backward pass goes through both, and what
-crosses the network are activations and their gradients, never the tables.
+large tables of the model, which turn characters into vectors and back, live on a parameter
+worker; the LSTM between them lives on the trainer. One backward pass goes through both. Only
+activations and their gradients cross the network, never the tables.
 
 It corresponds to "Distributed RNN using Distributed Autograd and Distributed Optimizer", a part
 of "Getting Started with Distributed RPC Framework" in PyTorch's tutorials. The text is the
@@ -13,7 +13,7 @@ chapter of Python's own manual that ``help("COMPOUND")`` would show, read charac
     zrpc launch --nprocs 2 examples/distributed_rnn.py --check
 
 With ``--check`` the same model is trained again without zrpc, in one process and from the same
-seeds, and the losses have to be the same, but for rounding.
+seeds. The losses must be the same, except for rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 TEXT: str = topics["compound"]
 ALPHABET = sorted(set(TEXT))
 WIDTH = 48
-SEQUENCES = 16  # parts of the text that are read side by side
+SEQUENCES = 16  # parts of the text that are read in parallel
 LENGTH = 24  # characters until the next step of the optimizer
 LEARNING_RATE = 0.01
 MAX_NORM = 1.0
@@ -61,12 +61,12 @@ def make_lstm(seed: int) -> nn.LSTM:
 
 
 def parameters_of(module: rpc.RRef[nn.Module]) -> list[rpc.RRef[nn.Parameter]]:
-    """At the owner of a module: an RRef of each of its parameters."""
+    """On the owner of a module: returns an RRef of each of its parameters."""
     return [rpc.RRef(parameter) for parameter in module.local_value().parameters()]
 
 
 def minibatches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Characters, and those that follow them, both of shape (LENGTH, SEQUENCES)."""
+    """Yields characters and their successors, both of shape (LENGTH, SEQUENCES)."""
     numbers = torch.tensor([ALPHABET.index(character) for character in TEXT])
     rows = len(numbers) // SEQUENCES
     columns = numbers[: rows * SEQUENCES].view(SEQUENCES, rows).T
@@ -78,7 +78,7 @@ def minibatches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def forward(
     embed: Layer, lstm: nn.LSTM, decode: Layer, characters: torch.Tensor, state: State
 ) -> tuple[torch.Tensor, State]:
-    """One way through the model, wherever its parts are."""
+    """Runs the forward pass, wherever the parts of the model are."""
     output, (hidden, cell) = lstm(embed(characters), state)
     return decode(output), (hidden.detach(), cell.detach())
 
@@ -94,7 +94,8 @@ def train(parameter_worker: str, steps: int, seed: int) -> list[float]:
     tables = []
     for make in (make_embedding, make_decoder):
         table: rpc.RRef[nn.Module] = rpc.remote(parameter_worker, make, args=(seed,))
-        # Waits for the table, too: two made at once would take turns at one random generator.
+        # This also waits for the table: making two at once would interleave their use of one
+        # random generator.
         parameters += rpc.rpc_sync(parameter_worker, parameters_of, args=(table,))
         tables.append(table)
     optimizer = DistributedOptimizer(torch.optim.Adam, parameters, lr=LEARNING_RATE)
@@ -116,7 +117,7 @@ def train(parameter_worker: str, steps: int, seed: int) -> list[float]:
 
 
 def train_in_one_process(steps: int, seed: int) -> list[float]:
-    """The same without zrpc."""
+    """Trains without zrpc; returns the loss of each step."""
     embedding, decoder, lstm = make_embedding(seed), make_decoder(seed), make_lstm(seed)
     parameters = [*lstm.parameters(), *embedding.parameters(), *decoder.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=LEARNING_RATE)
@@ -134,7 +135,7 @@ def train_in_one_process(steps: int, seed: int) -> list[float]:
 
 
 def run(options: argparse.Namespace) -> str | None:
-    """On the trainer: trains, and returns what went wrong."""
+    """On the trainer: trains; returns what went wrong, if anything."""
     losses = train("parameters", options.steps, options.seed)
     if options.check:
         expected = train_in_one_process(options.steps, options.seed)
@@ -146,19 +147,19 @@ def run(options: argparse.Namespace) -> str | None:
 
 
 def main() -> None:
-    """Runs this worker: the trainer where its rank is 0, else the parameter worker."""
-    parser = argparse.ArgumentParser(description="Train an RNN whose tables are elsewhere.")
+    """Runs this worker: the trainer if its rank is 0, otherwise the parameter worker."""
+    parser = argparse.ArgumentParser(description="Train an RNN with tables on another worker.")
     parser.add_argument("--steps", type=int, default=150, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != 2:
-        parser.error(f"there must be 2 workers, and there are {world_size}")
+        parser.error(f"expected 2 workers, but got {world_size}")
     torch.set_num_threads(1)
     rpc.init_rpc(["trainer", "parameters"][rank])
     failure = run(options) if rank == 0 else None
-    rpc.shutdown()  # here the parameter worker answers calls, until the trainer is done
+    rpc.shutdown()  # the parameter worker answers calls here until the trainer is done
     sys.exit(failure)
 
 

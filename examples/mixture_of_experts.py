@@ -1,25 +1,25 @@
 """A mixture of experts that live on other workers.
 
 What it shows: `RemoteModule`, calls to many workers at the same time, and graphs that differ from
-step to step. A gate on the trainer sends each row of a minibatch to the two experts that it holds
-for the best, and an expert gets nothing but its rows. What they return is added to what they
-were given, twice in a row::
+step to step. A gate on the trainer sends each row of a minibatch to the two experts that it rates
+best, and an expert gets its own rows only. Their results are added to the input, twice in a
+row::
 
     x  ->  x + two of experts(x)  ->  x + two of experts(x)  ->  scores
 
-So the same workers are visited again and again within one graph, along with the way around them,
-and some are not visited at all. One backward pass goes through all that, to the gates too, which
-learn by the weight that they have given to each expert.
+So one graph visits a worker several times or not at all, and has a path around the experts too.
+One backward pass covers all of that, and the gates, which learn from the weight that they gave to
+each expert.
 
 It corresponds to the remote modules of "Distributed RPC Framework" in PyTorch's documentation and
-to N. Shazeer et al., "Outrageously Large Neural Networks" (2017). The task has four rules, each
-for one region of the points, and each a line that parts the region in two.
+to N. Shazeer et al., "Outrageously Large Neural Networks" (2017). The task has four rules, one for
+each region of the points: a line divides the region in two.
 
     zrpc launch --nprocs 4 examples/mixture_of_experts.py
     zrpc launch --nprocs 4 examples/mixture_of_experts.py --check
 
 With ``--check`` the same model is trained again without zrpc, in one process and from the same
-seeds, and the losses have to be the same, but for rounding.
+seeds. The losses must be the same, except for rounding.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ HOPS = 2
 TOP = 2  # experts for each row
 MINIBATCH = 128
 LEARNING_RATE = 0.01
-BALANCE = 0.05  # how much it counts, beside the loss, that experts are chosen unevenly
+BALANCE = 0.05  # the weight, beside the loss, of an uneven choice of experts
 STEPS_PER_LINE = 50
 
-# Takes the rows of one expert; returns what gives the result once it is waited for.
+# Takes the rows for one expert; returns a function that waits for the result.
 Ask = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
@@ -65,11 +65,11 @@ class Expert(nn.Module):
 
 
 class Trainer(nn.Module):
-    """What the trainer has of the model: all but the experts.
+    """The trainer's part of the model: all but the experts.
 
     Args:
-        experts: how to ask each of them.
-        seed: of the parameters.
+        experts: a function for each expert, which sends rows to it.
+        seed: the seed of the parameters.
     """
 
     def __init__(self, experts: Sequence[Ask], seed: int) -> None:
@@ -79,10 +79,10 @@ class Trainer(nn.Module):
         self.first = nn.Linear(2, WIDTH)
         self.gates = nn.ModuleList(nn.Linear(WIDTH, len(experts)) for _ in range(HOPS))
         self.last = nn.Linear(WIDTH, 2)
-        self.rows = [0] * len(experts)  # that each expert was given so far
+        self.rows = [0] * len(experts)  # the number sent to each expert so far
 
     def forward(self, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores, and how unevenly the experts were chosen: 0 for evenly."""
+        """Returns the scores, and how unevenly the experts were chosen: 0 for evenly."""
         x = self.first(points).tanh()
         uneven = x.new_zeros(())
         for gate in self.gates:
@@ -92,12 +92,12 @@ class Trainer(nn.Module):
         return self.last(x), uneven
 
     def _ask(self, x: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
-        """The results of the best experts for each row, weighted."""
+        """Returns the weighted results of the best experts for each row."""
         weights, chosen = probabilities.topk(TOP, 1)
         asked = []
         for number, ask in enumerate(self.experts):
             rows, places = (chosen == number).nonzero(as_tuple=True)
-            if len(rows):  # otherwise this expert has no part in the graph
+            if len(rows):  # otherwise this expert isn't part of the graph
                 asked.append((ask(x[rows]), rows, weights[rows, places, None]))
                 self.rows[number] += len(rows)
         total = torch.zeros_like(x)
@@ -107,7 +107,7 @@ class Trainer(nn.Module):
 
 
 def make_points(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points in a square, and on which side of its region's line each is."""
+    """Returns points in a square, and each point's side of its region's line."""
     points = 2 * torch.rand(MINIBATCH, 2, generator=generator) - 1
     regions = (points > 0).long() @ torch.tensor([2, 1])
     angles = regions * torch.pi / REGIONS + 0.3
@@ -156,7 +156,7 @@ def train(workers: list[str], steps: int, seed: int) -> list[float]:
 
 
 def train_in_one_process(experts: int, steps: int, seed: int) -> list[float]:
-    """The same without zrpc."""
+    """Trains without zrpc; returns the loss of each step."""
     modules = [Expert(seed + 1 + i) for i in range(experts)]
     model = Trainer([local_ask(module) for module in modules], seed)
     parameters = [p for module in (model, *modules) for p in module.parameters()]
@@ -175,7 +175,7 @@ def train_in_one_process(experts: int, steps: int, seed: int) -> list[float]:
 
 
 def run(workers: list[str], options: argparse.Namespace) -> str | None:
-    """On the trainer: trains, and returns what went wrong."""
+    """On the trainer: trains; returns what went wrong, if anything."""
     losses = train(workers, options.steps, options.seed)
     if options.check:
         expected = train_in_one_process(len(workers), options.steps, options.seed)
@@ -187,7 +187,7 @@ def run(workers: list[str], options: argparse.Namespace) -> str | None:
 
 
 def main() -> None:
-    """Runs this worker: the trainer where its rank is 0, otherwise one with an expert."""
+    """Runs this worker: the trainer if its rank is 0, otherwise an expert."""
     parser = argparse.ArgumentParser(description="Train a mixture of remote experts.")
     parser.add_argument("--steps", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -195,15 +195,15 @@ def main() -> None:
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size < 3:
-        parser.error("there must be at least 3 workers: a trainer and two with an expert")
-    # With coarser numbers, a row that an expert holds for hardly better than another would go to
-    # the other by a rounding error, and two runs could not be compared.
+        parser.error("expected at least 3 workers: a trainer and two experts")
+    # With coarser numbers, a rounding error could send a row that the gate rates nearly equal for
+    # two experts to the other one, and two runs could not be compared.
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)  # small experts, and every worker has one
     names = ["trainer", *(f"expert{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])
     failure = run(names[1:], options) if rank == 0 else None
-    rpc.shutdown()  # here experts answer calls, until the trainer is done
+    rpc.shutdown()  # experts answer calls here until the trainer is done
     sys.exit(failure)
 
 

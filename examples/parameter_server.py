@@ -1,18 +1,18 @@
 """A parameter server with several trainers that go forward and backward through it.
 
-What it shows: many autograd contexts at once over the same parameters. The server has the model;
-each trainer has data, calls the model with it, and computes the loss where the labels are. Its
-backward pass ends at the server, where the gradients wait in the trainer's own context for its
-own optimizer to step. No trainer waits for another.
+What it shows: many autograd contexts at once over the same parameters. The server has the model.
+Each trainer has data, calls the model with it, and computes the loss next to the labels. Its
+backward pass ends at the server, where the gradients stay in the trainer's own context until its
+own optimizer steps. No trainer waits for another.
 
-So parameters change between one trainer's forward and its backward pass, which autograd forbids
-for tensors that it has saved. The server therefore computes with copies made inside of the
-graph: they stay as they were, and gradients flow through them to the parameters.
+So parameters may change between a trainer's forward pass and its backward pass, which autograd
+forbids for tensors that it has saved. The server therefore computes with copies made inside the
+graph: the copies do not change, and gradients flow through them to the parameters.
 
 It corresponds to "Implementing a Parameter Server Using Distributed RPC Framework" in PyTorch's
 tutorials; see async_parameter_server.py for the same idea without distributed autograd. The task
-is to tell which module of Python's standard library a line of source code is from. Trainers
-never see a tenth of the lines, with which the model is tested.
+is to tell which module of Python's standard library a line of source code is from. A tenth of the
+lines is kept from the trainers, to test the model.
 
     zrpc launch --nprocs 4 examples/parameter_server.py
 """
@@ -38,7 +38,7 @@ import zrpc.autograd as dist_autograd
 from zrpc.optim import DistributedOptimizer
 
 MODULES = ["argparse", "tarfile", "inspect", "pickle", "subprocess", "typing"]
-BUCKETS = 5000  # for the parts of a line, by a hash of each
+BUCKETS = 5000  # for the hashes of the parts of a line
 PART = 4  # characters
 MINIBATCH = 64
 LEARNING_RATE = 0.003
@@ -49,7 +49,7 @@ Lines = list[torch.Tensor]
 
 @cache
 def make_data() -> tuple[list[Lines], list[torch.Tensor]]:
-    """Lines and the numbers of their modules: those to learn from, and those to test with."""
+    """Returns lines and the numbers of their modules: for training first, then for testing."""
     lines: list[Lines] = [[], []]
     labels: list[list[int]] = [[], []]
     for number, name in enumerate(MODULES):
@@ -64,7 +64,7 @@ def make_data() -> tuple[list[Lines], list[torch.Tensor]]:
 
 
 def flat(lines: Lines) -> tuple[torch.Tensor, torch.Tensor]:
-    """The parts of all lines, and where each line begins."""
+    """Returns the parts of all lines, and the index at which each line begins."""
     lengths = torch.tensor([0, *(len(line) for line in lines)])
     return torch.cat(lines), lengths.cumsum(0)[:-1]
 
@@ -81,25 +81,25 @@ class Model(nn.Module):
 
 
 class ParameterServer:
-    """The model; its methods are called by all trainers at the same time.
+    """Holds the model; all trainers call its methods at the same time.
 
     Args:
-        seed: of the model.
+        seed: the seed of the model.
     """
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = Model()
         self.parameters = dict(self.model.named_parameters())
-        # Held while the model has copies in the place of its parameters, as functional_call does.
+        # Held while functional_call has put copies in the place of the model's parameters.
         self.lock = threading.Lock()
 
     def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
-        """RRefs of the parameters, for an optimizer."""
+        """Returns RRefs of the parameters, for an optimizer."""
         return [rpc.RRef(parameter) for parameter in self.parameters.values()]
 
     def forward(self, parts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """The scores of each line for each module."""
+        """Returns the scores of each line for each module."""
         copies = {name: parameter.clone() for name, parameter in self.parameters.items()}
         with self.lock:
             scores: torch.Tensor = functional_call(self.model, copies, (parts, starts))
@@ -107,7 +107,7 @@ class ParameterServer:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """The part of the lines that no trainer has seen that it gets right."""
+        """Returns the accuracy on the lines that no trainer has seen."""
         (_, lines), (_, labels) = make_data()
         return (self.forward(*flat(lines)).argmax(1) == labels).float().mean().item()
 
@@ -134,7 +134,7 @@ def train(server: rpc.RRef[ParameterServer], steps: int, seed: int) -> float:
 
 
 def run(trainers: list[str], options: argparse.Namespace) -> str | None:
-    """On the server: has all trainers train; returns what is wrong with the result."""
+    """On the server: runs all trainers; returns what is wrong with the result, if anything."""
     server = ParameterServer(options.seed)
     rref = rpc.RRef(server)
     before = server.accuracy()
@@ -144,23 +144,23 @@ def run(trainers: list[str], options: argparse.Namespace) -> str | None:
         print(f"{name}: the loss is {future.wait():.3f} at the end")
     accuracy = server.accuracy()
     print(f"right for {before:.1%} of unseen lines before, {accuracy:.1%} after", flush=True)
-    return None if accuracy >= 0.5 else "At least 50% were expected."
+    return None if accuracy >= 0.5 else "Expected an accuracy of at least 50%."
 
 
 def main() -> None:
-    """Runs this worker: the parameter server where its rank is 0, otherwise a trainer."""
+    """Runs this worker: the parameter server if its rank is 0, otherwise a trainer."""
     parser = argparse.ArgumentParser(description="Train through a parameter server.")
     parser.add_argument("--steps", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size < 2:
-        parser.error("there must be at least 2 workers: a server and a trainer")
+        parser.error("expected at least 2 workers: a server and a trainer")
     torch.set_num_threads(1)  # a small model, and every worker computes
     names = ["server", *(f"trainer{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])
     failure = run(names[1:], options) if rank == 0 else None
-    rpc.shutdown()  # here trainers answer calls, until the server is done
+    rpc.shutdown()  # trainers answer calls here until the server is done
     sys.exit(failure)
 
 

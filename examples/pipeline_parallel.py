@@ -1,19 +1,19 @@
-"""A residual network in three stages on three workers, and what micro-batches gain.
+"""A residual network in three stages on three workers, and the gain from micro-batches.
 
-What it shows: RRefs to results that are still being computed, as arguments of further calls, so
-that the output of a stage goes straight to the worker with the next one. A batch in one piece
-leaves two of three workers idle at any time. In several pieces, the first stage can work on the
-second piece while the second stage works on the first. The backward pass goes the same way back.
+What it shows: RRefs to results that are still being computed, as arguments of further calls. So
+the output of a stage goes directly to the worker with the next stage. A batch in one piece leaves
+two of three workers idle at any time. In several pieces, the first stage can work on the second
+piece while the second stage works on the first. The backward pass takes the same route in reverse.
 
-The example trains the same network with the same data in 1, 2, 4 and 8 pieces, and prints what a
-step takes at best. The gain depends on the processors: on one, nothing can overlap; on two, half
-of the time would be the most to save. Four pieces saved 9 to 37% in runs on two processors that
-had other work too. More pieces are smaller ones, each with its own calls. The losses must be the
-same in all runs, which is why the blocks normalize groups of channels: batch normalization would
-depend on how a batch is cut.
+The example trains the same network with the same data in 1, 2, 4 and 8 pieces, and prints the time
+of the fastest step. The gain depends on the processors: on one, nothing can overlap; on two, at
+most half of the time can be saved. Four pieces saved 9 to 37% in runs on two processors that had
+other work too. More pieces are smaller, and each needs its own calls. The losses must be the same
+in all runs. So the blocks normalize groups of channels: batch normalization would depend on how a
+batch is cut.
 
 It corresponds to "Distributed Pipeline Parallelism Using RPC" in PyTorch's tutorials, with blocks
-that are written out here. The task is to tell apart stripes of four directions under noise.
+that are written out here. The task is to tell apart noisy stripes of four directions.
 
     zrpc launch --nprocs 4 examples/pipeline_parallel.py
 """
@@ -42,7 +42,7 @@ LEARNING_RATE = 0.005
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions, and a path around them."""
 
     def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def make_layers(stage: int) -> nn.Sequential:
-    """The layers of a stage; each stage has about as much to compute."""
+    """Returns the layers of a stage; all stages take about the same time."""
     if stage == 0:
         return nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), Block(32, 32))
     if stage == 1:
@@ -72,16 +72,16 @@ def make_layers(stage: int) -> nn.Sequential:
 
 
 class Stage:
-    """Some layers of the network, on a worker of their own."""
+    """One stage of the network, on its own worker."""
 
     def __init__(self, stage: int, seed: int) -> None:
         torch.manual_seed(seed + stage)
         self.layers = make_layers(stage)
-        # Held by the piece that is computed: one after the other is faster than all at once.
+        # Computing the pieces one after the other is faster than all at once.
         self.lock = threading.Lock()
 
     def forward(self, images: rpc.RRef[torch.Tensor]) -> torch.Tensor:
-        """Takes a piece from the worker that has it, and computes."""
+        """Fetches a piece from the worker that has it, and computes the stage's output."""
         values = images.to_here()
         with self.lock:
             output: torch.Tensor = self.layers(values)
@@ -92,7 +92,7 @@ class Stage:
 
 
 class Pipeline:
-    """The whole network, as the master has it."""
+    """The whole network, as the master sees it."""
 
     def __init__(self, workers: list[str], seed: int) -> None:
         self.stages = [rpc.remote(name, Stage, (i, seed)) for i, name in enumerate(workers)]
@@ -107,7 +107,7 @@ class Pipeline:
 
 
 def make_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images, and the direction of the stripes in each."""
+    """Returns images, and the direction of the stripes in each."""
     labels = torch.randint(DIRECTIONS, (BATCH,), generator=generator)
     angles = (labels * torch.pi / DIRECTIONS).view(-1, 1, 1, 1)
     rows = torch.arange(SIZE).view(-1, 1)
@@ -118,7 +118,7 @@ def make_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(workers: list[str], pieces: int, steps: int, seed: int) -> tuple[list[float], float]:
-    """On the master: returns the losses, and the seconds of the fastest step."""
+    """On the master: returns the losses, and the time of the fastest step in seconds."""
     pipeline = Pipeline(workers, seed)
     parameters = [rref for stage in pipeline.stages for rref in stage.rpc_sync().parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE)
@@ -137,7 +137,7 @@ def train(workers: list[str], pieces: int, steps: int, seed: int) -> tuple[list[
 
 
 def run(workers: list[str], options: argparse.Namespace) -> str | None:
-    """On the master: compares; returns what is wrong with the result."""
+    """On the master: compares the runs; returns what is wrong with the result, if anything."""
     print(f"{len(os.sched_getaffinity(0))} processors, batches of {BATCH} images")
     whole, whole_seconds = train(workers, 1, 3, options.seed)  # to warm up
     for pieces in PIECES:
@@ -156,19 +156,19 @@ def run(workers: list[str], options: argparse.Namespace) -> str | None:
 
 
 def main() -> None:
-    """Runs this worker: the master where its rank is 0, otherwise a stage."""
+    """Runs this worker: the master if its rank is 0, otherwise a stage."""
     parser = argparse.ArgumentParser(description="Train a network in three stages.")
     parser.add_argument("--steps", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != 4:
-        parser.error(f"there must be 4 workers, and there are {world_size}")
-    torch.set_num_threads(1)  # what overlaps shall be the stages
+        parser.error(f"expected 4 workers, but got {world_size}")
+    torch.set_num_threads(1)  # only the stages may run in parallel
     names = ["master", "stage0", "stage1", "stage2"]
     rpc.init_rpc(names[rank])
     failure = run(names[1:], options) if rank == 0 else None
-    rpc.shutdown()  # here stages answer calls, until the master is done
+    rpc.shutdown()  # stages answer calls here until the master is done
     sys.exit(failure)
 
 

@@ -2,17 +2,17 @@
 
 What it shows: RRefs to objects on other workers, methods called through them, and calls nested
 in calls. The agent, rank 0, has the policy and asks every observer for an episode. An observer
-has a gymnasium CartPole and, inside of that call, calls the agent back twice a step: for an
-action, and to report its reward. The agent learns by REINFORCE and stops once the running
-reward is above the one at which the environment counts as solved, 475 of 500.
+has a gymnasium CartPole. Inside that call it calls the agent back twice a step: for an action,
+and to report its reward. The agent learns by REINFORCE and stops when the running reward is above
+475 of 500, at which the environment counts as solved.
 
 It corresponds to "Getting Started with Distributed RPC Framework" in PyTorch's tutorials.
 
     pip install 'torch-zrpc[examples]'
     zrpc launch --nprocs 4 examples/reinforce_cartpole.py
 
-Any number of workers from 2 on will do, and any launcher that sets RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT: ``torchrun --nproc-per-node 4 examples/reinforce_cartpole.py``.
+It runs with 2 or more workers, and with any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT: ``torchrun --nproc-per-node 4 examples/reinforce_cartpole.py``.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ except ImportError:
 ENVIRONMENT = "CartPole-v1"
 LEARNING_RATE = 0.015
 ENTROPY_WEIGHT = 0.01
-# Returns are compared within an update, which takes a few episodes to compare.
+# Returns are compared within an update, so an update needs a few episodes.
 EPISODES_PER_UPDATE = 3
-SMOOTHING = 0.05  # how much of the running reward the latest episode makes up
+SMOOTHING = 0.05  # the weight of the latest episode in the running reward
 EPISODES_PER_LINE = 15
 
 
 class Observer:
-    """An environment, on a worker of its own.
+    """An environment on its own worker.
 
     Args:
-        index: which of the agent's observers this is.
-        seed: of the environment.
+        index: the observer's index at the agent.
+        seed: the seed of the environment.
     """
 
     def __init__(self, index: int, seed: int) -> None:
@@ -72,7 +72,7 @@ class Observer:
 
 @dataclass
 class Episode:
-    """What the agent has seen of one episode."""
+    """The agent's record of one episode."""
 
     states: list[torch.Tensor] = field(default_factory=list)
     actions: list[int] = field(default_factory=list)
@@ -80,9 +80,9 @@ class Episode:
     cut_off: bool = False  # by the time limit, with the pole still up
 
     def returns(self, gamma: float) -> torch.Tensor:
-        """The discounted sum of rewards from each step on."""
-        # An episode that was cut off would have gone on as it was. Taking its end for a failure
-        # would punish the last steps of a perfect one, and unlearn what it did right.
+        """Returns the discounted sum of rewards from each step on."""
+        # An episode that was cut off would have continued as before. Counting its end as a failure
+        # would punish the last steps of a perfect episode.
         value = self.rewards[-1] / (1 - gamma) if self.cut_off else 0.0
         values = []
         for reward in reversed(self.rewards):
@@ -92,24 +92,24 @@ class Episode:
 
 
 class Agent:
-    """The policy, and what it learns from.
+    """Holds the policy and its optimizer, and trains it with the observers.
 
     Args:
-        workers: names of the workers that observe.
+        workers: the names of the observers' workers.
         gamma: the discount of a reward that comes one step later.
-        seed: of the policy, its choices, and the environments.
+        seed: the seed of the policy, its choices, and the environments.
     """
 
     def __init__(self, workers: list[str], gamma: float, seed: int) -> None:
         torch.manual_seed(seed)
         last = nn.Linear(64, 2)
-        nn.init.normal_(last.weight, std=0.001)  # so that it begins almost without preference
+        nn.init.normal_(last.weight, std=0.001)  # so that it starts with almost no preference
         nn.init.zeros_(last.bias)
         self.policy = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), last)
         self.optimizer = torch.optim.Adam(self.policy.parameters(), LEARNING_RATE)
         self.gamma = gamma
         seeds = [1000 * seed + index for index in range(len(workers))]
-        # Calls of different observers arrive in any order. With a generator for each of them
+        # Calls of different observers arrive in any order. With a generator for each observer,
         # a seed gives the same run every time.
         self.generators = [torch.Generator().manual_seed(each) for each in seeds]
         self.observers = [
@@ -120,7 +120,7 @@ class Agent:
 
     @torch.no_grad()
     def select_action(self, observer: int, state: torch.Tensor) -> int:
-        """Chooses an action; called by observers, by several at the same time."""
+        """Chooses an action; several observers call this at the same time."""
         probabilities = self.policy(state).softmax(-1)
         action = int(torch.multinomial(probabilities, 1, generator=self.generators[observer]))
         self.episodes[observer].states.append(state)
@@ -128,12 +128,12 @@ class Agent:
         return action
 
     def report_reward(self, observer: int, reward: float, cut_off: bool) -> None:
-        """Notes what the latest action has earned; called by observers."""
+        """Records the reward of the latest action; observers call this."""
         self.episodes[observer].rewards.append(reward)
         self.episodes[observer].cut_off = cut_off
 
     def run_episodes(self) -> list[Episode]:
-        """Has all observers play at the same time, until there is enough for an update."""
+        """Runs all observers at the same time, until there are enough episodes for an update."""
         played: list[Episode] = []
         myself = rpc.RRef(self)
         while len(played) < EPISODES_PER_UPDATE:
@@ -145,13 +145,13 @@ class Agent:
         return played
 
     def learn(self, episodes: list[Episode]) -> None:
-        """Makes actions likelier that were followed by more than the usual return."""
+        """Makes actions likelier that had a return above the average."""
         returns = torch.cat([each.returns(self.gamma) for each in episodes])
         advantages = (returns - returns.mean()) / (returns.std() + 0.01)
         states = torch.stack([state for each in episodes for state in each.states])
         actions = torch.tensor([action for each in episodes for action in each.actions])
-        # The policy has not changed since, so that one pass over all states gives the same
-        # gradient as a graph kept from every step.
+        # The policy has not changed since the episodes, so one pass over all states gives the
+        # same gradient as a graph kept from every step.
         logs = self.policy(states).log_softmax(-1)
         entropy = -(logs.exp() * logs).sum(-1)
         chosen = logs.gather(1, actions[:, None])[:, 0]
@@ -163,7 +163,7 @@ class Agent:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A function that shows a line of text: in its place on a terminal, otherwise below."""
+    """Provides a function that shows a line of text; on a terminal it replaces the last one."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
 
@@ -174,7 +174,7 @@ def progress() -> Iterator[Callable[[str], None]]:
 
 
 def train(options: argparse.Namespace, workers: list[str]) -> str | None:
-    """Trains until the running reward is above the threshold; returns why it could not."""
+    """Trains until the running reward is above the threshold; returns why it isn't, if so."""
     threshold = options.threshold
     if threshold is None:
         threshold = gym.spec(ENVIRONMENT).reward_threshold
@@ -200,7 +200,7 @@ def train(options: argparse.Namespace, workers: list[str]) -> str | None:
 
 
 def main() -> None:
-    """Runs this worker: the agent where its rank is 0, otherwise an observer."""
+    """Runs this worker: the agent if its rank is 0, otherwise an observer."""
     parser = argparse.ArgumentParser(description="REINFORCE on CartPole, with many observers.")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--gamma", type=float, default=0.99, help="discount, default: %(default)s")
@@ -209,12 +209,12 @@ def main() -> None:
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size < 2:
-        parser.error("there must be at least 2 workers: an agent and an observer")
+        parser.error("expected at least 2 workers: an agent and an observer")
     torch.set_num_threads(1)  # the network is too small to share among processors
     names = ["agent", *(f"observer{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])
     failure = train(options, names[1:]) if rank == 0 else None
-    rpc.shutdown()  # here the observers wait, and answer calls, until the agent is done
+    rpc.shutdown()  # observers answer calls here until the agent is done
     sys.exit(failure)
 
 

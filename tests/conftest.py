@@ -1,19 +1,132 @@
-"""What all tests share."""
+"""What all tests share, and which of them start processes.
+
+A test is marked `system` if its folder, its fixtures or its mesh say that it starts processes. A
+test that starts one in another way needs the marker itself, or it fails.
+"""
 
 from __future__ import annotations
 
 import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest_plugins = ["pytester"]
+pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
+
+from tests.support.identity import forget  # noqa: E402
+from zrpc.launch.forkserver import ForkServer  # noqa: E402
+from zrpc.launch.port import ReservedPort  # noqa: E402
+
+_HERE = Path(__file__).parent
+# Whole folders and files of tests that start processes.
+_SYSTEM_PATHS = (
+    "bench/soak",
+    "bench/test_command.py",
+    "cli/test_launch.py",
+    "docs/test_pages.py",
+    "examples",
+    "launch/test_descriptors.py",
+    "launch/test_forkserver.py",
+    "launch/test_program.py",
+    "runtime/test_allocator.py",
+)
+# Fixtures that start processes.
+_SYSTEM_FIXTURES = {
+    "commands",
+    "marked",
+    "programs",
+    "scripts",
+    "start",
+    "start_workers",
+    "starter",
+    "succeed",
+}
+# More workers than this only wait for each other's programs.
+_MAX_WORKERS = 8
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Runs the whole suite on all processors, and parts of it, named by their paths, on one."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _starts_processes(item):
+            item.add_marker(pytest.mark.system)
+
+
+def _starts_processes(item: pytest.Item) -> bool:
+    path = item.path.relative_to(_HERE).as_posix() if item.path.is_relative_to(_HERE) else ""
+    if path.startswith(_SYSTEM_PATHS):
+        return True
+    if _SYSTEM_FIXTURES & set(getattr(item, "fixturenames", ())):
+        return True
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if parameters.get("processes") is True:
+        return True
+    asked = [
+        mark.kwargs["processes"] for mark in item.iter_markers("zrpc") if "processes" in mark.kwargs
+    ]
+    return bool(asked and asked[0])
+
+
+_started: list[str] = []
+
+
+def _note_start(event: str, args: tuple[Any, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        _started.append(event)
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_note_start)  # for good: Python has no way to remove one
+    spawn = ForkServer.spawn
+
+    def noted(self: ForkServer, *args: Any, **kwargs: Any) -> int:
+        _started.append("ForkServer.spawn")
+        return spawn(self, *args, **kwargs)
+
+    ForkServer.spawn = noted  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _system_tests_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that starts a process and is not marked `system`."""
+    _started.clear()
+    yield
+    if _started and not request.node.get_closest_marker("system"):
+        pytest.fail(f"mark it `system`, as it starts a process: {', '.join(_started)}")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_collections() -> None:
     """Has the garbage collector pass by what was there before a module's tests: all of torch.
 
-    Each full collection, of which some tests ask for many, takes a quarter of a second else.
+    Without it each full collection, of which some tests ask for many, takes a quarter of a
+    second.
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """Forgets what a test has sent to other workers as the same object."""
+    yield
+    forget()
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port that nobody gets who asks for any free one, while the test has it."""
+    with ReservedPort() as port:
+        port.hand_over()
+        yield port.number

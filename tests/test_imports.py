@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,71 +22,113 @@ FILES = {
     },
 }
 
-# From the top to the bottom; what stands in one line may not import each other, except where
-# one package or module is named (its own modules may, as long as there is no cycle).
-LAYERS: list[list[str]] = [
+# From the top to the bottom. A room may import from the rooms below it, and from no other.
+ROOMS: list[list[str]] = [
     ["zrpc.cli"],
-    ["zrpc.soak"],
-    ["zrpc.testing"],
     ["zrpc.bench"],
-    ["zrpc.launch", "zrpc.nn", "zrpc.optim"],
-    ["zrpc.api"],
-    ["zrpc.autograd", "zrpc.inspection"],
-    [
-        "zrpc.backend_registry",
-        "zrpc.gathering",
-        "zrpc.joining",
-        "zrpc.roll_call",
-        "zrpc.rref",
-        "zrpc.shared_memory",
-    ],
-    ["zrpc.elastic"],
-    ["zrpc.agent", "zrpc.endpoints"],
-    ["zrpc.dispatcher"],
-    ["zrpc.callee", "zrpc.caller"],
-    ["zrpc.codec", "zrpc.graceful_shutdown", "zrpc.outbox", "zrpc.watch"],
-    [
-        "zrpc.current",
-        "zrpc.execution",
-        "zrpc.futures",
-        "zrpc.incoming_call",
-        "zrpc.membership",
-        "zrpc.requests",
-        "zrpc.store_host",
-        "zrpc.termination",
-        "zrpc.window",
-    ],
-    [
-        "zrpc.callbacks",
-        "zrpc.calls",
-        "zrpc.cancel_scope",
-        "zrpc.event_loop",
-        "zrpc.functions",
-        "zrpc.future_error",
-        "zrpc.interrupts",
-        "zrpc.io_threads",
-        "zrpc.options",
-        "zrpc.rendezvous",
-        "zrpc.store",
-    ],
-    ["zrpc.failure_detector", "zrpc.hooks", "zrpc.leaving", "zrpc.news"],
-    ["zrpc.roster"],
-    ["zrpc.summary"],
-    ["zrpc.item"],
-    ["zrpc.card", "zrpc.entries", "zrpc.horizon"],
-    ["zrpc.init_method", "zrpc.pool", "zrpc.secret"],
-    ["zrpc.worker_info"],
+    ["zrpc.testing"],
+    ["face", "zrpc.launch"],
+    ["zrpc.services"],
+    ["zrpc.agent"],
+    ["zrpc.calls"],
+    ["zrpc.membership"],
     ["zrpc.transport", "zrpc.wire"],
-    [
-        "zrpc.context_thread",
-        "zrpc.errors",
-        "zrpc.exhaustion",
-        "zrpc.malloc",
-        "zrpc.silence",
-        "zrpc.spin",
-        "zrpc.switch_interval",
-    ],
+    ["zrpc.runtime"],
+    ["leaves"],
 ]
+# What lies directly in zrpc/: torch's names, and what all rooms may use.
+FACE = {
+    "zrpc.api",
+    "zrpc.autograd",
+    "zrpc.backend_registry",
+    "zrpc.bootstrap",
+    "zrpc.nn",
+    "zrpc.optim",
+}
+LEAVES = {"zrpc.errors", "zrpc.functions", "zrpc.options"}
+# A service may know these others, and no more.
+NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref")}
+# What other rooms may import from a room: everything else in it is private to it.
+SURFACE: dict[str, set[str]] = {
+    "zrpc.runtime": {
+        "adaptive_spin",
+        "allocator",
+        "context_thread",
+        "event_loop",
+        "interrupts",
+        "leader_follower",
+        "resource_limits",
+        "switch_interval",
+        "thread_pool",
+    },
+    "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
+    "zrpc.transport": {"address", "chunks", "curve", "listener_probe", "network"},
+    "zrpc.membership": {
+        "endpoints",
+        "failure_detector",
+        "hooks",
+        "init_method",
+        "liveness",
+        "peer_record",
+        "rendezvous",
+        "secret",
+        "signed_store",
+        "store",
+        "view",
+        "worker_info",
+    },
+    "zrpc.calls": {
+        "callee",
+        "caller",
+        "cancel_scope",
+        "codec",
+        "message_hooks",
+        "execution",
+        "future",
+        "outbox",
+        "pending_calls",
+    },
+    "zrpc.agent": {"agent", "current", "service"},
+    "zrpc.services": {
+        "autograd.service",
+        "collectives",
+        "elastic.join",
+        "elastic.limits",
+        "inspection.discovery",
+        "inspection.service",
+        "inspection.report",
+        "loss_detection",
+        "rref.service",
+        "rref.rref",
+        "shm.service",
+    },
+    "zrpc.launch": {
+        "",
+        "console",
+        "descriptors",
+        "forkserver",
+        "starter",
+        "task",
+        "worker",
+    },
+    "zrpc.testing": {"", "procfs", "startup", "watchdog"},
+    "zrpc.bench": {
+        "machine",
+        "plot",
+        "progress",
+        "rows",
+        "run",
+        "sampling",
+        "scale",
+        "settings",
+        "soak.progress",
+        "soak.report",
+        "soak.run",
+        "table",
+    },
+    "face": {"api", "autograd", "bootstrap", "optim"},
+    "leaves": {"errors", "functions", "options"},
+}
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"
 
@@ -149,7 +192,7 @@ def own(names: set[str]) -> set[str]:
 
 
 def cycle_in(graph: dict[str, set[str]]) -> list[str]:
-    """The modules on one cycle, in order; empty where there is none."""
+    """The modules on one cycle, in order; empty if there is none."""
     done: set[str] = set()
 
     def search(module: str, path: list[str]) -> list[str]:
@@ -169,22 +212,40 @@ def cycle_in(graph: dict[str, set[str]]) -> list[str]:
     return []
 
 
-def layer_of(module: str) -> tuple[int, str]:
-    """The number of a module's layer, from the top, and the entry there that covers it."""
-    found = [
-        (number, entry)
-        for number, layer in enumerate(LAYERS)
-        for entry in layer
-        if module == entry or module.startswith(entry + ".")
-    ]
-    assert len(found) == 1, f"{module} stands in {len(found)} layers: give it its place"
-    return found[0]
+def room_of(module: str) -> str:
+    """The room that a module lies in."""
+    if module in LEAVES:
+        return "leaves"
+    if ".".join(module.split(".")[:2]) in FACE:
+        return "face"
+    room = ".".join(module.split(".")[:2])
+    assert any(room in row for row in ROOMS), f"{module} lies in no room: give it its place"
+    return room
+
+
+def row_of(module: str) -> int:
+    """The number of the row that a module's room is in, counted from the top."""
+    return next(number for number, row in enumerate(ROOMS) if room_of(module) in row)
 
 
 def upward(module: str, imported: set[str]) -> set[str]:
-    """Which of the imported modules a module must not know."""
-    number, entry = layer_of(module)
-    return {name for name in imported if layer_of(name)[1] != entry and layer_of(name)[0] <= number}
+    """Those of the imported modules that lie in other rooms, and not in a room below."""
+    return {
+        name
+        for name in imported
+        if room_of(name) != room_of(module) and row_of(name) <= row_of(module)
+    }
+
+
+def private(module: str, imported: set[str]) -> set[str]:
+    """Those of the imported modules that are private to another room."""
+    return {
+        name
+        for name in imported
+        if room_of(name) != room_of(module)
+        and name.removeprefix(room_of(name)).removeprefix("zrpc").lstrip(".")
+        not in SURFACE[room_of(name)]
+    }
 
 
 def reached(start: str, anywhere: bool = False) -> set[str]:
@@ -203,31 +264,68 @@ def reached(start: str, anywhere: bool = False) -> set[str]:
     return seen
 
 
-def test_the_modules_were_found():
-    assert {"zrpc.api", "zrpc.rref.protocol", "zrpc.cli.launch", "zrpc.wire"} <= set(FILES)
-    assert "zrpc.agent" in IMPORTS["zrpc.api"].at_load
+def test_the_modules_were_found() -> None:
+    assert {"zrpc.api", "zrpc.services.rref.protocol", "zrpc.cli.launch", "zrpc.wire"} <= set(FILES)
+    assert "zrpc.agent.agent" in IMPORTS["zrpc.bootstrap"].at_load
 
 
-def test_no_import_cycles():
+def test_no_import_cycles() -> None:
     assert cycle_in({module: own(IMPORTS[module].at_load) for module in FILES}) == []
 
 
-def test_a_cycle_would_be_found():
+def test_a_cycle_would_be_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}
     assert cycle_in(graph) == ["b", "c"]
 
 
 @pytest.mark.parametrize("module", sorted(set(FILES) - {FACADE}))
-def test_imports_point_downward(module):
+def test_imports_point_downward(module: Any) -> None:
     # Inside of functions too: a late import is no way around the order.
     assert upward(module, own(IMPORTS[module].anywhere)) == set()
 
 
-def test_an_import_that_points_upward_would_be_found():
-    source = "from zrpc.wire import header\ndef f():\n    from zrpc.agent import Agent\n"
-    imports = imports_of("zrpc.wire.header", source)
-    assert imports.at_load == {"zrpc.wire.header"}
-    assert upward("zrpc.wire.header", own(imports.anywhere)) == {"zrpc.agent"}
+@pytest.mark.parametrize("module", sorted(set(FILES) - {FACADE}))
+def test_only_the_surface_of_another_room_is_imported(module: Any) -> None:
+    assert private(module, own(IMPORTS[module].anywhere)) == set()
+
+
+@pytest.mark.parametrize("room", sorted(SURFACE))
+def test_the_surface_of_a_room_is_used_by_other_rooms(room: Any) -> None:
+    used = {
+        name.removeprefix(room).removeprefix("zrpc").lstrip(".")
+        for module in FILES
+        for name in own(IMPORTS[module].anywhere)
+        if room_of(name) == room and (module == FACADE or room_of(module) != room)
+    }
+    assert SURFACE[room] - used == set()
+
+
+def test_services_know_few_of_their_neighbours() -> None:
+    found = {
+        (module.split(".")[2], name.split(".")[2])
+        for module in in_package("zrpc.services")
+        for name in own(IMPORTS[module].anywhere)
+        if name.startswith("zrpc.services.")
+    }
+    assert {(a, b) for a, b in found if a != b} <= NEIGHBOURS
+
+
+def test_only_the_face_lies_outside_of_rooms() -> None:
+    flat = {f"zrpc.{path.stem}" for path in (ROOT / "zrpc").glob("*.py")} - {"zrpc.__init__"}
+    assert flat == {name for name in FACE | LEAVES if FILES[name].name != "__init__.py"}
+
+
+def test_an_import_that_points_upward_would_be_found() -> None:
+    source = "from zrpc.wire import message\ndef f():\n    from zrpc.agent.agent import Agent\n"
+    imports = imports_of("zrpc.wire.message", source)
+    assert imports.at_load == {"zrpc.wire.message"}
+    assert upward("zrpc.wire.message", own(imports.anywhere)) == {"zrpc.agent.agent"}
+
+
+def test_an_import_of_what_is_private_would_be_found() -> None:
+    assert private("zrpc.api", {"zrpc.transport.mailbox", "zrpc.transport.network"}) == {
+        "zrpc.transport.mailbox"
+    }
 
 
 def in_package(package: str) -> list[str]:
@@ -240,31 +338,40 @@ def in_package(package: str) -> list[str]:
         ("zrpc.wire", {"zmq", "socket"}),
         ("zrpc.transport", {"pickle", "cloudpickle", "marshal", "torch"}),
         # The rules are without I/O.
-        ("zrpc.rref.protocol", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.rref.ids", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.failure_detector", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.inspection.wait_graph", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.inspection.congestion", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.inspection.listener", {"zmq", "threading", "torch", "pickle"}),
-        ("zrpc.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
-        ("zrpc.wire.header", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
+        ("zrpc.services.rref.protocol", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.services.rref.messages", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        (
+            "zrpc.membership.failure_detector",
+            {"zmq", "socket", "threading", "time", "torch", "pickle"},
+        ),
+        (
+            "zrpc.services.inspection.wait_graph",
+            {"zmq", "socket", "threading", "time", "torch", "pickle"},
+        ),
+        (
+            "zrpc.services.inspection.congestion",
+            {"zmq", "socket", "threading", "time", "torch", "pickle"},
+        ),
+        ("zrpc.services.inspection.listener", {"zmq", "threading", "torch", "pickle"}),
+        ("zrpc.agent.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
+        ("zrpc.wire.message", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
         ("zrpc.errors", {"zmq", "torch"}),
-        ("zrpc.secret", {"zmq", "torch"}),
+        ("zrpc.membership.secret", {"zmq", "torch"}),
     ],
 )
-def test_what_a_room_must_not_import(package, forbidden):
+def test_what_a_room_must_not_import(package: str, forbidden: Any) -> None:
     for module in in_package(package):
         outside = {name.split(".")[0] for name in IMPORTS[module].anywhere}
         assert not outside & forbidden, module
 
 
-def test_nothing_imports_the_rpc_of_torch():
+def test_nothing_imports_the_rpc_of_torch() -> None:
     for module in FILES:
         found = {n for n in IMPORTS[module].anywhere if n.startswith("torch.distributed.rpc")}
         assert not found, module
 
 
-def test_the_launcher_needs_nothing_of_the_core():
+def test_the_launcher_needs_nothing_of_the_core() -> None:
     for module in in_package("zrpc.launch"):
         others = {n for n in own(IMPORTS[module].anywhere) if not n.startswith("zrpc.launch")}
         assert not others, module
@@ -273,15 +380,16 @@ def test_the_launcher_needs_nothing_of_the_core():
 @pytest.mark.parametrize(
     "module", ["zrpc.testing.plugin", "zrpc.testing", "zrpc.cli", "zrpc.cli.stacks", "zrpc"]
 )
-def test_what_loads_fast_reaches_neither_torch_nor_zmq(module):
+def test_what_loads_fast_reaches_neither_torch_nor_zmq(module: str) -> None:
     heavy = {name for name in reached(module) if name.split(".")[0] in ("torch", "zmq")}
     assert not heavy
 
 
-def test_loading_the_plugin_loads_neither_torch_nor_zmq():
+@pytest.mark.system
+def test_loading_the_plugin_loads_neither_torch_nor_zmq() -> None:
     code = (
         "import sys, zrpc.testing.plugin, zrpc.cli\n"
-        "print(sorted(m for m in sys.modules if m in ('torch', 'zmq', 'zrpc.agent')))"
+        "print(sorted(m for m in sys.modules if m in ('torch', 'zmq', 'zrpc.agent.agent')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -289,7 +397,7 @@ def test_loading_the_plugin_loads_neither_torch_nor_zmq():
     assert done.stdout.strip() == "[]"
 
 
-def test_each_module_says_what_it_offers():
+def test_each_module_says_what_it_offers() -> None:
     for module, path in FILES.items():
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), f"{module} has no docstring"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -63,37 +64,37 @@ OWN_NAMES = {
 }
 
 
-def test_all_is_what_it_should_be():
+def test_all_is_what_it_should_be() -> None:
     assert set(zrpc.__all__) == TORCH_NAMES | OWN_NAMES
     assert len(zrpc.__all__) == len(set(zrpc.__all__))
 
 
 @pytest.mark.parametrize("name", sorted(TORCH_NAMES | TORCH_PRIVATE_NAMES | OWN_NAMES))
-def test_each_name_is_there(name):
+def test_each_name_is_there(name: Any) -> None:
     value = getattr(zrpc, name)
     assert value is not None
     assert getattr(zrpc, name) is value
 
 
 @pytest.mark.parametrize("name", zrpc.__all__)
-def test_each_public_name_is_described(name):
+def test_each_public_name_is_described(name: Any) -> None:
     value = getattr(zrpc, name)
     if inspect.ismodule(value) or inspect.isfunction(value) or inspect.isclass(value):
         assert inspect.getdoc(value)
 
 
-def test_a_name_that_is_not_there():
+def test_a_name_that_is_not_there() -> None:
     with pytest.raises(AttributeError, match="module 'zrpc' has no attribute 'rpc_snyc'"):
         zrpc.rpc_snyc  # noqa: B018
     with pytest.raises(ImportError):
         from zrpc import rpc_snyc  # noqa: F401
 
 
-def test_dir_lists_the_names():
+def test_dir_lists_the_names() -> None:
     assert set(zrpc.__all__) <= set(dir(zrpc))
 
 
-def test_a_star_import_brings_all_names():
+def test_a_star_import_brings_all_names() -> None:
     namespace: dict[str, object] = {}
     exec("from zrpc import *", namespace)
     assert set(zrpc.__all__) <= set(namespace)
@@ -110,11 +111,11 @@ def test_a_star_import_brings_all_names():
         ("get_worker_info", ["worker_name"]),
     ],
 )
-def test_parameters_have_the_names_and_the_order_of_torch(function, parameters):
+def test_parameters_have_the_names_and_the_order_of_torch(function: str, parameters: Any) -> None:
     assert list(inspect.signature(getattr(zrpc, function)).parameters) == parameters
 
 
-def test_defaults_are_those_of_torch():
+def test_defaults_are_those_of_torch() -> None:
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(zrpc.init_rpc).parameters.items()
@@ -130,7 +131,8 @@ def test_defaults_are_those_of_torch():
         assert inspect.signature(function).parameters["timeout"].default == -1.0
 
 
-def test_importing_zrpc_alone_costs_nothing():
+@pytest.mark.system
+def test_importing_zrpc_alone_costs_nothing() -> None:
     code = "import sys, zrpc; print([m for m in ('torch', 'zmq') if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -138,7 +140,7 @@ def test_importing_zrpc_alone_costs_nothing():
     assert done.stdout.strip() == "[]"
 
 
-def test_rref_serves_as_type_hint_and_class_base():
+def test_rref_serves_as_type_hint_and_class_base() -> None:
     class Mine(zrpc.RRef[int]):
         pass
 

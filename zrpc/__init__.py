@@ -1,7 +1,7 @@
 """zrpc: broker-less messaging for PyTorch on ZeroMQ.
 
 It has the interface of ``torch.distributed.rpc``: replace ``import torch.distributed.rpc as
-rpc`` by ``import zrpc as rpc``.
+rpc`` with ``import zrpc as rpc``.
 
 Names are loaded when they are first used, so that ``import zrpc`` costs nothing.
 """
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from zrpc import errors as errors
 
 if TYPE_CHECKING:
     from zrpc import api as api
@@ -31,70 +33,33 @@ if TYPE_CHECKING:
     from zrpc.api import rpc_sync as rpc_sync
     from zrpc.api import shutdown as shutdown
     from zrpc.backend_registry import BackendType as BackendType
-    from zrpc.caller import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
-    from zrpc.errors import AuthenticationError as AuthenticationError
-    from zrpc.errors import BackwardError as BackwardError
-    from zrpc.errors import NotInitializedError as NotInitializedError
-    from zrpc.errors import OwnerDied as OwnerDied
-    from zrpc.errors import ProtocolError as ProtocolError
-    from zrpc.errors import RemoteError as RemoteError
-    from zrpc.errors import RendezvousError as RendezvousError
-    from zrpc.errors import RpcCancelledError as RpcCancelledError
-    from zrpc.errors import RpcError as RpcError
-    from zrpc.errors import RpcTimeoutError as RpcTimeoutError
-    from zrpc.errors import SerializationError as SerializationError
-    from zrpc.errors import WorkerDied as WorkerDied
-    from zrpc.futures import Future as Future
-    from zrpc.incoming_call import Call as Call
-    from zrpc.incoming_call import current_call as current_call
+    from zrpc.calls.caller import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
+    from zrpc.calls.current_call import Call as Call
+    from zrpc.calls.current_call import current_call as current_call
+    from zrpc.calls.future import Future as Future
+    from zrpc.errors import *  # noqa: F403
+    from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
-    from zrpc.rref.rref import PyRRef as PyRRef
-    from zrpc.rref.rref import RRef as RRef
-    from zrpc.worker_info import WorkerInfo as WorkerInfo
+    from zrpc.services.rref.rref import PyRRef as PyRRef
+    from zrpc.services.rref.rref import RRef as RRef
 
 _MODULES = ("api", "backend_registry", "errors", "functions", "options")
 _NAMES = {
-    "zrpc.caller": ("UNSET_RPC_TIMEOUT",),
-    "zrpc.api": (
-        "_get_current_rpc_agent",
-        "_is_current_rpc_agent_set",
-        "_set_rpc_timeout",
-        "_wait_all",
-        "get_rpc_timeout",
-        "get_worker_info",
-        "init_rpc",
-        "is_available",
-        "on_worker_joined",
-        "on_worker_lost",
-        "remote",
-        "rpc_async",
-        "rpc_sync",
-        "shutdown",
-    ),
-    "zrpc.backend_registry": ("BackendType",),
-    "zrpc.errors": (
-        "AuthenticationError",
-        "BackwardError",
-        "NotInitializedError",
-        "OwnerDied",
-        "ProtocolError",
-        "RemoteError",
-        "RendezvousError",
-        "RpcCancelledError",
-        "RpcError",
-        "RpcTimeoutError",
-        "SerializationError",
-        "WorkerDied",
-    ),
-    "zrpc.futures": ("Future",),
-    "zrpc.incoming_call": ("Call", "current_call"),
-    "zrpc.options": ("RpcBackendOptions", "TensorPipeRpcBackendOptions", "ZmqRpcBackendOptions"),
-    "zrpc.rref.rref": ("PyRRef", "RRef"),
-    "zrpc.worker_info": ("WorkerInfo",),
+    "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
+        get_rpc_timeout get_worker_info init_rpc is_available on_worker_joined on_worker_lost
+        remote rpc_async rpc_sync shutdown""",
+    "zrpc.backend_registry": "BackendType",
+    "zrpc.calls.caller": "UNSET_RPC_TIMEOUT",
+    "zrpc.calls.current_call": "Call current_call",
+    "zrpc.calls.future": "Future",
+    "zrpc.errors": " ".join(errors.__all__),
+    "zrpc.membership.worker_info": "WorkerInfo",
+    "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
+    "zrpc.services.rref.rref": "PyRRef RRef",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted([*_MODULES, *(name for name in _HOME if not name.startswith("_"))])
 

@@ -1,4 +1,4 @@
-"""What scripts ask of ``torch.distributed.rpc.backend_registry``: there is one back end."""
+"""The part of ``torch.distributed.rpc.backend_registry`` that scripts use; one back end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["BackendType", "construct_rpc_backend_options"]
 
 
 class BackendType(Enum):
-    """The back ends: ZeroMQ, also under the name that scripts for torch use."""
+    """The back ends: ZeroMQ, also under the name of torch's own."""
 
     ZMQ = "ZMQ"
     TENSORPIPE = ZMQ
@@ -20,5 +20,5 @@ class BackendType(Enum):
 def construct_rpc_backend_options(
     backend: BackendType, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
 ) -> ZmqRpcBackendOptions:
-    """The options of a back end; see `zrpc.ZmqRpcBackendOptions`."""
+    """Returns the options of a back end; see `zrpc.ZmqRpcBackendOptions`."""
     return ZmqRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)

@@ -1,25 +1,25 @@
-"""What can go wrong, as one tree of exceptions.
+"""zrpc's exceptions, as one tree.
 
 ::
 
     RuntimeError
-    └── RpcError                      anything that zrpc raises for itself
+    └── RpcError                      any error of zrpc's own
         ├── NotInitializedError       a call before init_rpc, or after shutdown
         ├── AuthenticationError       a peer can't prove that it belongs to the mesh
         ├── RendezvousError           the workers did not find each other
         ├── RpcTimeoutError           a deadline passed (also a TimeoutError)
         ├── RpcCancelledError         the call was cancelled (also a CancelledError of futures)
-        ├── SerializationError        a value can't travel, or can't be rebuilt
-        ├── ProtocolError             a peer sent what it must not send
-        ├── RemoteError               the callee failed, told as text
+        ├── SerializationError        a value can't be pickled or unpickled
+        ├── ProtocolError             a peer sent an invalid message
+        ├── RemoteError               the callee failed; the message describes it
         ├── BackwardError             a worker's part of a backward pass failed
-        └── WorkerDied                the peer is gone (also a ConnectionError)
-            └── OwnerDied             the peer that owned an RRef's value is gone
+        └── WorkerDied                the peer is lost (also a ConnectionError)
+            └── OwnerDied             the owner of an RRef's value is lost
 
-The root is a ``RuntimeError`` because ``torch.distributed.rpc`` raises that, so that
-``except RuntimeError`` in existing programs goes on to work. What a *callee's* function
-raises is not in this tree: it arrives at the caller as its own type, with a `RemoteError`
-that holds the remote traceback as its ``__cause__``.
+The root is a ``RuntimeError`` because ``torch.distributed.rpc`` raises that, so
+``except RuntimeError`` in existing programs still works. An exception of the *callee's*
+function is not in this tree: the caller gets it with its own type, and a `RemoteError` with
+the remote traceback is its ``__cause__``.
 """
 
 from __future__ import annotations
@@ -43,68 +43,80 @@ __all__ = [
 
 
 class RpcError(RuntimeError):
-    """The root of all errors that zrpc raises for itself."""
+    """The root of zrpc's own errors."""
 
 
 class NotInitializedError(RpcError):
-    """There is no agent to work with: call `zrpc.init_rpc` first."""
+    """This process has no agent: call `zrpc.init_rpc` first."""
 
 
 class RendezvousError(RpcError):
-    """The workers did not find each other: a master that can't be reached, missing ranks,
-    two workers of one name, or worlds of different size.
+    """The workers did not find each other: the master can't be reached, ranks are missing,
+    two workers have the same name, or the world sizes differ.
     """
 
 
 class AuthenticationError(RpcError):
-    """A peer, or what claims to be from one, can't prove that it belongs to the mesh.
+    """A peer or this worker can't prove that it belongs to the mesh.
 
-    Or this worker can't: the workers have different cluster secrets, or none where they need
-    one; a file with the secret can be read by others; an entry of the store is forged.
+    The workers have different cluster secrets, or a secret that they need is missing. Or other
+    users can read the file with the secret, or an entry of the store is forged.
     """
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
     """A call, a fetch or a shutdown took longer than its timeout.
 
-    The callee may still be running, or may have run: what it did is not undone.
+    The callee may still be running, or may have run. Its effects are not undone.
     """
 
 
 class SerializationError(RpcError):
-    """A value can't be pickled for the wire, or can't be rebuilt where it arrived."""
+    """A value can't be pickled for the wire, or can't be unpickled by the receiver."""
 
 
 class RpcCancelledError(RpcError, CancelledError):
-    """A call was cancelled: by ``cancel()`` on its future, or with the call that it is part of.
+    """A call was cancelled: by ``cancel()`` on its future, or with the call that made it.
 
-    It is also a ``concurrent.futures.CancelledError``, but not asyncio's, which would end the task
-    that awaits the future. The callee may still be running, or may have run.
+    It is also a ``concurrent.futures.CancelledError``. It isn't asyncio's, which would cancel the
+    task that awaits the future. The callee may still be running, or may have run.
     """
 
 
 class ProtocolError(RpcError):
-    """A peer sent bytes that are no message, or a message that has no place here."""
+    """A peer sent bytes that aren't a message, or a message that is not allowed."""
 
 
 class RemoteError(RpcError):
-    """A failure on another worker, told as text.
+    """A failure on another worker, described in the message.
 
-    It is what a call raises where the callee's own exception can't travel (it can't be
-    pickled, or would end the caller, as ``SystemExit`` would), and it is the ``__cause__``
-    of every exception that did travel, since a traceback can't be sent as an object.
+    A call raises it if the callee's own exception can't be sent: it can't be pickled, or would
+    end the caller, as ``SystemExit`` would. It is also the ``__cause__`` of every exception that
+    was sent, since a traceback can't be sent as an object.
     """
 
 
 class BackwardError(RpcError):
-    """A worker's part of a backward pass failed; the message says which worker's, and how."""
+    """A worker's part of a backward pass failed; the message names the worker and the error."""
 
 
 class WorkerDied(RpcError, ConnectionError):
-    """The peer is gone: its process ended or was stopped, the network to it is cut, or it left
-    the mesh without an answer. The message says which, and when it was last heard.
+    """The peer is lost: its process exited or was stopped, the network to it is cut, or it left
+    the mesh without an answer. The message says which, and when the peer was last heard from.
     """
 
 
 class OwnerDied(WorkerDied):
-    """The worker that owned an RRef's value is gone, and the value with it."""
+    """The worker that owned an RRef's value is lost, and so is the value."""
+
+
+def not_initialized() -> NotInitializedError:
+    """Returns the error of a call in a process, or a context, without an agent."""
+    return NotInitializedError("RPC has not been initialized. Call zrpc.init_rpc first.")
+
+
+def has_shut_down() -> NotInitializedError:
+    """Returns the error of a call through an agent that has shut down."""
+    return NotInitializedError(
+        "RPC has not been initialized: this worker has shut down, and its pending calls have failed"
+    )

@@ -1,4 +1,4 @@
-"""Marks on functions that tell the callee how to run them."""
+"""Decorators that tell the callee how to run a function."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ASYNC_MARK = "_wrapped_async_rpc_function"
 
 
 def async_execution(fn: _F) -> _F:
-    """Marks a function that returns a Future as one that answers when that completes.
+    """Marks a function whose calls are answered when the Future that it returns completes.
 
-    The callee sends the Future's value once there is one, and holds no thread until then.
-    Under ``@staticmethod`` and ``@classmethod`` it must be the inner decorator, over
+    The callee sends the Future's value then, and holds no thread until then. With
+    ``@staticmethod`` and ``@classmethod`` it must be the inner decorator, with
     ``@torch.jit.script`` the outer one.
 
     Args:
@@ -33,8 +33,8 @@ def async_execution(fn: _F) -> _F:
         ... def add_on(to, x, y, z):
         ...     return zrpc.rpc_async(to, torch.add, (x, y)).then(lambda f: f.wait() + z)
 
-    The caller gets a RuntimeError where the function returns something else. An ``async
-    def`` function needs no mark.
+    The caller gets a RuntimeError if the function returns something else. An ``async def``
+    function needs no mark.
 
     See also ``torch.distributed.rpc.functions.async_execution``.
     """
@@ -42,8 +42,8 @@ def async_execution(fn: _F) -> _F:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    # A script has no name of its own, only the function that it was made of: by that name the
-    # wrapper is found at the callee.
+    # A script has no name, but the function it was made from has: the callee finds the wrapper by
+    # that name.
     functools.update_wrapper(wrapper, getattr(fn, "_torchdynamo_inline", fn))
     wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
     setattr(wrapper, _ASYNC_MARK, fn)
@@ -51,5 +51,5 @@ def async_execution(fn: _F) -> _F:
 
 
 def is_async_execution(fn: Any) -> bool:
-    """Whether `async_execution` has marked ``fn``."""
+    """Returns whether `async_execution` has marked ``fn``."""
     return hasattr(fn, _ASYNC_MARK)

@@ -1,10 +1,10 @@
-"""Optimizers whose state and steps are where the parameters are."""
+"""Optimizers that run on the workers that own the parameters."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -12,12 +12,12 @@ import torch
 from torch.optim import LBFGS, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zrpc.agent.current import current_agent
 from zrpc.api import remote, rpc_async
-from zrpc.autograd.layer import AutogradLayer
-from zrpc.current import current_agent
-from zrpc.futures import Future
-from zrpc.rref.rref import RRef
-from zrpc.worker_info import WorkerInfo
+from zrpc.calls.future import Future
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.autograd.service import AutogradService
+from zrpc.services.rref.rref import RRef
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
@@ -25,25 +25,24 @@ T = TypeVar("T")
 Options = dict[str, Any]
 Params = Sequence[RRef[Any]]
 
-# One lock for each parameter that is optimized in this process, so that optimizers of several
-# trainers step over shared parameters one after the other, and others do not wait for them.
-# _locks_lock guards the table.
+# One lock per parameter that is optimized in this process: steps of several trainers over shared
+# parameters run one after the other, and steps over other parameters do not wait. _locks_lock
+# guards the table.
 _locks_lock = threading.Lock()
 _locks = WeakIdKeyDictionary()
 
 
 class DistributedOptimizer(Optimizer):
-    """Runs an optimizer of ``torch.optim`` where the parameters are.
+    """Runs an optimizer of ``torch.optim`` on the workers that own the parameters.
 
-    Each owner of parameters gets an optimizer of its own, made and kept there. `step` has all
-    of them step at once, with the gradients that an autograd context holds at their workers.
-    It is an ``Optimizer`` itself, for learning-rate schedulers: what is set in `param_groups`
-    goes along with each step. Hooks that are registered with it run at this worker, and do not
-    travel with it.
+    Each owner of parameters has its own optimizer, which stays on that worker. `step` makes all
+    of them step at once, with the gradients that an autograd context holds on their workers. It
+    is an ``Optimizer`` itself, for learning-rate schedulers: each step sends the options in
+    `param_groups`. Hooks registered with it run on this worker, and are not sent with it.
 
     Args:
-        optimizer_class: a class of ``torch.optim``, or one like them. ``LBFGS`` needs
-            ``max_iter=1``, since a distributed step can't be evaluated again.
+        optimizer_class: a class of ``torch.optim``, or a similar one. ``LBFGS`` needs
+            ``max_iter=1``, since a distributed step can't evaluate the loss again.
         params_rref: RRefs of parameters, or groups of them: a list of dicts with RRefs under
             ``"params"`` and the group's own options.
         *args: passed to the optimizers.
@@ -53,14 +52,14 @@ class DistributedOptimizer(Optimizer):
         param_groups: as in ``torch.optim``, with RRefs under ``"params"``.
 
     Raises:
-        ValueError: there are no parameters, or a parameter is there twice.
-        Exception: what the optimizer's constructor raises at an owner.
+        ValueError: there are no parameters, or a parameter appears twice.
+        Exception: what the optimizer's constructor raises on an owner.
 
-    It can be passed to other workers, which then step over the same parameters. The options in
-    their `param_groups` are their own from then on.
+    It can be passed to other workers, which then step over the same parameters. Each has its own
+    copy of the options in `param_groups`.
 
-    Calls from several threads, and steps of several optimizers over the same parameters, are
-    done one after the other; those over other parameters do not wait.
+    Calls from several threads, and steps of several optimizers over the same parameters, run
+    one after the other. Steps over other parameters do not wait.
 
     Example:
         >>> import zrpc.autograd as dist_autograd
@@ -86,7 +85,7 @@ class DistributedOptimizer(Optimizer):
         self.defaults: Options
         self.state: defaultdict[Any, Any]
         self.param_groups: list[Options]
-        # Not Optimizer.__init__, which wants tensors. This sets up the same: hooks too.
+        # Optimizer.__init__ accepts tensors only. This sets up the same, hooks included.
         groups = _groups(params_rref)
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": groups})
         owners = _by_owner(rref for group in self.param_groups for rref in group["params"])
@@ -97,8 +96,7 @@ class DistributedOptimizer(Optimizer):
             for owner in owners
         }
         self.remote_optimizers = list(local_optimizers.values())
-        options = _wait_for_all([rref.rpc_async().options() for rref in self.remote_optimizers])
-        for defaults, options_by_index in options:
+        for defaults, options_by_index in self._at_owners("options"):
             self.defaults = defaults
             for index, group_options in options_by_index.items():
                 self.param_groups[index] = {**group_options, **self.param_groups[index]}
@@ -107,39 +105,36 @@ class DistributedOptimizer(Optimizer):
         return {**super().__getstate__(), "remote_optimizers": self.remote_optimizers}
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Has all owners step, and returns when they have.
+        """Makes all owners step, and returns when they have.
 
         Args:
-            context_id: of the autograd context with the gradients. Default: the one that this
-                thread is in. A parameter without gradient there is left as it is.
+            context_id: the id of the autograd context with the gradients. Default: this
+                thread's context. A parameter without a gradient there is not changed.
 
         Raises:
             RuntimeError: there is no such context.
             Exception: what an owner's step raised; the other owners have stepped.
         """
-        contexts = current_agent().layer(AutogradLayer).contexts
+        contexts = _autograd().contexts
         if context_id is None:
             context_id = contexts.current()
         contexts.find(context_id)
-        options = self._options()
-        _wait_for_all(
-            [rref.rpc_async().step(context_id, options) for rref in self.remote_optimizers]
-        )
+        self._at_owners("step", context_id, self._options())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``.grad`` of the parameters, which contexts do not use."""
-        _wait_for_all([rref.rpc_async().zero_grad(set_to_none) for rref in self.remote_optimizers])
+        """Clears ``.grad`` of the parameters. Autograd contexts do not use it."""
+        self._at_owners("zero_grad", set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all owners' optimizers.
+        """Returns the state of all owners' optimizers.
 
         Returns:
-            A dict with the ``state_dict`` of each owner's optimizer, by the owner's name, under
-            ``"workers"``, and the options of each group under ``"param_groups"``.
+            A dict: ``"workers"`` has the ``state_dict`` of each owner's optimizer, by the owner's
+            name, and ``"param_groups"`` the options of each group.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        states = _wait_for_all([rref.rpc_async().state_dict() for rref in self.remote_optimizers])
+        states = self._at_owners("state_dict")
         names = [rref.owner_name() for rref in self.remote_optimizers]
         options = self._options()
         state_dict: dict[str, Any] = {
@@ -152,10 +147,10 @@ class DistributedOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what `state_dict` gave; parameters must have the same owners, by name.
+        """Restores a result of `state_dict`; the owners must have the same names.
 
         Raises:
-            ValueError: it is of other owners, or of another number of groups.
+            ValueError: the state has other owners, or another number of groups.
         """
         state_dict = state_dict.copy()  # as torch: hooks may change it
         for before in self._optimizer_load_state_dict_pre_hooks.values():
@@ -165,8 +160,8 @@ class DistributedOptimizer(Optimizer):
         names = [rref.owner_name() for rref in self.remote_optimizers]
         if set(states) != set(names) or len(state_dict["param_groups"]) != len(self.param_groups):
             raise ValueError(
-                f"expected the state of {len(self.param_groups)} groups at {sorted(names)}, found "
-                f"{len(state_dict['param_groups'])} groups at {sorted(states)}"
+                f"expected the state of {len(self.param_groups)} groups on {sorted(names)}, found "
+                f"{len(state_dict['param_groups'])} groups on {sorted(states)}"
             )
         _wait_for_all(
             [
@@ -189,10 +184,15 @@ class DistributedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         owners = ", ".join(rref.owner_name() for rref in self.remote_optimizers)
-        return f"{type(self).__name__}({len(self.param_groups)} groups, at {owners})"
+        return f"{type(self).__name__}({len(self.param_groups)} groups, on {owners})"
+
+    def _at_owners(self, name: str, *args: Any) -> list[Any]:
+        """Calls a method of all owners' optimizers at once; returns the results when all are in."""
+        calls = [getattr(rref.rpc_async(), name)(*args) for rref in self.remote_optimizers]
+        return _wait_for_all(calls)
 
     def _part(self, owner: WorkerInfo) -> dict[int, Options]:
-        """What of the groups is at one owner, by the group's index."""
+        """Returns the groups' parameters of one owner, by the group's index."""
         part = {}
         for index, group in enumerate(self.param_groups):
             params = [rref for rref in group["params"] if rref.owner() == owner]
@@ -201,11 +201,8 @@ class DistributedOptimizer(Optimizer):
         return part
 
     def _options(self) -> dict[int, Options]:
-        """The groups' options, by the group's index, without the parameters."""
-        return {
-            index: {name: value for name, value in group.items() if name != "params"}
-            for index, group in enumerate(self.param_groups)
-        }
+        """Returns the groups' options without the parameters, by the group's index."""
+        return _options_of(enumerate(self.param_groups))
 
 
 class _LocalOptimizer:
@@ -241,15 +238,13 @@ class _LocalOptimizer:
                 )
 
     def options(self) -> tuple[Options, dict[int, Options]]:
-        """The class's defaults, and the options of each group, by index."""
-        return self._optimizer.defaults, {
-            index: {name: value for name, value in group.items() if name != "params"}
-            for index, group in zip(self._indices, self._optimizer.param_groups, strict=True)
-        }
+        """Returns the class's defaults, and the options of each group, by index."""
+        groups = zip(self._indices, self._optimizer.param_groups, strict=True)
+        return self._optimizer.defaults, _options_of(groups)
 
     def step(self, context_id: int, options: dict[int, Options]) -> None:
         """Steps with the gradients of a context."""
-        gradients = current_agent().layer(AutogradLayer).contexts.gradients_if_any(context_id)
+        gradients = _autograd().contexts.gradients_if_any(context_id)
         with _locked(self._params):
             for index, group in zip(self._indices, self._optimizer.param_groups, strict=True):
                 group.update(options[index])
@@ -257,14 +252,12 @@ class _LocalOptimizer:
             try:
                 for param in self._params:
                     param.grad = gradients.get(param)
-                self._optimizer.step(*self._closure())
+                # LBFGS needs a closure; its loss is not used.
+                closure = (lambda: 0.0,) if isinstance(self._optimizer, LBFGS) else ()
+                self._optimizer.step(*closure)
             finally:
                 for param, grad in zip(self._params, before, strict=True):
                     param.grad = grad
-
-    def _closure(self) -> tuple[Callable[[], float], ...]:
-        """For the classes that want one: the gradients are there, and the loss is not asked."""
-        return (lambda: 0.0,) if isinstance(self._optimizer, LBFGS) else ()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears ``.grad``."""
@@ -272,7 +265,7 @@ class _LocalOptimizer:
             self._optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, as it is between two steps."""
+        """Returns the optimizer's state, between two steps."""
         with _locked(self._params):
             return self._optimizer.state_dict()
 
@@ -292,22 +285,21 @@ def clip_grad_norm_(
     """Scales the gradients in a context so that their norm, over all workers, is bounded.
 
     Args:
-        context_id: of the autograd context.
+        context_id: the id of the autograd context.
         params_rref: RRefs of the parameters whose gradients count.
         max_norm: the bound.
-        norm_type: which norm; ``float("inf")`` too.
-        error_if_nonfinite: raise where the norm is infinite or no number, and scale nothing.
+        norm_type: the order of the norm; it may be ``float("inf")``.
+        error_if_nonfinite: whether to raise, and scale nothing, if the norm is not finite.
 
     Returns:
-        The norm before, a scalar tensor.
+        The norm before scaling, a scalar tensor.
 
     Raises:
-        RuntimeError: the norm is not finite, where that is asked for; or there is no such
-            context.
+        RuntimeError: there is no such context, or the norm is not finite (``error_if_nonfinite``).
 
     See also ``torch.nn.utils.clip_grad_norm_``.
     """
-    current_agent().layer(AutogradLayer).contexts.find(context_id)
+    _autograd().contexts.find(context_id)
     parts = _by_owner(params_rref)
     norms = _wait_for_all(
         [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
@@ -315,8 +307,8 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros(())
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
-            f"the norm of order {norm_type} of the gradients is {total.item()}: it can't be "
-            "scaled to a bound"
+            f"expected gradients with a finite norm of order {norm_type}, found {total.item()}: "
+            "pass error_if_nonfinite=False to scale them anyway"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     _wait_for_all(
@@ -326,8 +318,8 @@ def clip_grad_norm_(
 
 
 def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
-    """The norms of the gradients of the parameters here, as a vector."""
-    gradients = current_agent().layer(AutogradLayer).contexts.gradients_if_any(context_id)
+    """Returns the norms of the gradients of this worker's parameters, as a vector."""
+    gradients = _autograd().contexts.gradients_if_any(context_id)
     norms = [
         torch.linalg.vector_norm(_values(gradients[param]), norm_type)
         for param in (rref.local_value() for rref in rrefs)
@@ -338,16 +330,24 @@ def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tenso
 
 def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
     params = [rref.local_value() for rref in rrefs]
-    current_agent().layer(AutogradLayer).contexts.scale_gradients(context_id, params, factor)
+    _autograd().contexts.scale_gradients(context_id, params, factor)
+
+
+def _autograd() -> AutogradService:
+    return current_agent().service(AutogradService)
+
+
+def _options_of(groups: Iterable[tuple[int, Options]]) -> dict[int, Options]:
+    return {index: {k: v for k, v in group.items() if k != "params"} for index, group in groups}
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """The entries of a gradient that are not zero by its layout."""
+    """Returns the stored entries of a gradient: of a sparse one, the values only."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
-    """The parameters as groups, each checked."""
+    """Returns the parameters as groups, after checking each."""
     given: list[Any] = list(params_rref)
     grouped = bool(given) and isinstance(given[0], dict)
     groups: list[Options] = [dict(group) for group in given] if grouped else [{"params": given}]
@@ -366,7 +366,7 @@ def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
 
 
 def _check_distinct(rrefs: Params) -> None:
-    """Of two RRefs to one parameter nobody but their owner knows that they are."""
+    """Raises ValueError if two RRefs share a parameter; only their owner can tell."""
     seen: dict[int, RRef[Any]] = {}
     for rref in rrefs:
         value = rref.local_value()
@@ -386,7 +386,7 @@ def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef
 
 @contextmanager
 def _locked(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Holds the locks of these parameters, taken in one order by all."""
+    """Holds the locks of these parameters; every thread takes them in the same order."""
     with _locks_lock:
         for param in params:
             if param not in _locks:
@@ -399,13 +399,13 @@ def _locked(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:
-    """The values of all futures; the first error there is, once all are done."""
+    """Returns the values of all futures, or raises the first error when all are done."""
     values: list[T] = []
     error: Exception | None = None
     for future in futures:
         try:
             values.append(future.wait())
-        except Exception as reason:  # noqa: PERF203 - each is waited for, whatever became of it
+        except Exception as reason:  # noqa: PERF203 - each is waited for, even after an error
             error = error or reason
     if error is not None:
         raise error

@@ -1,4 +1,4 @@
-"""How an agent is set up: the options that `zrpc.init_rpc` takes."""
+"""The options of an agent, for `zrpc.init_rpc`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0
 DEFAULT_SWITCH_INTERVAL_SEC = 0.001
 
-# What is longer counts as this, in seconds (31 years): the system's clocks end somewhere.
+# In seconds (31 years). Longer timeouts count as this one, since the system's clocks overflow.
 LONGEST_TIMEOUT = 1e9
 
-# What init_rpc waits at most where calls have no timeout: no wait is without a deadline.
-_INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT = 300.0
+# init_rpc's deadline if calls have no timeout: no wait is without a deadline.
+_INIT_SECONDS_WITHOUT_RPC_TIMEOUT = 300.0
 
 _Device = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """What every back end's options have in common.
+    """The options that every back end has.
 
     Args:
-        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit.
         init_method: where the workers meet, as in ``torch.distributed.init_process_group``:
             ``env://``, ``tcp://host:port`` or ``file:///path``.
 
     Raises:
-        ValueError: a timeout that is negative or not a number.
-        TypeError: a timeout of another type than a number's, an ``init_method`` that is no str.
+        ValueError: the timeout is negative or not a number.
+        TypeError: the timeout isn't of a number's type, or ``init_method`` isn't a str.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RpcBackendOptions:
 
     @property
     def rpc_timeout(self) -> float:
-        """The default timeout of a call, in seconds; 0 means none."""
+        """The default timeout of a call, in seconds; 0 means no limit."""
         return self._rpc_timeout
 
     @rpc_timeout.setter
@@ -68,7 +68,7 @@ class RpcBackendOptions:
 
     @property
     def init_method(self) -> str:
-        """Where the workers meet, as a URL."""
+        """The URL where the workers meet."""
         return self._init_method
 
     @init_method.setter
@@ -85,47 +85,47 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     """The options of zrpc's agent.
 
     Args:
-        num_worker_threads: how many handlers may run at once on this worker. A handler that
-            waits for another call does not count while it waits.
-        rpc_timeout: the default timeout of a call, in seconds; 0 means none. This and the
-            other timeouts count as 1e9, that is 31 years, where they are longer.
+        num_worker_threads: the number of handlers that may run at once on this worker. A
+            handler does not count while it waits for another call.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit. Timeouts longer
+            than 1e9 seconds (31 years), here and in other options, count as 1e9.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``,
             ``file:///path``.
         init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds.
-            Default: ``rpc_timeout``, or 300 where that is 0.
-        transport: ``"auto"`` (a Unix socket between workers that share a host, tcp between
-            hosts), ``"ipc"`` or ``"tcp"`` to have only that.
-        security: ``"auto"``: Unix sockets in private directories on one host; over tcp, CURVE
-            between members that share a cluster secret, and nothing else. ``"required"``: a
-            secret also where all workers share a host. ``"none"``: tcp without encryption, open to
-            whoever can reach it. All workers of a mesh must agree about ``"none"``.
-        shared_memory: the most bytes of shared memory that this worker uses for large tensors
-            on their way to workers of the same host; 0 for none, so that they go through
-            sockets. Default: an eighth of the machine's memory.
-        max_bytes_in_flight: how many bytes of calls to one worker may be under way, that is
-            sent and not answered; a call beyond it waits before it is sent, within its
-            timeout. Each counts 2 KiB beside its message, which bounds their number. 0: no
-            limit. Those made in an event loop return at once, and are sent when there is room.
-        heartbeat_timeout: within which time a worker that answers no more is given up, in
-            seconds: one whose process is stopped, or whose network is cut. Calls to it then fail
-            with `WorkerDied`. It answers also while its Python does not get to run. 0 means
-            never. The end of a process is noticed sooner, without that.
-        warn_after: after how many seconds a call that still waits is named in a warning in the log,
-            once, with where it waits and for whom. 0 or None means never.
-        switch_interval: for how long at most a thread of this process keeps the interpreter's lock
-            while another one waits for it, in seconds; see ``sys.setswitchinterval``. A call has to
-            wait for so long where another handler computes in Python, whose own setting is 0.005.
-            The process has it while its agent serves, or the smallest where there are several;
-            never more than it had before. 0 leaves Python's setting alone.
-        device_maps: kept for scripts that set it; zrpc moves no device memory yet, so that
-            sending a tensor that is not on the CPU is an error.
-        devices: kept likewise.
+            Default: ``rpc_timeout``, or 300 if that is 0.
+        transport: ``"auto"``: Unix sockets between workers on the same host, tcp between hosts.
+            ``"ipc"`` or ``"tcp"``: only that.
+        security: ``"auto"``: Unix sockets in private directories on one host; over tcp, only
+            CURVE between members that share a cluster secret. ``"required"``: a secret even if
+            all workers share a host. ``"none"``: tcp without encryption, open to anyone who can
+            reach it. All workers of a mesh must agree on ``"none"``.
+        shared_memory: the maximum number of bytes of shared memory that this worker uses to send
+            large tensors to workers on the same host. 0 sends them through sockets. Default: an
+            eighth of the machine's memory.
+        max_bytes_in_flight: the maximum number of bytes of unanswered calls to one worker. A
+            further call blocks before it is sent, within its timeout. A call in an event loop
+            returns at once instead, and is sent when there is room. Each call counts 2 KiB
+            beside its message, which bounds the number of calls. 0 means no limit.
+        heartbeat_timeout: seconds without a heartbeat after which a worker is declared dead: its
+            process is stopped, or its network is cut. Calls to it then fail with `WorkerDied`.
+            Heartbeats are sent even while its Python code can't run. 0 means never. The exit of
+            a process is noticed sooner, without heartbeats.
+        warn_after: seconds after which a waiting call is named once in a warning in the log, with
+            the line at which it waits and the worker it waits for. 0 or None means never.
+        switch_interval: the longest time, in seconds, that a thread of this process keeps the
+            interpreter's lock while another waits for it; see ``sys.setswitchinterval``. A call
+            waits that long if another handler computes in Python. Python's default is 0.005.
+            Applies to the process while an agent is running (the smallest value if there are
+            several), and never raises Python's setting. 0 leaves it unchanged.
+        device_maps: accepted for scripts that set it. zrpc sends no device memory yet, so sending
+            a tensor that isn't on the CPU is an error.
+        devices: accepted for scripts that set it.
 
     Raises:
-        ValueError: a number of threads below 1, a timeout, an interval or a number of bytes that
-            is negative, or an unknown transport or security.
-        TypeError: a number of threads that is no int, a timeout that is no number, an
-            ``init_method`` that is no str.
+        ValueError: the number of threads is below 1; a timeout, an interval or a number of bytes
+            is negative; or the transport or security is unknown.
+        TypeError: the number of threads isn't an int, a timeout isn't a number, or
+            ``init_method`` isn't a str.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -133,7 +133,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         10.0
 
     See also ``torch.distributed.rpc.TensorPipeRpcBackendOptions``, whose arguments are
-    accepted; ``_transports`` and ``_channels`` name parts of TensorPipe and are ignored.
+    accepted. ``_transports`` and ``_channels``, which name parts of TensorPipe, are ignored.
     """
 
     def __init__(
@@ -182,12 +182,18 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @property
     def num_worker_threads(self) -> int:
-        """How many handlers may run at once on this worker."""
+        """The number of handlers that may run at once on this worker."""
         return self._num_worker_threads
 
     @num_worker_threads.setter
     def num_worker_threads(self, count: int) -> None:
-        count = _count("num_worker_threads", count)
+        try:
+            count = operator.index(count)
+        except TypeError:
+            raise TypeError(
+                f"num_worker_threads must be an int, but got {count!r} of type "
+                f"{type(count).__name__}"
+            ) from None
         if count < 1:
             raise ValueError(f"num_worker_threads must be at least 1, but got {count}")
         self._num_worker_threads = count
@@ -197,11 +203,11 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         """How long `zrpc.init_rpc` waits for the other workers, in seconds."""
         if self._init_timeout:
             return self._init_timeout
-        return self.rpc_timeout or _INIT_TIMEOUT_WITHOUT_RPC_TIMEOUT
+        return self.rpc_timeout or _INIT_SECONDS_WITHOUT_RPC_TIMEOUT
 
     @property
     def device_maps(self) -> dict[str, dict[torch.device, torch.device]]:
-        """For each callee's name, which of its devices stands for which of ours."""
+        """For each callee's name, its device for each device of this worker."""
         return self._device_maps
 
     @device_maps.setter
@@ -223,7 +229,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         """Adds entries to the device map for the callee ``to``.
 
         Raises:
-            ValueError: two devices would stand for one.
+            ValueError: two devices would map to the same one.
         """
         merged = dict(self._device_maps.get(to, {}))
         merged.update((torch.device(k), torch.device(v)) for k, v in device_map.items())
@@ -236,7 +242,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
 
 
-# Existing scripts name torch's back end; the options that they set mean the same here.
+# Existing scripts name torch's back end; its options mean the same here.
 TensorPipeRpcBackendOptions = ZmqRpcBackendOptions
 
 
@@ -245,7 +251,7 @@ def checked_timeout(name: str, seconds: Any) -> float:
 
     Raises:
         ValueError: it is negative, infinite or not a number.
-        TypeError: it is something else: None, or a string.
+        TypeError: it has another type, such as None or a string.
     """
     try:
         if 0 <= seconds <= LONGEST_TIMEOUT:
@@ -260,25 +266,15 @@ def checked_timeout(name: str, seconds: Any) -> float:
 
 
 def no_timeout(name: str, seconds: Any) -> TypeError:
-    """The error where a timeout has another type."""
+    """Returns the error for a timeout of another type."""
     return TypeError(
         f"{name} must be a number of seconds, 0 for none, but got {seconds!r} of type "
         f"{type(seconds).__name__}"
     )
 
 
-def _count(name: str, value: Any) -> int:
-    """Returns ``value`` as an int, or raises TypeError where it is none."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(
-            f"{name} must be an int, but got {value!r} of type {type(value).__name__}"
-        ) from None
-
-
 def _default_memory() -> int:
-    """An eighth of the machine's memory, in bytes; 0 where the system doesn't tell."""
+    """Returns an eighth of the machine's memory, in bytes; 0 if the system doesn't say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
     except (AttributeError, ValueError, OSError):

@@ -6,15 +6,23 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from pages import ROOT, links, pages
 
+from tests.docs.pages import ROOT, links, pages
+from tests.test_imports import ROOMS
+from zrpc.agent.service import Service
+from zrpc.calls.message_hooks import MessageHooks
 from zrpc.testing import Mesh
+from zrpc.wire.kind import Rules
+
+_CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
 
+@pytest.mark.system
 def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html"]
     done = subprocess.run(
@@ -34,7 +42,7 @@ def test_links_between_pages_lead_to_files(page: Path) -> None:
     assert not missing
 
 
-def test_the_version_is_that_of_pyproject() -> None:
+def test_the_version_equals_the_one_in_pyproject() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     declared = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
     assert declared is not None
@@ -84,9 +92,37 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @pytest.mark.zrpc(workers=1)
-def test_what_contributing_names_of_an_agent_is_there(mesh: Mesh) -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    names = re.findall(r"`agent\.([a-z_.]+)", text)
+def test_what_contributing_names_of_an_agent_exists(mesh: Mesh) -> None:
+    names = re.findall(r"`agent\.([a-z_.]+)", _CONTRIBUTING)
     assert names
     for name in names:
         assert attrgetter(name)(mesh.agent(0))
+
+
+def test_what_contributing_names_of_services_and_hooks_exists() -> None:
+    names = re.findall(r"`(Service|MessageHooks)\.([a-z_]+)`", _CONTRIBUTING)
+    assert names
+    classes = {"Service": Service, "MessageHooks": MessageHooks}
+    assert [name for name in names if not hasattr(classes[name[0]], name[1])] == []
+
+
+def test_contributing_explains_each_rule_of_a_kind_of_message() -> None:
+    assert [rule for rule in Rules._fields if f"`{rule}`" not in _CONTRIBUTING] == []
+
+
+@pytest.mark.parametrize("room", sorted({room for row in ROOMS for room in row}))
+def test_contributing_has_one_row_for_each_room(room: str) -> None:
+    name = f"{room}:" if room in ("face", "leaves") else f"`{room}` "
+    rows = [line for line in _CONTRIBUTING.splitlines() if line.startswith(f"| {name}")]
+    assert len(rows) == 1
+    assert rows[0].endswith(". |")
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/explanation/architecture.md"])
+def test_files_and_modules_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    files = re.findall(r"`((?:zrpc|tests|cli|docs)/[\w/.-]+)`", text)
+    modules = re.findall(r"(?<!\})`(zrpc\.[a-z_.]+)`|automodule:: (zrpc\.[a-z_.]+)", text)
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
+    assert [name for pair in modules for name in pair if name and not find_spec(name)] == []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from example_commands import DEADLINE, EXAMPLES, Commands, Outcome, Scripts, finish
 
+from tests.examples.example_commands import DEADLINE, EXAMPLES, Commands, Outcome, Scripts, finish
 from zrpc.testing.server import warm_server
 
 
@@ -21,20 +20,21 @@ def commands() -> Iterator[Commands]:
 
 @pytest.fixture
 def scripts(tmp_path: Path) -> Iterator[Scripts]:
-    running = Scripts(warm_server(), tmp_path)
+    warm_server()  # its start is not the test's time
+    running = Scripts(tmp_path)
     yield running
     running.stop()
 
 
 @pytest.fixture
 def example() -> Callable[[str], Path]:
-    """The path of an example, by its name."""
+    """Returns the path of an example, given its name."""
     return lambda name: EXAMPLES / f"{name}.py"
 
 
 @pytest.fixture
 def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., Outcome]:
-    """Runs an example by ``zrpc launch`` to its end."""
+    """Runs an example with ``zrpc launch`` until it exits."""
 
     def launch(name: str, nprocs: int, *arguments: str, deadline: float = DEADLINE) -> Outcome:
         return finish(commands.launch(nprocs, example(name), *arguments), deadline)
@@ -43,16 +43,14 @@ def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., 
 
 
 @pytest.fixture
-def run_plainly(scripts: Scripts) -> Callable[..., list[Outcome]]:
-    """Runs a script in processes that know each other by variables alone."""
+def run_plainly(scripts: Scripts, free_port: int) -> Callable[..., list[Outcome]]:
+    """Runs a script in processes without a launcher: only variables connect them."""
 
     def run(nprocs: int, *script: str | Path, deadline: float = DEADLINE) -> list[Outcome]:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
         variables = {
             "WORLD_SIZE": str(nprocs),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port),
         }
         for rank in range(nprocs):
             scripts.start(*script, **variables, RANK=str(rank))
@@ -63,7 +61,7 @@ def run_plainly(scripts: Scripts) -> Callable[..., list[Outcome]]:
 
 @pytest.fixture
 def run_first(scripts: Scripts, example: Callable[[str], Path]) -> Callable[[str, int], Outcome]:
-    """Runs an example as the first of so many workers, of which the others don't come."""
+    """Runs an example as rank 0 of ``nprocs`` workers; the others are not started."""
 
     def run(name: str, nprocs: int) -> Outcome:
         scripts.start(example(name), RANK="0", WORLD_SIZE=str(nprocs))
@@ -75,7 +73,7 @@ def run_first(scripts: Scripts, example: Callable[[str], Path]) -> Callable[[str
 
 @pytest.fixture
 def torchrun(commands: Commands) -> Callable[..., Outcome]:
-    """Runs a script by ``torchrun`` to its end."""
+    """Runs a script with ``torchrun`` until it exits."""
 
     def run(nprocs: int, *script: str | Path) -> Outcome:
         options = ("--standalone", "--nproc-per-node", str(nprocs))

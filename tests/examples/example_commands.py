@@ -1,26 +1,25 @@
-"""Examples run by the commands that users type, each with a deadline."""
+"""Runs the examples with the commands that users type, each with a deadline."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zrpc.launch import Starter, Task
+from tests.support.programs import Forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DEADLINE = 120.0
-_LAUNCHERS_OWN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+DEADLINE = 120.0  # seconds
+_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
 @dataclass
 class Outcome:
-    """What a command came to."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -31,14 +30,14 @@ class Outcome:
 
 
 class Commands:
-    """Commands under way; all are ended with the test."""
+    """Running commands; all are killed at the end of the test."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
-        """Starts this Python with a command line, in a process group of its own."""
-        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS_OWN}
+        """Starts this Python with a command line, in a new process group."""
+        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
         process = subprocess.Popen(
             [sys.executable, *map(str, command)],
             env={**inherited, **variables},
@@ -64,50 +63,44 @@ class Commands:
 
 
 class Scripts:
-    """Scripts under way, as after ``python script.py``, but with torch imported already.
+    """Running scripts, as after ``python script.py``, but with torch already imported.
 
     Args:
-        starter: forks them.
-        directory: for what they write.
+        directory: for the files with their output.
     """
 
-    def __init__(self, starter: Starter, directory: Path) -> None:
-        self._starter = starter
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._forked = Forked()
         self._pids: list[int] = []
 
     def start(self, script: str | Path, *arguments: str, **variables: str) -> None:
-        """Starts one more."""
-        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHERS_OWN}
-        task = Task.script(str(script), arguments).within(env={**inherited, **variables})
-        number = len(self._pids)
-        with (
-            self._file(number, "out").open("wb") as out,
-            self._file(number, "err").open("wb") as err,
-        ):
-            pid = self._starter.spawn(task, stdout=out.fileno(), stderr=err.fileno())
-        self._pids.append(pid)
+        """Starts a script."""
+        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
+        out, err = self._files(len(self._pids))
+        for earlier in (out, err):
+            earlier.unlink(missing_ok=True)
+        env = {**inherited, **variables}
+        self._pids.append(self._forked.start(script, arguments, env=env, out=out, err=err))
 
     def finish(self, deadline: float) -> list[Outcome]:
-        """Waits until all have ended; what came of each, in the order of their start."""
+        """Waits until all scripts exit; returns their outcomes, in the order of their start."""
         end = time.monotonic() + deadline
-        codes = [self._starter.wait(pid, max(0.0, end - time.monotonic())) for pid in self._pids]
+        codes = [self._forked.wait(pid, max(0.0, end - time.monotonic())) for pid in self._pids]
         self._pids.clear()
         return [
-            Outcome(code, *(self._file(number, kind).read_text() for kind in ("out", "err")))
-            for number, code in enumerate(codes)
+            Outcome(code, *(file.read_text() for file in self._files(index)))
+            for index, code in enumerate(codes)
         ]
 
     def stop(self) -> None:
-        for pid in self._pids:
-            self._starter.send_signal(pid, signal.SIGKILL, group=True)
-            self._starter.wait(pid, 5)
+        self._forked.kill()
 
-    def _file(self, number: int, kind: str) -> Path:
-        return self._directory / f"script{number}.{kind}"
+    def _files(self, index: int) -> tuple[Path, Path]:
+        return self._directory / f"script{index}.out", self._directory / f"script{index}.err"
 
 
 def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Outcome:
-    """Waits for a command's end."""
+    """Waits until a command exits."""
     out, err = process.communicate(timeout=deadline)
     return Outcome(process.returncode, out, err)

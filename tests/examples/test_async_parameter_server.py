@@ -4,10 +4,10 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 
-def test_loss_falls_below_the_target(launch: Callable[..., Outcome]) -> None:
+def test_the_loss_falls_below_the_target(launch: Callable[..., Outcome]) -> None:
     outcome = launch("async_parameter_server", 4)
     assert outcome.code == 0, outcome
     losses = [float(loss) for loss in re.findall(r"updates, loss ([\d.]+)", outcome.out)]
@@ -16,12 +16,12 @@ def test_loss_falls_below_the_target(launch: Callable[..., Outcome]) -> None:
     gradients = re.findall(r"^\[0\] trainer\d: (\d+) gradients", outcome.out, re.M)
     last = re.search(r"^\[0\] Below 0.003 after (\d+) updates", outcome.out, re.M)
     assert last is not None, outcome
-    assert sum(map(int, gradients)) == int(last[1])  # none was lost, and none applied twice
+    assert sum(map(int, gradients)) == int(last[1])  # none was lost or applied twice
     assert len(gradients) == 3
     assert min(map(int, gradients)) > 0
 
 
-def test_says_when_the_target_is_not_reached(
+def test_reports_that_the_target_is_not_reached(
     run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
 ) -> None:
     outcome = run_plainly(3, example("async_parameter_server"), "--max-updates", "100")[0]

@@ -4,13 +4,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 STEPS = 600
 
 
 def check(lines: list[str], trainers: int) -> None:
-    """The two runs: their losses fall, and they have made as many updates as they should."""
+    """Checks both runs: their losses fall, and they made the expected number of updates."""
     heads = [i for i, line in enumerate(lines) if line.startswith("batches")]
     runs = [lines[heads[0] : heads[1]], lines[heads[1] :]]
     for batch_size, (head, *losses, last) in zip((trainers, 1), runs, strict=True):
@@ -23,7 +23,9 @@ def check(lines: list[str], trainers: int) -> None:
         assert int(updates[1]) == STEPS * trainers // batch_size
 
 
-def test_makes_one_update_of_all_trainers_gradients(launch: Callable[..., Outcome]) -> None:
+def test_makes_one_update_from_the_gradients_of_all_trainers(
+    launch: Callable[..., Outcome],
+) -> None:
     outcome = launch("batch_rpc", 4)
     assert outcome.code == 0, outcome
     check([line.removeprefix("[0] ") for line in outcome.out.splitlines()], trainers=3)
@@ -37,9 +39,9 @@ def test_runs_under_torchrun(
     check(outcome.out.splitlines(), trainers=2)
 
 
-def test_says_when_nothing_was_learned(
+def test_reports_that_nothing_was_learned(
     run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
 ) -> None:
     outcome = run_plainly(2, example("batch_rpc"), "--steps", "5")[0]
     assert outcome.code == 1, outcome
-    assert "An accuracy of at least 90% was expected" in outcome.err
+    assert "Expected an accuracy of at least 90%" in outcome.err

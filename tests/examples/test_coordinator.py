@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Commands, Outcome, finish
+from tests.examples.example_commands import Commands, Outcome, finish
 
-# Runs a script, and tells how many bytes of messages this process has received by ZeroMQ.
+# Runs a script, then prints how many bytes of messages this process received through ZeroMQ.
 METER = """\
 import atexit, os, runpy, sys, zmq
 
@@ -56,10 +56,10 @@ def test_messages_to_the_coordinator_are_small(
     found = re.findall(r"^\[(\d)\] all messages: (\d+)", outcome.out, re.M)
     received = {int(rank): int(count) for rank, count in found}
     assert sorted(received) == [0, 1, 2, 3, 4], outcome
-    assert 0 < received[0] < 20_000  # answers, reference counts, and the end
+    assert 0 < received[0] < 20_000  # answers, reference counts, and the shutdown
 
 
 def test_needs_five_workers(run_first: Callable[[str, int], Outcome]) -> None:
     outcome = run_first("coordinator", 2)
     assert outcome.code == 2, outcome
-    assert "there must be 5 workers, and there are 2" in outcome.err
+    assert "expected at least 5 workers, but got 2" in outcome.err

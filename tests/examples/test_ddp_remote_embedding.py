@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 DEADLINE = 240.0
 
@@ -38,4 +38,4 @@ def test_runs_under_torchrun(
 def test_needs_four_workers(run_first: Callable[[str, int], Outcome]) -> None:
     outcome = run_first("ddp_remote_embedding", 2)
     assert outcome.code == 2, outcome
-    assert "there must be 4 workers, and there are 2" in outcome.err
+    assert "expected 4 workers, but got 2" in outcome.err

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 DEADLINE = 240.0
 
@@ -37,4 +37,4 @@ def test_runs_without_a_launcher(
 def test_needs_two_workers(run_first: Callable[[str, int], Outcome]) -> None:
     outcome = run_first("distributed_rnn", 3)
     assert outcome.code == 2, outcome
-    assert "there must be 2 workers, and there are 3" in outcome.err
+    assert "expected 2 workers, but got 3" in outcome.err

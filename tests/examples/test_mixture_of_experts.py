@@ -4,7 +4,8 @@ import re
 from collections.abc import Callable
 
 import pytest
-from example_commands import Outcome
+
+from tests.examples.example_commands import Outcome
 
 DEADLINE = 240.0
 
@@ -31,4 +32,4 @@ def test_learns_what_one_process_would_learn(
 def test_needs_three_workers(run_first: Callable[[str, int], Outcome]) -> None:
     outcome = run_first("mixture_of_experts", 2)
     assert outcome.code == 2, outcome
-    assert "there must be at least 3 workers" in outcome.err
+    assert "expected at least 3 workers" in outcome.err

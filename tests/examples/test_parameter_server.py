@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 DEADLINE = 240.0
 
@@ -19,7 +19,7 @@ def check(outcome: Outcome, trainers: int) -> None:
     assert float(found[2]) > max(70, 2 * float(found[1]))
 
 
-def test_all_trainers_teach_the_servers_model(launch: Callable[..., Outcome]) -> None:
+def test_all_trainers_train_the_servers_model(launch: Callable[..., Outcome]) -> None:
     outcome = launch("parameter_server", 4, deadline=DEADLINE)
     check(outcome, trainers=3)
     for rank in (1, 2, 3):
@@ -37,9 +37,9 @@ def test_runs_without_a_launcher(
     assert [(each.code, each.err) for each in trainers] == [(0, "")] * 2
 
 
-def test_says_when_nothing_was_learned(
+def test_reports_that_nothing_was_learned(
     run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
 ) -> None:
     outcome = run_plainly(2, example("parameter_server"), "--steps", "1")[0]
     assert outcome.code == 1, outcome
-    assert "At least 50% were expected" in outcome.err
+    assert "Expected an accuracy of at least 50%" in outcome.err

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from example_commands import Outcome
+from tests.examples.example_commands import Outcome
 
 DEADLINE = 300.0
 LINE = re.compile(
@@ -21,7 +21,7 @@ def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome])
     assert max(firsts) - min(firsts) < 1e-3
     assert max(lasts) - min(lasts) < 2e-3
     assert max(lasts) < 0.9 * min(firsts)
-    # What is saved is as it happens to be on this machine; that it is told rightly is not.
+    # The saving depends on the machine, but it must be reported correctly.
     times = [float(run[1]) for run in runs]
     for (_, _, saved, _, _), each in zip(runs, times, strict=True):
         assert abs(int(saved) - 100 * (1 - each / times[0])) < 1
@@ -31,4 +31,4 @@ def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome])
 def test_needs_four_workers(run_first: Callable[[str, int], Outcome]) -> None:
     outcome = run_first("pipeline_parallel", 3)
     assert outcome.code == 2, outcome
-    assert "there must be 4 workers, and there are 3" in outcome.err
+    assert "expected 4 workers, but got 3" in outcome.err

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from example_commands import Commands, Outcome, finish
+from tests.examples.example_commands import Commands, Outcome, finish
 
 Launch = Callable[..., Outcome]
 RunPlainly = Callable[..., list[Outcome]]
@@ -16,7 +16,7 @@ SOLVED = re.compile(
 
 
 def test_is_solved_at_the_environments_own_threshold(launch: Launch) -> None:
-    # A seed that needs the fewest steps: about as many as a policy that is perfect at once.
+    # A seed that needs few steps: about as many as a policy that is perfect from the start.
     outcome = launch("reinforce_cartpole", 4, "--seed", "36", deadline=400)
     assert outcome.code == 0, outcome
     assert outcome.err == ""
@@ -30,7 +30,7 @@ def test_is_solved_at_the_environments_own_threshold(launch: Launch) -> None:
     assert solved[1] == "475"
 
 
-def test_same_seed_gives_the_same_run(
+def test_the_same_seed_gives_the_same_run(
     run_plainly: RunPlainly, example: Callable[[str], Path]
 ) -> None:
     def play(seed: str) -> str:
@@ -50,7 +50,9 @@ def test_one_observer_is_enough(run_plainly: RunPlainly, example: Callable[[str]
     assert SOLVED.search(outcome.out), outcome
 
 
-def test_says_when_it_gives_up(run_plainly: RunPlainly, example: Callable[[str], Path]) -> None:
+def test_reports_that_it_is_not_solved(
+    run_plainly: RunPlainly, example: Callable[[str], Path]
+) -> None:
     outcome = run_plainly(4, example("reinforce_cartpole"), "--max-episodes", "9")[0]
     assert outcome.code == 1, outcome
     assert re.search(r"Not solved: the running reward is [\d.]+ of 475 after 9 episo", outcome.err)
@@ -74,7 +76,7 @@ def test_stops_at_ctrl_c(commands: Commands, example: Callable[[str], Path]) -> 
     assert time.monotonic() - began < 10
 
 
-def test_says_what_to_install_where_gymnasium_is_missing(
+def test_says_what_to_install_if_gymnasium_is_missing(
     commands: Commands, example: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "gymnasium.py").write_text("raise ImportError('not here')")

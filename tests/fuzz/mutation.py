@@ -1,4 +1,4 @@
-"""Inputs for the fuzz tests: a small corpus, and what becomes of it."""
+"""Inputs for the fuzz tests: a small corpus, and mutations of it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# How many inputs each fuzz test has; a nightly run sets a million.
+# The number of inputs of each fuzz test; a nightly run sets a million.
 INPUTS = int(os.environ.get("ZRPC_FUZZ_INPUTS", "3000"))
 
 HEADER = struct.Struct("<BBHIIfQQ")
-# Values that programs forget, for any field.
+# Edge cases for any field.
 _NUMBERS = [0, 1, 2, 31, 32, 33, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1]
 
 
 def corpus() -> list[bytes]:
-    """The first frames in ``corpus.txt``: a name and hexadecimal digits in each line."""
+    """Returns the first frames in ``corpus.txt``: each line is a name and hexadecimal digits."""
     lines = Path(__file__).with_name("corpus.txt").read_text().splitlines()
     return [bytes.fromhex("".join(line.split()[1:])) for line in lines if line.strip()]
 
 
 def mutated(source: random.Random, seeds: Sequence[bytes]) -> bytes:
-    """One seed, changed up to four times."""
+    """Returns one seed, changed up to four times."""
     data = bytearray(source.choice(seeds))
     for _ in range(source.randint(0, 4)):
         _MUTATIONS[source.randrange(len(_MUTATIONS))](source, data, seeds)
@@ -31,7 +31,7 @@ def mutated(source: random.Random, seeds: Sequence[bytes]) -> bytes:
 
 
 def inputs(seed: int, count: int, seeds: Sequence[bytes]) -> Iterator[bytes]:
-    """The same inputs for the same seed."""
+    """Yields inputs, the same ones for the same seed."""
     source = random.Random(seed)
     for _ in range(count):
         yield mutated(source, seeds)

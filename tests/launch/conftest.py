@@ -1,4 +1,4 @@
-"""Real processes, each marked by a variable of its own test, so that leaks can be told."""
+"""Real processes. Each is marked by a variable of its test, so that leaks are found."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until as until_soon
 from zrpc.launch.starter import Starter
 
 DEADLINE = 30.0
@@ -30,22 +31,13 @@ sys.exit(launch(Job(**json.loads(sys.argv[1]))))
 """
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = DEADLINE) -> Any:
-    """Wait for something that sends no event, such as the end of a stranger's process."""
-    deadline = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"timed out waiting until {what}"
-        time.sleep(0.01)
-    return value
-
-
 @pytest.fixture
 def until() -> Callable[..., Any]:
-    return wait_until
+    return until_soon
 
 
 class Marked:
-    """The processes whose environment has this test's mark."""
+    """Finds the processes whose environment has this test's mark."""
 
     def __init__(self) -> None:
         self.value = uuid.uuid4().hex
@@ -73,7 +65,7 @@ def marked() -> Iterator[Marked]:
     yield mark
     left: list[int] = []
     try:
-        wait_until(lambda: not mark.pids(), "no process is left", timeout=5.0)
+        until_soon(lambda: not mark.pids(), "no process is left", within=5.0)
     finally:
         left = mark.pids()
         for pid in left:
@@ -83,7 +75,7 @@ def marked() -> Iterator[Marked]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """Write a script, and return its path."""
+    """Writes a script and returns its path."""
 
     def write(source: str, name: str = "script.py") -> str:
         path = tmp_path / name
@@ -103,7 +95,7 @@ class Launched:
         self._seen = b""
 
     def read_until(self, text: str) -> str:
-        """Read standard output until `text` was seen."""
+        """Reads standard output until `text` was seen."""
         assert self.process.stdout is not None
         fd = self.process.stdout.fileno()
         deadline = time.monotonic() + DEADLINE
@@ -116,7 +108,7 @@ class Launched:
         return self._seen.decode()
 
     def finish(self) -> tuple[int, str, str]:
-        """Exit code, standard output and standard error."""
+        """Returns the exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=DEADLINE)
         text = (self._seen + (out or b"")).decode(errors="surrogateescape")
         return self.process.returncode, text, err.decode(errors="surrogateescape")
@@ -124,7 +116,7 @@ class Launched:
 
 @pytest.fixture
 def start(marked: Marked) -> Iterator[Callable[..., Launched]]:
-    """Start a launcher for a job, without imports made ahead."""
+    """Starts a launcher for a job, without preloaded modules."""
     started: list[Launched] = []
 
     def start(
@@ -145,7 +137,7 @@ def start(marked: Marked) -> Iterator[Callable[..., Launched]]:
 
 @pytest.fixture(params=["fork", "spawn"])
 def starter(request: pytest.FixtureRequest, marked: Marked) -> Iterator[Starter]:
-    """Each kind of starter, running, without imports made ahead."""
+    """Runs each kind of starter in turn, without preloaded modules."""
     from zrpc.launch import make_starter
 
     with make_starter(request.param, preload=(), env=marked.env) as running:

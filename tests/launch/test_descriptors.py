@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
-# Prints enough lines for one of their ends to be read as a signal, where it could be.
+# Prints so many lines that a line end would be read as a signal if it could be.
 _WORKER = """
 import os, sys
 from pathlib import Path
@@ -21,14 +21,14 @@ for line in range(20):
 assert sys.stdin.read() == ""
 Path(sys.argv[1], os.environ["RANK"]).touch()
 """
-_STARTS = """
+_START_PROCESS = """
 import sys, zrpc.launch as launch
 
 with launch.make_starter(sys.argv[1], preload=()) as starter:
     pid = starter.spawn(launch.Task.script(sys.argv[2], sys.argv[3:]))
     assert starter.wait(pid, timeout=30) == 0
 """
-_TELLS = """
+_WRITE_DESCRIPTORS = """
 import os, sys
 
 with open(sys.argv[1], "w") as file:
@@ -49,8 +49,10 @@ def run(closing: str, *command: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("closing", CLOSINGS)
-def test_the_command(closing: str, write: Callable[..., str], tmp_path: Path) -> None:
-    """What would go to a closed one is dropped; the others have it all."""
+def test_the_command_runs_with_closed_descriptors(
+    closing: str, write: Callable[..., str], tmp_path: Path
+) -> None:
+    """Output to a closed descriptor is discarded; the others get all of theirs."""
     command = ["-m", "zrpc.cli", "launch", "--nprocs=2", "--start-method=spawn"]
     code, output = run(closing, *command, write(_WORKER), str(tmp_path))
     assert code == 0, output
@@ -60,7 +62,9 @@ def test_the_command(closing: str, write: Callable[..., str], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("closing", ["<&- >&-", "<&- >&- 2>&-"])
-def test_a_program_that_launches(closing: str, write: Callable[..., str], tmp_path: Path) -> None:
+def test_a_program_can_launch_with_closed_descriptors(
+    closing: str, write: Callable[..., str], tmp_path: Path
+) -> None:
     code = "import sys; from zrpc.launch import Job, launch; sys.exit(launch(Job(sys.argv[1], "
     code += "sys.argv[2:], nprocs=2, preload=())))"
     assert run(closing, "-c", code, write(_WORKER), str(tmp_path))[0] == 0
@@ -69,9 +73,10 @@ def test_a_program_that_launches(closing: str, write: Callable[..., str], tmp_pa
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_started_process_has_none_of_its_starters_sockets_there(
+def test_a_started_process_has_no_socket_of_its_starter_as_a_standard_stream(
     method: str, write: Callable[..., str], tmp_path: Path
 ) -> None:
-    starts, tells, told = write(_STARTS, "starts.py"), write(_TELLS, "tells.py"), tmp_path / "told"
-    code, _ = run("<&- >&- 2>&-", starts, method, tells, str(told))
-    assert (code, told.read_text()) == (0, " ".join(["/dev/null"] * 3))
+    starter, report = write(_START_PROCESS, "starter.py"), tmp_path / "report"
+    script = write(_WRITE_DESCRIPTORS, "script.py")
+    code, _ = run("<&- >&- 2>&-", starter, method, script, str(report))
+    assert (code, report.read_text()) == (0, " ".join(["/dev/null"] * 3))

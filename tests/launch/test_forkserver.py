@@ -1,4 +1,4 @@
-"""What only the fork server does."""
+"""Behaviour that only the fork server has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zrpc.launch import LaunchError, ServerDied, Task
+from zrpc.launch import LaunchError, ServerDied, Task, forkserver
 from zrpc.launch.forkserver import ForkServer
 
 DEADLINE = 30.0
@@ -20,8 +20,9 @@ Write = Callable[..., str]
 Until = Callable[..., Any]
 
 
-def path_with(directory: Path) -> list[str]:
-    return [str(directory), *[entry for entry in sys.path if entry]]
+def with_path(env: Any, directory: Path) -> dict[str, str]:
+    """Returns an environment in which a directory comes first on ``sys.path``."""
+    return {**env, "PYTHONPATH": str(directory)}
 
 
 def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked: Any) -> None:
@@ -36,13 +37,13 @@ def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked:
     script = write("import heavy, os, sys; sys.exit(0 if os.getppid() == int(sys.argv[1]) else 1)")
     imports = tmp_path / "imports"
     env = {**marked.env, "IMPORTS": str(imports)}
-    with ForkServer(preload=["heavy"], env=env, sys_path=path_with(tmp_path / "lib")) as server:
+    with ForkServer(preload=["heavy"], env=with_path(env, tmp_path / "lib")) as server:
         pids = [server.spawn(Task.script(script, [str(server.pid)])) for _ in range(16)]
         assert [server.wait(pid, DEADLINE) for pid in pids] == [0] * 16
         assert imports.read_text() == f"{server.pid}\n"
 
 
-def test_torch_is_there_and_random_numbers_differ(
+def test_torch_is_preloaded_and_random_numbers_differ(
     write: Write, tmp_path: Path, marked: Any
 ) -> None:
     script = write(
@@ -59,36 +60,38 @@ def test_torch_is_there_and_random_numbers_differ(
     ):
         for _ in range(3):
             pid = server.spawn(Task.script(script), stdout=out.fileno())
-            # Safe to fork: OpenBLAS, numpy's, ends its threads just before each fork.
+            # Safe to fork: numpy's OpenBLAS ends its threads just before each fork.
             assert os.listdir(f"/proc/{server.pid}/task") == [str(server.pid)]
             assert server.wait(pid, DEADLINE) == 0
     numbers = (tmp_path / "out").read_text().split()
     assert len(set(numbers)) == len(numbers) == 12
 
 
-def test_module_that_cannot_be_imported_is_left_to_the_children(marked: Any) -> None:
-    with ForkServer(preload=["no_such_module", "json"], env=marked.env) as server:
-        assert server.preloaded == ["json"]
+def test_module_that_cannot_be_imported_is_not_preloaded(write: Write, marked: Any) -> None:
+    code = "import sys; sys.exit('colorsys' not in sys.modules)"
+    with ForkServer(preload=["no_such_module", "colorsys"], env=marked.env) as server:
+        assert server.wait(server.spawn(Task.script(write(code))), DEADLINE) == 0
 
 
 def test_preload_that_starts_a_thread_is_refused(write: Write, tmp_path: Path, marked: Any) -> None:
     write("import threading, time; threading.Thread(target=time.sleep, args=[99]).start()", "t.py")
-    server = ForkServer(preload=["t"], env=marked.env, sys_path=path_with(tmp_path))
+    server = ForkServer(preload=["t"], env=with_path(marked.env, tmp_path))
     with pytest.raises(LaunchError, match=r"1 thread\(s\) were started by importing \['t'\]"):
         server.start()
 
 
-def test_start_is_bounded(write: Write, tmp_path: Path, marked: Any) -> None:
+def test_start_has_a_timeout(
+    write: Write, tmp_path: Path, marked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "_START_SECONDS", 0.5)
     write("import time; time.sleep(1000)", "slow.py")
-    server = ForkServer(
-        preload=["slow"], env=marked.env, sys_path=path_with(tmp_path), start_timeout=0.5
-    )
+    server = ForkServer(preload=["slow"], env=with_path(marked.env, tmp_path))
     with pytest.raises(LaunchError, match="did not answer within"):
         server.start()
     assert not marked.pids()
 
 
-def test_interpreter_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreter_that_exits_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServerDied):
         ForkServer().start()
@@ -97,16 +100,16 @@ def test_interpreter_that_ends_at_once_is_an_error(monkeypatch: pytest.MonkeyPat
         ForkServer().start()
 
 
-def test_many_exits_that_nobody_reads_block_nothing(marked: Any, until: Until) -> None:
+def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) -> None:
     with ForkServer(preload=[], env=marked.env) as server:
         pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
         until(lambda: len(marked.pids()) == 1, "all children have ended")
         assert server.send_signal(min(pids), signal.SIGTERM) is False  # it still answers
         found: set[int] = set()
         while found != pids:
-            news = server.exits(timeout=DEADLINE)
-            assert news
-            found.update(each.pid for each in news)
+            exits = server.exits(timeout=DEADLINE)
+            assert exits
+            found.update(each.pid for each in exits)
 
 
 def test_module_beside_the_script_wins_over_a_preloaded_one(
@@ -126,15 +129,15 @@ def test_module_beside_the_script_wins_over_a_preloaded_one(
     *notice, line = (tmp_path / "out").read_text().splitlines()
     assert line == "True True last"
     assert len(notice) == 1
-    assert "queue beside the program hides a module" in notice[0]
+    assert "queue beside the program hides a preloaded module" in notice[0]
 
 
-def test_module_beside_the_script_that_is_the_preloaded_one_is_fine(
+def test_module_beside_the_script_may_be_the_preloaded_one(
     write: Write, tmp_path: Path, marked: Any
 ) -> None:
     write("", "heavy.py")
     script = write("import sys; sys.exit(0 if 'heavy' in sys.modules else 1)")
-    with ForkServer(preload=["heavy"], env=marked.env, sys_path=path_with(tmp_path)) as server:
+    with ForkServer(preload=["heavy"], env=with_path(marked.env, tmp_path)) as server:
         assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
 
 
@@ -143,7 +146,7 @@ def test_children_die_with_the_server(marked: Any, until: Until) -> None:
         server.spawn(Task.function("time:sleep", 1000))
         path = server.make_directory()
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(ServerDied, match="was it killed"):
+        with pytest.raises(ServerDied, match="has exited; was it killed"):
             server.exits(timeout=DEADLINE)
         with pytest.raises(ServerDied):
             server.spawn(Task.function("time:sleep", 1000))
@@ -151,7 +154,7 @@ def test_children_die_with_the_server(marked: Any, until: Until) -> None:
     assert not os.path.exists(path)
 
 
-def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until) -> None:
+def test_all_processes_die_with_the_owner(write: Write, marked: Any, until: Until) -> None:
     child = write(
         """
         import signal, subprocess, sys
@@ -189,7 +192,7 @@ def test_everything_dies_with_the_owner(write: Write, marked: Any, until: Until)
     assert not os.path.exists(directory)
 
 
-def test_an_owner_that_ends_during_the_imports_leaves_no_traceback(
+def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
     write: Write, tmp_path: Path, marked: Any, until: Until
 ) -> None:
     write(
@@ -202,9 +205,9 @@ def test_an_owner_that_ends_during_the_imports_leaves_no_traceback(
         "patient.py",
     )
     owner = write(
-        f"""
+        """
         from zrpc.launch.forkserver import ForkServer
-        ForkServer(preload=["patient"], sys_path={path_with(tmp_path)!r}).start()
+        ForkServer(preload=["patient"]).start()
         """,
         "owner.py",
     )
@@ -214,7 +217,7 @@ def test_an_owner_that_ends_during_the_imports_leaves_no_traceback(
             [sys.executable, owner],
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=marked.env,
+            env=with_path(marked.env, tmp_path),
             text=True,
         ) as process,
     ):
@@ -227,7 +230,7 @@ def test_an_owner_that_ends_during_the_imports_leaves_no_traceback(
     assert (tmp_path / "errors").read_text() == ""
 
 
-def test_orphan_of_a_child_is_killed_when_the_server_closes(write: Write, marked: Any) -> None:
+def test_closing_kills_orphans_of_children(write: Write, marked: Any) -> None:
     script = write(
         """
         import subprocess, sys
@@ -241,14 +244,14 @@ def test_orphan_of_a_child_is_killed_when_the_server_closes(write: Write, marked
         assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
 
 
-def test_descriptor_number_in_use_in_the_server_is_refused(
+def test_descriptor_number_that_the_server_uses_is_refused(
     write: Write, tmp_path: Path, marked: Any
 ) -> None:
     write("import os; os.dup2(0, 99)", "opens.py")
     reading, writing = os.pipe()
     taken = os.dup2(reading, 99)
     try:
-        with ForkServer(preload=["opens"], env=marked.env, sys_path=path_with(tmp_path)) as server:
+        with ForkServer(preload=["opens"], env=with_path(marked.env, tmp_path)) as server:
             with pytest.raises(LaunchError, match=r"descriptor 99 .* os\.dup"):
                 server.spawn(Task.function("os:getpid"), pass_fds=[taken])
             assert server.wait(server.spawn(Task.function("builtins:int", 0)), DEADLINE) == 0
@@ -257,7 +260,7 @@ def test_descriptor_number_in_use_in_the_server_is_refused(
             os.close(fd)
 
 
-def test_missing_directory_is_refused(marked: Any) -> None:
+def test_missing_working_directory_is_refused(marked: Any) -> None:
     with (
         ForkServer(preload=[], env=marked.env) as server,
         pytest.raises(LaunchError, match="'/no/such'"),
@@ -265,7 +268,7 @@ def test_missing_directory_is_refused(marked: Any) -> None:
         server.spawn(Task.function("os:getpid").within(cwd="/no/such"))
 
 
-def test_preloaded_multiprocessing_is_the_childs_own(
+def test_each_child_has_its_own_multiprocessing_state(
     write: Write, tmp_path: Path, marked: Any
 ) -> None:
     write(

@@ -43,7 +43,7 @@ def test_full_disk_does_not_stop_the_output(tmp_path: Path) -> None:
     assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
 
 
-def test_waiting_for_a_stream_that_stays_open_is_bounded() -> None:
+def test_waiting_for_an_open_stream_has_a_timeout() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     output = Output(Console(stdout=null, stderr=null))
     fds = output.open(0)
@@ -54,7 +54,7 @@ def test_waiting_for_a_stream_that_stays_open_is_bounded() -> None:
     os.close(null)
 
 
-def test_slow_reader_of_the_console_is_waited_for_until_told_otherwise() -> None:
+def test_drain_waits_for_a_slow_reader_until_it_is_cancelled() -> None:
     reading, writing = os.pipe()
     output = Output(Console(stdout=writing, stderr=writing))
     out, err = output.open(0)
@@ -64,8 +64,8 @@ def test_slow_reader_of_the_console_is_waited_for_until_told_otherwise() -> None
     )
     feeder.start()
     asked: list[int] = []
-    assert not output.drain(1.0, give_up=lambda: asked.append(1) or len(asked) > 30)
-    assert len(asked) == 31  # longer than the time for streams that stay open
+    assert not output.drain(1.0, cancelled=lambda: asked.append(1) or len(asked) > 30)
+    assert len(asked) == 31  # that took longer than the timeout for open streams
     total = 0
     while total < 600_000:
         total += len(os.read(reading, 65536))
@@ -75,15 +75,15 @@ def test_slow_reader_of_the_console_is_waited_for_until_told_otherwise() -> None
     os.close(writing)
 
 
-def test_console_tells_once_that_its_reader_is_gone() -> None:
+def test_console_reports_once_that_its_reader_is_gone() -> None:
     reading, writing = os.pipe()
-    told = []
-    console = Console(stdout=writing, stderr=writing, on_closed=lambda: told.append(1))
+    calls: list[int] = []
+    console = Console(stdout=writing, stderr=writing, on_closed=lambda: calls.append(1))
     os.close(reading)
     for _ in range(3):
         console.show(0, [b"lost"], error=False)
     assert console.closed
-    assert told == [1]
+    assert calls == [1]
     os.close(writing)
 
 

@@ -17,11 +17,11 @@ def listen(address: str, port: int, *, reuse: bool) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_worker_0_can_listen_on_the_reserved_port(address: str) -> None:
     with ReservedPort() as port:
-        port.workers_start()
+        port.hand_over()
         listen(address, port.number, reuse=True)
 
 
-def test_others_do_not_get_it() -> None:
+def test_others_do_not_get_the_reserved_port() -> None:
     with ReservedPort() as port:
         with pytest.raises(OSError, match="in use"):
             listen("127.0.0.1", port.number, reuse=False)
@@ -29,7 +29,7 @@ def test_others_do_not_get_it() -> None:
             assert other.number != port.number
 
 
-def test_it_is_free_afterwards() -> None:
+def test_port_is_free_after_closing() -> None:
     with ReservedPort() as port:
         pass
     listen("127.0.0.1", port.number, reuse=False)

@@ -167,7 +167,7 @@ def place(tmp_path: Path, write: Write) -> Path:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_does_as_under_python(
+def test_script_behaves_as_under_python(
     starter: Starter, write: Write, place: Path, marked: Any, name: str
 ) -> None:
     write(SCRIPTS[name], "work/script.py")
@@ -176,7 +176,7 @@ def test_script_does_as_under_python(
     assert under_starter(starter, task, place) == expected
 
 
-def test_link_to_a_script_finds_what_is_beside_the_script(
+def test_link_to_a_script_finds_modules_beside_the_script(
     starter: Starter, write: Write, place: Path, marked: Any
 ) -> None:
     write("import beside, sys; print(__file__, sys.path[0])", "work/script.py")
@@ -230,7 +230,7 @@ MODULE = """
 
 
 @pytest.mark.parametrize("module", ["pack.tool", "pack", "pack.no_such", "no_such", "pack.broken"])
-def test_module_does_as_under_python(
+def test_module_behaves_as_under_python(
     starter: Starter, write: Write, place: Path, marked: Any, module: str
 ) -> None:
     write("", "work/pack/__init__.py")
@@ -242,7 +242,7 @@ def test_module_does_as_under_python(
     assert under_starter(starter, Task.module(module, ["a", "-m"]), place) == expected
 
 
-def test_error_in_a_function_shows_none_of_our_frames(starter: Starter, place: Path) -> None:
+def test_error_in_a_function_shows_no_frames_of_zrpc(starter: Starter, place: Path) -> None:
     code, _, err = under_starter(starter, Task.function("json:loads", "{"), place)
     assert code == 1
     assert err.startswith('Traceback (most recent call last):\n  File "')
@@ -250,7 +250,7 @@ def test_error_in_a_function_shows_none_of_our_frames(starter: Starter, place: P
     assert "json.decoder.JSONDecodeError" in err
 
 
-def test_lines_come_at_once_where_asked(starter: Starter, write: Write) -> None:
+def test_lines_are_written_at_once_if_line_buffered(starter: Starter, write: Write) -> None:
     script = write("import time; print('now'); time.sleep(1000)")
     reading, writing = os.pipe()
     task = Task.script(script).within(line_buffered=True)
@@ -260,7 +260,7 @@ def test_lines_come_at_once_where_asked(starter: Starter, write: Write) -> None:
     os.close(reading)
 
 
-def test_unbuffered_interpreter_stays_so(marked: Any, write: Write) -> None:
+def test_unbuffered_interpreter_stays_unbuffered(marked: Any, write: Write) -> None:
     from zrpc.launch import make_starter
 
     script = write("import time; print('now', end=''); time.sleep(1000)")

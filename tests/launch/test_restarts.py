@@ -1,4 +1,4 @@
-"""Workers that are started again, and workers that come and go, as a user launches them."""
+"""Workers that are started again, and workers that join and leave, as a user launches them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 from zrpc.launch import Job, LaunchError
 from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
-from zrpc.launch.store import Place, StoreProcess, parse_place
-from zrpc.launch.worker import Surroundings
-from zrpc.store_host import serve
+from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
+from zrpc.launch.worker import EnvironmentTemplate
+from zrpc.membership.store_server import serve
 
 Write = Callable[..., str]
 Start = Callable[..., Any]
@@ -99,7 +99,7 @@ RESTARTED = """
 def test_the_others_call_a_worker_that_was_killed_and_started_again(
     start: Start, write: Write
 ) -> None:
-    """It is rank 0, which would host the store."""
+    """It is rank 0, which would otherwise host the store."""
     launched = start(write(RESTARTED), nprocs=3, max_restarts=1, preload=PRELOAD)
     code, out, err = launched.finish()
     assert code == 0, err
@@ -152,21 +152,24 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(
     assert "[1] in WorkerInfo(id=1, name=worker1)\n" in out
 
 
-# -- without a process -----------------------------------------------------------------------
+# -- without a launcher process ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("job", "words"),
     [
         ({"max_restarts": -1}, "0 or more restarts, but got -1"),
-        ({"listen": "h:1"}, "only workers of an elastic mesh"),
-        ({"join": "h:1"}, "only workers of an elastic mesh"),
-        ({"elastic": True, "listen": "h:1", "join": "h:1"}, "nobody can listen too"),
+        ({"listen": "h:1"}, "for workers of an elastic mesh"),
+        ({"join": "h:1"}, "for workers of an elastic mesh"),
+        (
+            {"elastic": True, "listen": "h:1", "join": "h:1"},
+            "expected listen or join, but got both",
+        ),
         ({"elastic": True, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
         ({"elastic": True, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),
     ],
 )
-def test_jobs_that_cant_be(
+def test_contradictory_jobs_are_refused(
     monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], words: str
 ) -> None:
     for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE"):
@@ -175,24 +178,25 @@ def test_jobs_that_cant_be(
         Job(__file__, **job).check()
 
 
-def test_a_place() -> None:
-    assert parse_place("host:80") == Place("host", 80)
-    assert parse_place("[::1]:80") == Place("::1", 80)
-    assert [str(parse_place(text)) for text in ("host:80", "[::1]:80")] == ["host:80", "[::1]:80"]
+def test_parse_address() -> None:
+    assert parse_address("host:80") == StoreAddress("host", 80)
+    assert parse_address("[::1]:80") == StoreAddress("::1", 80)
+    assert [str(parse_address(text)) for text in ("host:80", "[::1]:80")] == ["host:80", "[::1]:80"]
     for text in ("", "host", "host:", ":80", "host:x", "host:0", "host:70000"):
         with pytest.raises(ValueError, match="expected HOST:PORT"):
-            parse_place(text)
+            parse_address(text)
 
 
-def test_workers_of_a_second_launch_know_their_place() -> None:
-    env = Surroundings(2, "w", "host", 80, None, first_rank=4, elastic=True).environment({}, 5, 0)
+def test_environment_of_a_worker_of_a_second_launch() -> None:
+    template = EnvironmentTemplate(2, "w", "host", 80, None, first_rank=4, elastic=True)
+    env = template.for_worker({}, 5, 0)
     assert (env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
     assert env["ZRPC_WORKER_NAME"] == "w5"
     assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS"} & env.keys()
 
 
-def test_a_place_that_is_taken() -> None:
+def test_store_process_exits_if_its_address_is_taken() -> None:
     reading, writing = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
         with pytest.raises(SystemExit, match="zrpc launch: "):
@@ -201,9 +205,9 @@ def test_a_place_that_is_taken() -> None:
         assert report.read() == b""
 
 
-def test_a_store_that_does_not_come() -> None:
+def test_a_store_process_that_fails_is_an_error() -> None:
     class Starter:
-        """Its process ends at once, and what it had open is closed."""
+        """Starts a process that exits at once, so that its descriptors are closed."""
 
         def spawn(self, task: Any, pass_fds: Any) -> int:
             return 1
@@ -212,6 +216,6 @@ def test_a_store_that_does_not_come() -> None:
     process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
     try:
         with pytest.raises(LaunchError, match="could not host a store for the workers at h:9: see"):
-            process.first_rank(Place("h", 9), 1, inbox)
+            process.first_rank(StoreAddress("h", 9), 1, inbox)
     finally:
         inbox.close()

@@ -1,4 +1,4 @@
-"""What the fork server and its substitute have in common."""
+"""Behaviour that the fork server and its substitute share."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_exit_code_is_as_in_subprocess(
     assert starter.wait(pid, DEADLINE) == code
 
 
-def test_function_gets_its_arguments_and_gives_the_exit_code(starter: Starter) -> None:
+def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter) -> None:
     pid = starter.spawn(Task.function("builtins:int", "101", base=2))
     assert starter.wait(pid, DEADLINE) == 5
 
@@ -47,12 +47,12 @@ def test_function_can_be_an_attribute_of_a_class(starter: Starter) -> None:
     assert starter.wait(pid, DEADLINE) == 3
 
 
-def test_function_must_say_its_module() -> None:
+def test_function_must_be_given_with_its_module() -> None:
     with pytest.raises(ValueError, match="module:qualname"):
         Task.function("print")
 
 
-def test_surroundings_replace_those_of_the_server(
+def test_task_environment_replaces_the_servers(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     script = write(
@@ -75,7 +75,7 @@ def test_surroundings_replace_those_of_the_server(
     assert argv == [script, "a", "--b"]
 
 
-def test_streams_are_those_given(starter: Starter, write: Write, tmp_path: Path) -> None:
+def test_process_uses_the_given_streams(starter: Starter, write: Write, tmp_path: Path) -> None:
     script = write("import sys; print(sys.stdin.read().upper()); print('err', file=sys.stderr)")
     source, out, err = tmp_path / "in", tmp_path / "out", tmp_path / "err"
     source.write_text("hello")
@@ -101,7 +101,7 @@ def test_only_descriptors_passed_on_are_open(
         """
     )
     reading, writing = os.pipe()
-    os.set_inheritable(reading, True)  # what must not leak even so
+    os.set_inheritable(reading, True)  # must not leak, although inheritable
     passed = os.dup2(writing, 77)
     try:
         code, output = run(starter, Task.script(script), tmp_path, pass_fds=[passed])
@@ -140,20 +140,20 @@ def test_waiting_for_one_keeps_the_exit_of_another(starter: Starter) -> None:
     assert codes == (2, 1)
 
 
-def test_waiting_ends_at_its_deadline(starter: Starter) -> None:
+def test_wait_has_a_timeout(starter: Starter) -> None:
     pid = starter.spawn(Task.function("time:sleep", 1000))
-    with pytest.raises(TimeoutError, match="still runs"):
+    with pytest.raises(TimeoutError, match="is still running after"):
         starter.wait(pid, 0.01)
 
 
-def test_signals_reach_a_process_that_runs_and_no_other(starter: Starter) -> None:
+def test_signals_reach_only_a_running_process(starter: Starter) -> None:
     pid = starter.spawn(Task.function("time:sleep", 1000))
     assert starter.send_signal(pid, signal.SIGKILL)
     assert starter.wait(pid, DEADLINE) == -signal.SIGKILL
     assert not starter.send_signal(pid, signal.SIGKILL)
 
 
-def test_group_can_be_signalled_at_once_after_the_start(starter: Starter) -> None:
+def test_group_can_be_signalled_right_after_the_start(starter: Starter) -> None:
     pids = [starter.spawn(Task.function("time:sleep", 1000)) for _ in range(5)]
     for pid in pids:
         assert starter.send_signal(pid, signal.SIGTERM, group=True)
@@ -165,7 +165,7 @@ def test_process_leads_its_own_session(starter: Starter, write: Write, tmp_path:
     assert run(starter, Task.script(script), tmp_path) == (0, "True\n")
 
 
-def test_signal_state_is_a_fresh_interpreters(
+def test_signal_state_is_that_of_a_fresh_interpreter(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     script = write(
@@ -182,7 +182,7 @@ def test_signal_state_is_a_fresh_interpreters(
 def test_closing_kills_processes_and_what_they_started(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
-    # The fixture of `starter` tells if one is left.
+    # The fixture `marked` fails if a process is left.
     script = write(
         """
         import subprocess, sys, time
@@ -195,11 +195,11 @@ def test_closing_kills_processes_and_what_they_started(
     os.close(writing)
     assert os.read(reading, 7) == b"started"
     starter.close()
-    assert os.read(reading, 1) == b""  # nobody holds the other end any more
+    assert os.read(reading, 1) == b""  # no process has the other end open
     os.close(reading)
 
 
-def test_directory_is_private_short_and_vanishes(starter: Starter) -> None:
+def test_directory_is_private_and_short_and_removed_at_the_end(starter: Starter) -> None:
     path = starter.make_directory()
     assert os.stat(path).st_mode & 0o777 == 0o700
     assert len(path) < 64
@@ -208,7 +208,7 @@ def test_directory_is_private_short_and_vanishes(starter: Starter) -> None:
     assert not os.path.exists(path)
 
 
-def test_closing_twice_and_using_it_then(starter: Starter) -> None:
+def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -> None:
     starter.close()
     starter.close()
     with pytest.raises(LaunchError, match="with statement"):
@@ -224,7 +224,8 @@ def test_this_process_keeps_its_descriptors(starter: Starter) -> None:
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_no_descriptor_is_left_here_after_closing(marked: Any) -> None:
+@pytest.mark.system
+def test_closing_leaves_no_descriptor_open(marked: Any) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     for method in ("fork", "spawn"):
         with make_starter(method, preload=(), env=marked.env) as starter:

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import zrpc
+from tests.support.identity import emptied
+from zrpc.nn import RemoteModule
+
+X = torch.arange(6.0).view(2, 3) / 3
+
+# Calls of hooks. The workers are threads of this process.
+CALLS: list[tuple[str, Any]] = emptied([])
+FOUND: list[torch.nn.Module] = emptied([])
+
+
+def value(module: RemoteModule) -> Any:
+    """Returns the module itself, which is in this process too."""
+    zrpc.rpc_sync(module.on, find, (module.module_rref,))
+    return FOUND.pop()
+
+
+def find(rref: zrpc.RRef[torch.nn.Module]) -> None:
+    FOUND.append(rref.local_value())
 
 
 class Scale(torch.nn.Module):

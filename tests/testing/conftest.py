@@ -1,7 +1,13 @@
+"""The fixture that runs tests inside tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import pytest
 
-# pytester forgets the modules that were first imported in a run of its own, and torch can't be
-# imported twice.
+# Import these here: pytester forgets modules that were first imported in its own runs, and torch
+# can't be imported twice.
 import zrpc.api
 import zrpc.testing.processes
 import zrpc.testing.startup
@@ -9,13 +15,13 @@ import zrpc.testing.threads  # noqa: F401
 
 
 @pytest.fixture
-def run_tests(pytester):
+def run_tests(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
     """Runs tests, given as the text of a module, and returns what pytest reports."""
 
-    def run(text, *args):
+    def run(text: str, *args: str) -> pytest.RunResult:
         head = "import os, signal, socket, subprocess, sys, threading, time\nimport pytest\n"
         pytester.makepyfile(head + text)
-        # Loading hypothesis anew for each run would take a second.
+        # Loading hypothesis again for each run would take a second.
         without = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest")
         return pytester.runpytest_inprocess(*without, *args)
 

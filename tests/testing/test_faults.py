@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from typing import Any
 
 import pytest
 
 import zrpc
-from zrpc.testing import MeshSpec, faults, local_mesh
+from tests.support.waiting import until
+from zrpc.testing import Mesh, MeshSpec, faults, local_mesh
+from zrpc.testing.plugin import MakeMesh
 
-PATIENCE = 10.0
-LIMIT = 1.0
+WAIT_SECONDS = 10.0
+HEARTBEAT_SECONDS = 1.0
 
 kinds = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
 
 
-@pytest.fixture
-def start(make_mesh):
-    def start(**options):
-        return make_mesh(options={"rpc_timeout": 20, **options})
-
-    return start
-
-
-def call(to, timeout=-1.0):
+def call(to: int, timeout: float = -1.0) -> int:
     return zrpc.rpc_sync(to, max, (1, 2), timeout=timeout)
 
 
-def error_of(to, timeout=-1.0):
+def error_of(to: int, timeout: float = -1.0) -> str:
     try:
         call(to, timeout)
     except Exception as error:
@@ -37,7 +33,7 @@ def error_of(to, timeout=-1.0):
 
 @pytest.mark.zrpc(workers=3, faults=True)
 @kinds
-def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh, processes):
+def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh: MakeMesh, processes: bool) -> None:
     mesh = make_mesh(processes=processes, options={"rpc_timeout": 20})
     assert mesh.run(0, call, 1) == 2
     with faults.cut(mesh, "worker0", 1):
@@ -46,27 +42,27 @@ def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh, processes):
         for future in waiting:
             with pytest.raises(TimeoutError):
                 future.result(0.2)
-    assert [future.result(PATIENCE) for future in waiting] == [2, 2]
+    assert [future.result(WAIT_SECONDS) for future in waiting] == [2, 2]
 
 
-@pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": LIMIT})
-def test_a_cut_that_lasts_parts_two_workers(mesh):
-    """Neither process has ended, and no connection was closed: only the heartbeats tell."""
+@pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": HEARTBEAT_SECONDS})
+def test_after_a_lasting_cut_each_worker_declares_the_other_dead(mesh: Mesh) -> None:
+    """Both processes run and no connection was closed: only the missing heartbeats show it."""
     mesh.run(0, call, 1)
     mesh.run(1, call, 0)
     with faults.cut(mesh, 0, 1):
         began = time.monotonic()
         assert mesh.run(0, error_of, 1) == "WorkerDied"
-        assert 0.5 * LIMIT < time.monotonic() - began < PATIENCE
+        assert 0.5 * HEARTBEAT_SECONDS < time.monotonic() - began < WAIT_SECONDS
         assert mesh.run(2, call, 0) == mesh.run(2, call, 1) == mesh.run(0, call, 2) == 2
-    # They are parted for good, and the other side knows or learns.
+    # They never reconnect, and the other side notices or is told.
     assert mesh.run(1, error_of, 0) == "WorkerDied"
     assert mesh.run(0, error_of, 1) == "WorkerDied"
     assert mesh.run(1, call, 2) == 2
 
 
 @pytest.mark.zrpc(faults=True)
-def test_a_delay(mesh):
+def test_delays_add_up(mesh: Mesh) -> None:
     assert mesh.run(0, call, 1) == 2
     for delays in ([0.1], [0.1, 0.15]):
         active = [faults.delay(mesh, 0, 1, seconds) for seconds in delays]
@@ -80,12 +76,12 @@ def test_a_delay(mesh):
 
 
 @pytest.mark.zrpc(workers=3, faults=True)
-def test_a_request_and_an_answer_that_are_dropped(mesh):
+def test_a_call_or_an_answer_can_be_dropped(mesh: Mesh) -> None:
     for sender, receiver in ((0, 1), (1, 0)):
         assert mesh.run(0, call, 1) == 2
         with faults.drop(mesh, sender, receiver) as fault:
             assert mesh.run(0, error_of, 1, 0.2) == "RpcTimeoutError"
-            assert mesh.run(0, call, 1) == 2  # it was one message
+            assert mesh.run(0, call, 1) == 2  # only one message was dropped
             assert mesh.run(0, call, 2) == 2
         assert fault.happened == 1
     with faults.drop(mesh, 0, 1, count=None) as fault:
@@ -98,30 +94,27 @@ def test_a_request_and_an_answer_that_are_dropped(mesh):
 _tally: list[int] = []
 
 
-def note(i):
+def record(i: int) -> None:
     _tally.append(i)
 
 
 @pytest.mark.zrpc(faults=True)
-def test_a_message_that_comes_twice(mesh):
+def test_a_message_can_be_duplicated(mesh: Mesh) -> None:
     _tally.clear()
     with faults.duplicate(mesh, 0, 1, count=2) as fault:
         for i in range(3):
-            mesh.run(0, zrpc.rpc_sync, 1, note, (i,))
-        limit = time.monotonic() + PATIENCE
-        while len(_tally) < 5:
-            assert time.monotonic() < limit, _tally
-            time.sleep(0.005)
+            mesh.run(0, zrpc.rpc_sync, 1, record, (i,))
+        until(lambda: len(_tally) >= 5, lambda: str(_tally))
     assert sorted(_tally) == [0, 0, 1, 1, 2]
     assert fault.happened == 2
-    with faults.duplicate(mesh, 1, 0):  # an answer: the second has no call any more
+    with faults.duplicate(mesh, 1, 0):  # an answer: its call is complete when the second arrives
         assert mesh.run(0, call, 1) == 2
     assert mesh.run(0, call, 1) == 2
 
 
 @pytest.mark.zrpc(faults=True, options={"shared_memory": 0})
-def test_large_messages_go_through_whole(mesh):
-    def echo():
+def test_relays_pass_large_messages_on_unchanged(mesh: Mesh) -> None:
+    def echo() -> bool:
         import torch
 
         sent = torch.arange(1_000_000)
@@ -131,33 +124,33 @@ def test_large_messages_go_through_whole(mesh):
 
 
 @pytest.mark.zrpc(processes=True)
-def test_pause_and_resume(mesh):
+def test_a_worker_can_be_paused_and_resumed(mesh: Mesh) -> None:
     with faults.pause(mesh, "worker1"):
         future = mesh.submit(0, call, 1)
         with pytest.raises(TimeoutError):
             future.result(0.3)
-    assert future.result(PATIENCE) == 2
+    assert future.result(WAIT_SECONDS) == 2
     faults.pause(mesh, 1)
     faults.resume(mesh, 1)
     assert mesh.run(0, call, 1) == 2
-    faults.pause(mesh, 1)  # it goes on for the end of the mesh
+    faults.pause(mesh, 1)  # the shutdown of the mesh resumes it
 
 
 @pytest.mark.zrpc(processes=True)
-def test_kill(mesh):
+def test_a_worker_can_be_killed(mesh: Mesh) -> None:
     faults.kill(mesh, 1)
     assert mesh.run(0, error_of, 1) == "WorkerDied"
 
 
 @pytest.mark.zrpc(faults=True)
-def test_a_mesh_ends_gracefully_under_faults(mesh):
+def test_a_mesh_ends_gracefully_under_faults(mesh: Mesh) -> None:
     mesh.run(0, call, 1)
     faults.cut(mesh, 0, 1)
     faults.delay(mesh, 0, 1, seconds=60)
     faults.drop(mesh, 0, 1, count=None)
 
 
-def test_without_relays(mesh):
+def test_a_mesh_without_relays_refuses_faults(mesh: Mesh) -> None:
     for fault in (faults.cut, faults.drop, faults.duplicate):
         with pytest.raises(RuntimeError, match="faults=True"):
             fault(mesh, 0, 1)
@@ -167,7 +160,7 @@ def test_without_relays(mesh):
 
 
 @pytest.mark.zrpc(faults=True)
-def test_wrong_workers(mesh):
+def test_wrong_workers_are_refused(mesh: Mesh) -> None:
     with pytest.raises(LookupError, match="worker0, worker1"):
         faults.cut(mesh, 0, 2)
     with pytest.raises(ValueError, match="expected two workers, but got 'worker1' twice"):
@@ -176,7 +169,7 @@ def test_wrong_workers(mesh):
         faults.delay(mesh, 0, 1, seconds=-1)
 
 
-def test_tcp_is_refused(no_leaks):
+def test_tcp_is_refused(no_leaks: None) -> None:
     with (
         pytest.raises(ValueError, match="need their Unix sockets"),
         local_mesh(2, options={"transport": "tcp"}, faults=True),
@@ -184,7 +177,7 @@ def test_tcp_is_refused(no_leaks):
         pass
 
 
-def test_the_marker_takes_it():
+def test_the_marker_takes_faults() -> None:
     assert not MeshSpec().faults
     assert MeshSpec(faults=True).replace(workers=3).faults
     with pytest.raises(TypeError, match="faults must be a bool"):
@@ -192,11 +185,13 @@ def test_the_marker_takes_it():
 
 
 @pytest.mark.zrpc(workers=3, faults=True)
-def test_a_message_with_a_reference_that_comes_twice(mesh, caplog):
-    def owned_here():
+def test_a_duplicated_message_with_a_reference_does_no_harm(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def owned_here() -> list[int]:
         return zrpc.rpc_sync(1, read, (zrpc.RRef([1]),))
 
-    def owned_there(owner):
+    def owned_there(owner: int) -> list[int]:
         rref = zrpc.remote(owner, list)
         assert rref.to_here() == []
         return zrpc.rpc_sync(1, read, (rref,))
@@ -205,9 +200,9 @@ def test_a_message_with_a_reference_that_comes_twice(mesh, caplog):
         with faults.duplicate(mesh, 0, 1) as fault:
             mesh.run(0, function, *args)
         assert fault.happened == 1
-    mesh.shutdown()  # which waits for the reference counts
-    assert "goes on after an error" not in caplog.text
+    mesh.shutdown()  # waits for the reference counts
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-def read(rref):
+def read(rref: zrpc.RRef[Any]) -> Any:
     return rref.to_here()

@@ -1,25 +1,31 @@
+"""Finding leaks: threads, processes, descriptors, ZeroMQ contexts, socket files."""
+
+from __future__ import annotations
+
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import zmq
 
-from zrpc.pool import WorkerPool
+from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.testing import LeakError, no_leaks
 from zrpc.testing.leaks import Resources, lasting
-from zrpc.testing.proc import session_members
+from zrpc.testing.procfs import session_members
 
 NO_TIME = 0.0
 
 
-def test_nothing_left():
+def test_nothing_made_is_no_leak() -> None:
     assert Resources.now().left_behind(NO_TIME) == []
 
 
-def test_a_thread_is_named_with_where_it_is():
+def test_a_thread_is_reported_with_its_current_line() -> None:
     end = threading.Event()
     before = Resources.now()
     thread = threading.Thread(target=end.wait, name="forgotten", daemon=True)
@@ -31,7 +37,7 @@ def test_a_thread_is_named_with_where_it_is():
     assert before.left_behind(NO_TIME) == []
 
 
-def test_a_thread_that_is_ending_is_waited_for():
+def test_a_stopping_thread_is_waited_for() -> None:
     end = threading.Event()
     before = Resources.now()
     thread = threading.Thread(target=end.wait)
@@ -42,13 +48,13 @@ def test_a_thread_that_is_ending_is_waited_for():
     assert not thread.is_alive()
 
 
-def test_what_was_there_before_may_start_further_threads():
+def test_an_older_pool_may_start_further_threads() -> None:
     gates = [threading.Event() for _ in range(3)]
 
-    def blocked(gate):
+    def blocked(gate: threading.Event) -> Callable[[], bool]:
         return lambda: gate.wait(30)
 
-    old, new = (WorkerPool(3, name) for name in ("old", "new"))
+    old, new = (HandlerPool(3, name) for name in ("old", "new"))
     old.submit(blocked(gates[0]))
     before = Resources.now()
     old.submit(blocked(gates[1]))
@@ -61,7 +67,7 @@ def test_what_was_there_before_may_start_further_threads():
     assert new.close(30)
 
 
-def test_descriptors_are_told_with_what_they_point_to(tmp_path):
+def test_descriptors_are_reported_with_their_targets(tmp_path: Path) -> None:
     before = Resources.now()
     reader, writer = os.pipe()
     listener = socket.socket(socket.AF_UNIX)
@@ -79,7 +85,7 @@ def test_descriptors_are_told_with_what_they_point_to(tmp_path):
     assert before.left_behind(NO_TIME) == []
 
 
-def test_a_number_in_use_again_is_found_and_a_moved_file_is_not(tmp_path):
+def test_a_reused_number_is_a_leak_and_a_moved_file_is_not(tmp_path: Path) -> None:
     moved = os.open(tmp_path, os.O_RDONLY)
     reused = os.open("/dev/null", os.O_RDONLY)
     before = Resources.now()
@@ -97,7 +103,8 @@ def test_a_number_in_use_again_is_found_and_a_moved_file_is_not(tmp_path):
             os.close(fd)
 
 
-def test_processes_running_and_ended():
+@pytest.mark.system
+def test_running_processes_and_zombies_are_reported() -> None:
     before = Resources.now()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         left = before.left_behind(NO_TIME)
@@ -105,11 +112,11 @@ def test_processes_running_and_ended():
         process.stdin.close()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         left = before.left_behind(NO_TIME)
-        assert left == [f"process {process.pid}: cat (has ended; nobody has waited for it)"]
+        assert left == [f"process {process.pid}: cat (a zombie: it was not waited for)"]
     assert before.left_behind(NO_TIME) == []
 
 
-def test_a_zeromq_context():
+def test_a_zeromq_context_is_reported() -> None:
     before = Resources.now()
     context = zmq.Context()
     socket_ = context.socket(zmq.PAIR)
@@ -121,7 +128,7 @@ def test_a_zeromq_context():
     assert before.left_behind() == []
 
 
-def test_what_a_cycle_holds_is_no_leak():
+def test_a_file_held_by_a_cycle_is_no_leak() -> None:
     class Holder:
         pass
 
@@ -134,7 +141,7 @@ def test_what_a_cycle_holds_is_no_leak():
         assert before.left_behind(NO_TIME) == []
 
 
-def test_what_is_meant_to_last():
+def test_lasting_resources_are_no_leaks() -> None:
     before = Resources.now()
     with lasting():
         reader, writer = os.pipe()
@@ -145,8 +152,8 @@ def test_what_is_meant_to_last():
     assert [line.partition(":")[0] for line in left] == [f"descriptor {extra}"]
 
 
-def test_the_context_manager_finds_socket_files():
-    def leave_one():
+def test_no_leaks_finds_socket_files() -> None:
+    def leave_one() -> None:
         with no_leaks(), socket.socket(socket.AF_UNIX) as listener:
             listener.bind(os.path.join(os.environ["ZRPC_RUNTIME_DIR"], "inbox"))
 
@@ -157,7 +164,10 @@ def test_the_context_manager_finds_socket_files():
     assert os.environ.get("ZRPC_RUNTIME_DIR") != os.path.dirname(path)
 
 
-def test_the_directory_of_a_process_that_was_killed_is_removed(tmp_path, monkeypatch):
+@pytest.mark.system
+def test_the_directory_of_a_killed_process_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("zrpc.transport.address._LONGEST_PATH", 200)
     code = """
@@ -176,20 +186,21 @@ with no_leaks():
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_goes_first():
-    def fail():
+def test_an_error_takes_precedence_over_leaks() -> None:
+    def fail() -> None:
         with no_leaks():
             fds.extend(os.pipe())
             raise KeyError("mine")
 
-    fds = []
+    fds: list[int] = []
     with pytest.raises(KeyError, match="mine"):
         fail()
     for fd in fds:
         os.close(fd)
 
 
-def test_members_of_a_session():
+@pytest.mark.system
+def test_session_members_finds_processes() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as process:
         assert session_members(process.pid) == [process.pid]
     assert session_members(process.pid) == []

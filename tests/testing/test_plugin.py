@@ -1,20 +1,28 @@
+"""The pytest plugin: fixtures, marker, and the reports of failures, hangs and leaks."""
+
+from __future__ import annotations
+
 import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 
 import pytest
 
+RunTests = Callable[..., pytest.RunResult]
 
-def test_loading_it_imports_nothing_heavy(pytester):
-    """Every run of pytest loads the plugin, where zrpc is installed."""
+
+@pytest.mark.system
+def test_loading_the_plugin_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
+    """Every run of pytest in an environment with zrpc loads the plugin."""
     pytester.makepyfile(
         """
         import sys
 
         def test_modules(pytestconfig):
             assert "zrpc.testing.plugin" in sys.modules
-            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "zrpc.agent"}
+            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "zrpc.agent.agent"}
             assert heavy & sys.modules.keys() == set()
         """
     )
@@ -28,7 +36,7 @@ def test_loading_it_imports_nothing_heavy(pytester):
     assert run.returncode == 0, run.stdout
 
 
-def test_the_marker_is_registered(run_tests):
+def test_the_marker_is_registered(run_tests: RunTests) -> None:
     result = run_tests("def test_nothing(): pass", "--markers")
     result.stdout.fnmatch_lines(["@pytest.mark.zrpc(workers=2, processes=False, timeout=30, *"])
 
@@ -38,14 +46,16 @@ def test_the_marker_is_registered(run_tests):
     [
         (
             "worker=3",
-            "it takes workers, processes, timeout, options, leaks, faults, restarts, elastic, but "
-            "got 'worker'",
+            "expected one of workers, processes, timeout, options, leaks, faults, restarts, "
+            "elastic, but got 'worker'",
         ),
-        ("3", "it takes keyword arguments only, but got (3,)"),
+        ("3", "expected keyword arguments only, but got (3,)"),
         ("workers=0", "workers must be at least 1, but got 0"),
     ],
 )
-def test_wrong_markers_are_refused_before_the_first_test(run_tests, arguments, message):
+def test_wrong_markers_are_refused_before_the_first_test(
+    run_tests: RunTests, arguments: str, message: str
+) -> None:
     result = run_tests(
         f"""
 def test_first():
@@ -60,7 +70,7 @@ def test_marked(mesh):
     assert f"test_marked: @pytest.mark.zrpc: {message}" in result.stderr.str()
 
 
-def test_markers_add_up(run_tests):
+def test_the_arguments_of_several_markers_are_merged(run_tests: RunTests) -> None:
     result = run_tests(
         """
 pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 5})
@@ -75,7 +85,7 @@ def test_three(mesh):
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_failure_shows_the_worker_and_its_traceback(run_tests, processes):
+def test_a_failure_shows_the_worker_and_its_traceback(run_tests: RunTests, processes: bool) -> None:
     result = run_tests(
         f"""
 def broken():
@@ -102,8 +112,8 @@ def test_broken(mesh):
 
 
 @pytest.mark.parametrize("processes", [False, True])
-def test_a_hang_ends_with_all_stacks(run_tests, processes):
-    timeout = 1.5 if processes else 0.5  # on a busy machine a process takes its time to start
+def test_a_hang_is_reported_with_all_stacks(run_tests: RunTests, processes: bool) -> None:
+    timeout = 1.5 if processes else 0.5  # a process starts slowly on a busy machine
     result = run_tests(
         f"""
 def hang():
@@ -133,8 +143,8 @@ def test_after():
     )
 
 
-def test_a_hang_in_the_test_itself_is_interrupted(run_tests):
-    """Also where it waits for a call, in the main thread, that is never answered."""
+def test_a_hang_in_the_test_itself_is_interrupted(run_tests: RunTests) -> None:
+    """Even if its main thread waits for a call that is never answered."""
     result = run_tests(
         """
 import zrpc
@@ -169,7 +179,7 @@ def test_after():
     result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
 
 
-def test_a_hang_that_is_swallowed_is_no_success(run_tests):
+def test_a_test_that_swallows_the_timeout_does_not_pass(run_tests: RunTests) -> None:
     result = run_tests(
         """
 import contextlib
@@ -185,8 +195,8 @@ def test_swallow(mesh):
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_swallow*", "E *MeshTimeout: *"])
 
 
-def test_a_hang_at_the_end_is_the_tests_error(run_tests):
-    """Something that a worker was given and nobody has waited for."""
+def test_a_hang_at_the_end_of_a_test_is_an_error(run_tests: RunTests) -> None:
+    """A worker is still running a function whose result the test did not wait for."""
     result = run_tests(
         """
 end = threading.Event()
@@ -203,13 +213,14 @@ def test_after():
     result.stdout.fnmatch_lines(["*ERROR at teardown*", "E *worker1 (a thread) runs Event.wait"])
 
 
-def test_a_hang_that_nothing_interrupts_ends_the_session(pytester):
-    """A main thread in C code that no signal ends: here, a torch future of nobody's."""
+@pytest.mark.system
+def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytester) -> None:
+    """The main thread is in C code that no signal ends: a torch future that nothing completes."""
     pytester.makepyfile(
         """
         import pytest
         from zrpc.testing import watchdog
-        watchdog._GIVE_UP_AFTER = 0.5
+        watchdog._LAST_RESORT_SECONDS = 0.5
 
         @pytest.mark.zrpc(timeout=0.5)
         def test_stuck(mesh):
@@ -224,8 +235,9 @@ def test_a_hang_that_nothing_interrupts_ends_the_session(pytester):
     )
 
 
-def test_what_is_left_behind_is_an_error(run_tests, monkeypatch):
-    monkeypatch.setattr("zrpc.testing.leaks._ENDS_WITHIN", 0.1)
+@pytest.mark.system
+def test_a_leak_is_an_error(run_tests: RunTests, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zrpc.testing.leaks._WAIT_SECONDS", 0.1)
     result = run_tests(
         """
 def leave():
@@ -256,7 +268,7 @@ def test_without_mesh(kept):
     kept.append(leave())
 
 @pytest.mark.zrpc(leaks=False)
-def test_not_looked_at(kept, mesh):
+def test_leaks_are_allowed(kept, mesh):
     os.environ["ZRPC_RUNTIME_DIR"] = os.getcwd()
     kept.append(mesh.run(0, leave))
     del os.environ["ZRPC_RUNTIME_DIR"]
@@ -276,7 +288,8 @@ def test_not_looked_at(kept, mesh):
             assert re.search(f"^- {line}$", report, re.MULTILINE), line
 
 
-def test_what_a_worker_process_leaves_behind_is_an_error(run_tests):
+@pytest.mark.system
+def test_a_leak_in_a_worker_process_is_an_error(run_tests: RunTests) -> None:
     result = run_tests(
         """
 def leave():
@@ -291,7 +304,7 @@ def test_leave(mesh):
     result.stdout.fnmatch_lines(["left behind:", "- worker1 (pid *): descriptor *: pipe:*"])
 
 
-def test_a_failed_test_is_not_searched(run_tests):
+def test_a_failed_test_is_not_checked_for_leaks(run_tests: RunTests) -> None:
     result = run_tests(
         """
 def test_fail(mesh):
@@ -305,8 +318,11 @@ def test_fail(mesh):
     result.assert_outcomes(failed=1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("capture", ["fd", "no"])
-def test_output_of_worker_processes(pytester, capture):
+def test_the_report_shows_the_output_of_worker_processes(
+    pytester: pytest.Pytester, capture: str
+) -> None:
     pytester.makepyfile(
         textwrap.dedent(
             """
@@ -326,8 +342,8 @@ def test_output_of_worker_processes(pytester, capture):
     result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))
 
 
-def test_a_test_that_is_run_again_begins_anew(pytester, run_tests):
-    """As plugins do that give a failed test another try."""
+def test_a_rerun_test_starts_from_scratch(pytester: pytest.Pytester, run_tests: RunTests) -> None:
+    """Some plugins rerun failed tests."""
     pytester.makeconftest(
         """
 from _pytest.runner import runtestprotocol
@@ -343,7 +359,7 @@ def pytest_runtest_protocol(item, nextitem):
         """
 tries = []
 
-def test_fails_then_leaves_something(mesh):
+def test_fails_then_leaks(mesh):
     tries.append(os.open(__file__, os.O_RDONLY))
     assert len(tries) == 2
 
@@ -355,7 +371,8 @@ def teardown_module():
     result.stdout.fnmatch_lines(["left behind:", "- descriptor *.py"])
 
 
-def test_the_fork_server_is_started_once(run_tests):
+@pytest.mark.system
+def test_the_fork_server_is_started_once(run_tests: RunTests) -> None:
     result = run_tests(
         """
 pytestmark = pytest.mark.zrpc(processes=True)
@@ -372,8 +389,9 @@ def test_second(make_mesh):
     result.assert_outcomes(passed=2)
 
 
-def test_an_interrupted_test_is_not_waited_for(run_tests):
-    """Neither Ctrl-C nor `pytest.exit` leaves a report that says that the test has failed."""
+@pytest.mark.system
+def test_an_interrupted_test_ends_at_once(run_tests: RunTests) -> None:
+    """After Ctrl-C and `pytest.exit` there is no report that says that the test has failed."""
     result = run_tests(
         """
 import zrpc
@@ -389,12 +407,14 @@ def test_interrupted(mesh):
     assert "MeshTimeout" not in result.stdout.str() + result.stderr.str()
 
 
-def test_a_debugger_has_no_deadline(run_tests, pytester, monkeypatch):
-    """Where a test enters one, and where pytest enters one after a failure."""
-    gave_up = []
-    monkeypatch.setattr("zrpc.testing.plugin._exit", lambda item, report: gave_up.append(report))
-    monkeypatch.setattr("zrpc.testing.watchdog._GIVE_UP_AFTER", 0.2)
-    monkeypatch.setattr("zrpc.testing.watchdog._INTERRUPT_EVERY", 0.1)
+def test_a_debugger_has_no_deadline(
+    run_tests: RunTests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the test enters the debugger, or pytest does after a failure."""
+    reports: list[str] = []
+    monkeypatch.setattr("zrpc.testing.plugin._exit", lambda item, report: reports.append(report))
+    monkeypatch.setattr("zrpc.testing.watchdog._LAST_RESORT_SECONDS", 0.2)
+    monkeypatch.setattr("zrpc.testing.watchdog._INTERRUPT_SECONDS", 0.1)
     pytester.syspathinsert()
     pytester.makepyfile(
         patient="""
@@ -425,4 +445,4 @@ def test_post_mortem(mesh):
     )
     result.assert_outcomes(passed=1, failed=1)
     assert "MeshTimeout" not in result.stdout.str()
-    assert gave_up == []
+    assert reports == []

@@ -1,13 +1,19 @@
+"""Meshes of processes."""
+
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
 import threading
+from typing import Any, NoReturn
 
 import pytest
 
 import zrpc
-from zrpc.testing import LeakError, MeshTimeout, WorkerExited, WorkerFailed, local_mesh
+from zrpc.testing import LeakError, Mesh, MeshTimeout, WorkerExited, WorkerFailed, local_mesh
+from zrpc.testing.plugin import MakeMesh
 
 pytestmark = pytest.mark.zrpc(processes=True)
 
@@ -17,47 +23,49 @@ class Failure(Exception):
 
 
 class Unsendable(Exception):
-    def __init__(self, first, second):
+    def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
 
 
-def my_name():
+def my_name() -> str:
     return zrpc.get_worker_info().name
 
 
-def wait_for_ever():
+def wait_without_limit() -> None:
     threading.Event().wait()
 
 
 @pytest.mark.zrpc(workers=4)
-def test_each_worker_is_a_process(mesh):
+def test_each_worker_is_a_process(mesh: Mesh) -> None:
     pids = mesh.run_all(os.getpid)
     assert pids == [mesh.pid(name) for name in mesh.names]
     assert len({os.getpid(), *pids}) == 5
     assert mesh.run_all(my_name) == ["worker0", "worker1", "worker2", "worker3"]
 
 
-def test_workers_call_each_other(mesh):
+def test_workers_call_each_other(mesh: Mesh) -> None:
     assert mesh.run(0, zrpc.rpc_sync, "worker1", os.getpid) == mesh.pid(1)
     assert mesh.run(0, zrpc.rpc_sync, "worker1", my_name) == "worker1"
 
 
-def test_functions_run_in_the_main_thread(mesh):
+def test_functions_run_in_the_main_thread(mesh: Mesh) -> None:
     assert mesh.run(1, lambda: threading.current_thread() is threading.main_thread())
 
 
-def test_surroundings_are_those_of_the_test(mesh, monkeypatch):
+def test_a_worker_has_the_directory_and_path_of_the_test(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert mesh.run(0, os.getcwd) == os.getcwd()
     assert mesh.run(0, lambda: [p for p in sys.path if p]) == [os.path.abspath(p) for p in sys.path]
 
 
-def test_closures_and_their_results(mesh):
+def test_a_closure_runs_on_a_worker(mesh: Mesh) -> None:
     seen = [1, 2]
     assert mesh.run(0, lambda: [*seen, my_name()]) == [1, 2, "worker0"]
 
 
-def test_classes_of_the_test_keep_their_identity(mesh):
-    def fail():
+def test_an_exception_class_of_the_test_keeps_its_identity(mesh: Mesh) -> None:
+    def fail() -> None:
         raise Failure("mine")
 
     with pytest.raises(Failure, match="mine") as info:
@@ -67,19 +75,19 @@ def test_classes_of_the_test_keep_their_identity(mesh):
     assert "in fail\n    raise Failure" in cause
 
 
-def compare():
+def compare() -> None:
     found = {"a": 1}
     assert found == {"a": 2}
 
 
-def test_assertions_tell_what_was_compared(mesh):
-    """A function of a module that is imported by name there has assertions that say nothing."""
+def test_a_failed_assertion_shows_the_compared_values(mesh: Mesh) -> None:
+    """Its function is sent by value: imported there, it would have plain assertions."""
     with pytest.raises(AssertionError, match="'a': 1"):
         mesh.run(1, compare)
 
 
-def test_an_exception_that_cannot_be_rebuilt(mesh):
-    def fail():
+def test_an_exception_that_cannot_be_unpickled_is_described(mesh: Mesh) -> None:
+    def fail() -> None:
         raise Unsendable(1, 2)
 
     with pytest.raises(WorkerFailed, match="Unsendable: 1 and 2"):
@@ -87,14 +95,14 @@ def test_an_exception_that_cannot_be_rebuilt(mesh):
     assert mesh.run(0, my_name) == "worker0"
 
 
-def test_a_result_that_cannot_be_pickled(mesh):
+def test_a_result_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:
     with pytest.raises(WorkerFailed, match="the result can't be pickled: <unlocked"):
         mesh.run(0, threading.Lock)
     assert mesh.run(0, my_name) == "worker0"
 
 
-def test_a_killed_worker_fails_what_waits_for_it(mesh):
-    waiting = mesh.submit(1, wait_for_ever)
+def test_calls_to_a_killed_worker_fail(mesh: Mesh) -> None:
+    waiting = mesh.submit(1, wait_without_limit)
     mesh.kill("worker1")
     for call in (waiting.result, lambda: mesh.run(1, my_name)):
         with pytest.raises(WorkerExited, match=r"worker1 \(pid \d+\) was killed by SIGKILL"):
@@ -106,7 +114,7 @@ def test_a_killed_worker_fails_what_waits_for_it(mesh):
 @pytest.mark.parametrize(
     "elastic", [False, pytest.param(True, marks=pytest.mark.zrpc(elastic=True))]
 )
-def test_a_killed_worker_that_is_started_again(mesh, elastic):
+def test_a_killed_worker_can_be_restarted(mesh: Mesh, elastic: bool) -> None:
     assert mesh.run(0, zrpc.rpc_sync, 1, os.getpid) == mesh.pid(1)
     with pytest.raises(RuntimeError, match=r"was not killed: expected mesh.kill\(1\) first"):
         mesh.restart(1)
@@ -118,31 +126,33 @@ def test_a_killed_worker_that_is_started_again(mesh, elastic):
         assert mesh.run(0, zrpc.rpc_sync, 1, os.getpid) == mesh.pid(1)
         assert mesh.run(1, zrpc.rpc_sync, 0, os.getpid) == mesh.pid(0)
         assert mesh.run(0, zrpc.get_worker_info, "worker1").incarnation == incarnation
-    mesh.shutdown()  # gracefully: all are there
+    mesh.shutdown()  # gracefully, since no worker is missing
 
 
-def test_restarts_have_to_be_asked_for(mesh):
+def test_only_a_mesh_with_restarts_restarts_workers(mesh: Mesh) -> None:
     mesh.kill(1)
     with pytest.raises(RuntimeError, match="expected a mesh made with restarts=True"):
         mesh.restart(1)
 
 
-def test_a_worker_that_exits(make_mesh):
+def test_the_exit_of_a_worker_is_an_error(make_mesh: MakeMesh) -> None:
     mesh = make_mesh()
     with pytest.raises(WorkerExited, match=r"worker0 \(pid \d+\) exited with status 3"):
         mesh.run(0, os._exit, 3)
     with pytest.raises(WorkerExited, match="exited with status 3"):
-        mesh.shutdown()  # a worker is missing that nobody has killed
+        mesh.shutdown()  # a worker is missing that the test did not kill
 
 
-def test_a_call_of_exit_is_a_failure_and_no_end(mesh):
+def test_sys_exit_fails_the_call_and_keeps_the_worker(mesh: Mesh) -> None:
     with pytest.raises(SystemExit):
         mesh.run(0, sys.exit, 3)
     assert mesh.run(0, my_name) == "worker0"
 
 
-def test_a_crash_says_where(make_mesh, pytestconfig):
-    def crash():
+def test_the_output_shows_where_a_worker_crashed(
+    make_mesh: MakeMesh, pytestconfig: pytest.Config
+) -> None:
+    def crash() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
     mesh = make_mesh()
@@ -153,29 +163,29 @@ def test_a_crash_says_where(make_mesh, pytestconfig):
         assert "in crash" in mesh.output(0)
 
 
-def test_output_is_kept(make_mesh, pytestconfig):
+def test_the_output_of_workers_is_kept(make_mesh: MakeMesh, pytestconfig: pytest.Config) -> None:
     mesh = make_mesh()
     mesh.run(1, print, "to stdout", flush=True)
     mesh.run(1, lambda: print("to stderr", file=sys.stderr))
     if pytestconfig.getoption("capture") != "no":
         assert mesh.output(1) == "to stdout\nto stderr\n"
         assert mesh.output(0) == ""
-        assert mesh.new_output() == [("worker1", "to stdout\nto stderr\n")]
-        assert mesh.new_output() == []
+        assert mesh._new_output() == [("worker1", "to stdout\nto stderr\n")]
+        assert mesh._new_output() == []
     mesh.shutdown()
     if pytestconfig.getoption("capture") != "no":
         assert mesh.output(1) == "to stdout\nto stderr\n"
 
 
-def test_no_agent_of_another_process(mesh):
+def test_the_agent_of_another_process_is_out_of_reach(mesh: Mesh) -> None:
     with pytest.raises(TypeError, match="expected a mesh of threads"):
         mesh.agent(0)
 
 
-def test_what_a_worker_leaves_behind(make_mesh):
-    def leave():
+def test_leaks_of_a_worker_are_reported_at_shutdown(make_mesh: MakeMesh) -> None:
+    def leave() -> int:
         sys.left = subprocess.Popen(["sleep", "1000"])
-        sys.thread = threading.Thread(target=wait_for_ever, daemon=True, name="forgotten")
+        sys.thread = threading.Thread(target=wait_without_limit, daemon=True, name="forgotten")
         sys.thread.start()
         return sys.left.pid
 
@@ -191,25 +201,25 @@ def test_what_a_worker_leaves_behind(make_mesh):
 
 
 @pytest.mark.zrpc(leaks=False)
-def test_what_is_left_behind_is_not_looked_for_in_vain(mesh):
-    """It would be waited for, for two seconds."""
+def test_leaks_are_not_searched_for_if_they_are_allowed(mesh: Mesh) -> None:
+    """The search would wait for two seconds."""
 
-    def refuse():
+    def forbid_search() -> None:
         from zrpc.testing.leaks import Resources
 
-        def left_behind(self):
-            raise AssertionError("nobody wants to know")
+        def left_behind(self: Any) -> NoReturn:
+            raise AssertionError("expected no search for leaks")
 
         Resources.left_behind = left_behind
 
-    mesh.run_all(refuse)
+    mesh.run_all(forbid_search)
     mesh.shutdown()
 
 
-def test_a_worker_that_is_stopped_is_named(make_mesh):
-    """A process that can't even write its stacks must not hold up the end."""
+def test_the_report_of_a_hang_names_a_stopped_worker(make_mesh: MakeMesh) -> None:
+    """A process that can't even write its stacks must not delay the report."""
 
-    def hang():
+    def hang() -> None:
         with local_mesh(2, processes=True, timeout=1.5) as mesh:
             os.kill(mesh.pid(1), signal.SIGSTOP)
             mesh.run(1, my_name)
@@ -220,16 +230,16 @@ def test_a_worker_that_is_stopped_is_named(make_mesh):
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_hang_shows_all_stacks():
-    def hang():
+def test_the_report_of_a_hang_shows_all_stacks() -> None:
+    def hang() -> None:
         with local_mesh(3, processes=True, timeout=1.5) as mesh:
-            mesh.run(1, wait_for_ever)
+            mesh.run(1, wait_without_limit)
 
     with pytest.raises(MeshTimeout, match=r"not finished within 1\.5 s") as info:
         hang()
     message = str(info.value)
     assert "worker1 (pid " in message
-    assert "runs wait_for_ever" in message
-    assert "in wait_for_ever" in message
+    assert "runs wait_without_limit" in message
+    assert "in wait_without_limit" in message
     assert message.count("---- stacks of worker") == 3
-    assert message.count("in recv_bytes") == 2  # the other workers, which wait for work
+    assert message.count("in recv_bytes") == 2  # the other workers wait for work

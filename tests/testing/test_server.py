@@ -1,3 +1,7 @@
+"""The fork server for meshes of processes."""
+
+from __future__ import annotations
+
 import os
 import select
 import signal
@@ -6,20 +10,21 @@ import sys
 
 import pytest
 
-from zrpc.testing.proc import children, state_of
+from zrpc.testing.plugin import MakeMesh
+from zrpc.testing.procfs import children, state_of
 from zrpc.testing.server import warm_server
 
 SCRIPT = """
 import signal, sys
 from zrpc.testing import local_mesh
 with local_mesh(2, processes=True, timeout=60) as mesh:
-    print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._home, flush=True)
+    print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._shared.home, flush=True)
     mesh.run(1, signal.pause)
 """
 
 
 @pytest.mark.zrpc(processes=True)
-def test_a_new_server_takes_the_place_of_a_dead_one(make_mesh):
+def test_a_dead_server_is_replaced(make_mesh: MakeMesh) -> None:
     first = warm_server()
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
@@ -27,23 +32,24 @@ def test_a_new_server_takes_the_place_of_a_dead_one(make_mesh):
     assert warm_server() is warm_server()
 
 
-def test_nothing_outlives_a_test_process_that_is_killed():
+@pytest.mark.system
+def test_server_and_workers_exit_with_a_killed_test_process() -> None:
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
         try:
             server, home = process.stdout.readline().decode().split()
             workers = children(int(server))
-            # Their descriptors are readable once they have ended.
+            # A pidfd is readable when its process has exited.
             ends = [os.pidfd_open(pid) for pid in (int(server), *workers)]
             assert len(workers) == 2
             assert os.path.isdir(home)
         finally:
-            process.kill()  # else the end of this block would wait for it
+            process.kill()  # otherwise the end of this block would wait for it
     poll = select.poll()
     for end in ends:
         poll.register(end, select.POLLIN)
     while ends:
         ready = [fd for fd, _ in poll.poll(20_000)]
-        assert ready, "the server or a worker still runs"
+        assert ready, "expected the server and all workers to exit, but one still runs"
         for fd in ready:
             poll.unregister(fd)
             ends.remove(fd)

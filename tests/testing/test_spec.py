@@ -1,27 +1,33 @@
+"""The specification of a mesh, from the marker's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 
 from zrpc.testing import MeshSpec
 
 
 class Mark:
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.args = args
         self.kwargs = kwargs
 
 
-def test_defaults():
+def test_a_mesh_has_defaults() -> None:
     spec = MeshSpec.from_marks([])
     assert (spec.workers, spec.processes, spec.timeout, spec.leaks) == (2, False, 30.0, True)
     assert spec.names == ["worker0", "worker1"]
 
 
-def test_the_nearest_marker_wins_and_the_others_add():
+def test_the_nearest_marker_wins_and_the_others_fill_in() -> None:
     near, far = Mark(workers=4), Mark(workers=3, timeout=5)
     spec = MeshSpec.from_marks([near, far])
     assert (spec.workers, spec.timeout) == (4, 5)
 
 
-def test_replace_adds_options():
+def test_replace_merges_options() -> None:
     spec = MeshSpec(options={"rpc_timeout": 1, "num_worker_threads": 2})
     changed = spec.replace(workers=3, options={"rpc_timeout": 5})
     assert changed == MeshSpec(3, options={"rpc_timeout": 5, "num_worker_threads": 2})
@@ -32,7 +38,7 @@ def test_replace_adds_options():
     ("mark", "error", "match"),
     [
         (Mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
-        (Mark(worker=4), TypeError, "takes workers, processes, .* but got 'worker'"),
+        (Mark(worker=4), TypeError, "expected one of workers, processes, .* but got 'worker'"),
         (Mark(workers="4"), TypeError, "workers must be an int, but got '4'"),
         (Mark(workers=True), TypeError, "workers must be an int, but got True"),
         (Mark(workers=0), ValueError, "at least 1, but got 0"),
@@ -43,6 +49,6 @@ def test_replace_adds_options():
         (Mark(options=[]), TypeError, "options must be a mapping"),
     ],
 )
-def test_wrong_arguments(mark, error, match):
+def test_wrong_arguments_are_refused(mark: Mark, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         MeshSpec.from_marks([mark])

@@ -1,16 +1,22 @@
+"""Meshes of threads."""
+
+from __future__ import annotations
+
 import threading
+from typing import Any
 
 import pytest
 
 import zrpc
-from zrpc.testing import MeshTimeout, WorkerTraceback, local_mesh
+from zrpc.testing import Mesh, MeshTimeout, WorkerTraceback, local_mesh
+from zrpc.testing.plugin import MakeMesh
 
 
-def my_name():
+def my_name() -> str:
     return zrpc.get_worker_info().name
 
 
-def test_functions_run_on_their_workers(mesh):
+def test_functions_run_on_their_workers(mesh: Mesh) -> None:
     assert mesh.names == list(mesh) == ["worker0", "worker1"]
     assert len(mesh) == 2
     assert mesh.run("worker1", my_name) == "worker1"
@@ -18,20 +24,20 @@ def test_functions_run_on_their_workers(mesh):
     assert mesh.run_all(my_name) == ["worker0", "worker1"]
 
 
-def test_arguments(mesh):
+def test_run_passes_arguments_on(mesh: Mesh) -> None:
     assert mesh.run(0, dict, [("a", 1)], fn=2, worker=3) == {"a": 1, "fn": 2, "worker": 3}
 
 
-def test_workers_call_each_other(mesh):
+def test_workers_call_each_other(mesh: Mesh) -> None:
     assert mesh.run(0, zrpc.rpc_sync, "worker1", my_name) == "worker1"
 
 
 @pytest.mark.zrpc(workers=3)
-def test_all_run_at_once(mesh):
+def test_run_all_runs_on_all_workers_at_once(mesh: Mesh) -> None:
     assert sorted(mesh.run_all(threading.Barrier(3).wait, 10)) == [0, 1, 2]
 
 
-def test_one_after_another_on_a_worker(mesh):
+def test_a_worker_runs_functions_one_after_another(mesh: Mesh) -> None:
     begin, order = threading.Event(), []
     first = mesh.submit(0, lambda: (begin.wait(10), order.append("first")))
     second = mesh.submit(0, order.append, "second")
@@ -41,7 +47,7 @@ def test_one_after_another_on_a_worker(mesh):
     assert order == ["first", "second"]
 
 
-def test_the_agent_can_be_had(mesh):
+def test_the_mesh_gives_access_to_agents(mesh: Mesh) -> None:
     with mesh.agent(1).as_current():
         assert my_name() == "worker1"
     with pytest.raises(TypeError, match="processes=True"):
@@ -51,13 +57,13 @@ def test_the_agent_can_be_had(mesh):
 
 
 @pytest.mark.parametrize("worker", ["worker2", 2, -1, True, None])
-def test_no_such_worker(mesh, worker):
+def test_an_unknown_worker_is_refused(mesh: Mesh, worker: Any) -> None:
     with pytest.raises(LookupError, match=r"worker0, worker1\) or rank \(0 to 1\), but got"):
         mesh.run(worker, my_name)
 
 
-def test_a_failure_keeps_its_type_and_tells_its_worker(mesh):
-    def fail():
+def test_a_failure_keeps_its_type_and_names_its_worker(mesh: Mesh) -> None:
+    def fail() -> None:
         raise KeyError("gone")
 
     with pytest.raises(KeyError, match="gone") as info:
@@ -67,8 +73,8 @@ def test_a_failure_keeps_its_type_and_tells_its_worker(mesh):
     assert "in fail\n    raise KeyError" in str(info.value.__cause__)
 
 
-def test_a_failure_keeps_its_cause(mesh):
-    def fail():
+def test_a_failure_keeps_its_cause(mesh: Mesh) -> None:
+    def fail() -> None:
         raise KeyError("outer") from ValueError("inner")
 
     with pytest.raises(KeyError) as info:
@@ -78,10 +84,10 @@ def test_a_failure_keeps_its_cause(mesh):
 
 
 @pytest.mark.zrpc(workers=3)
-def test_the_first_failure_tells_of_the_others(mesh):
+def test_the_first_failure_names_the_others(mesh: Mesh) -> None:
     failed = threading.Event()
 
-    def fail():
+    def fail() -> None:
         if my_name() == "worker1":
             failed.set()
             raise KeyError("first")
@@ -97,10 +103,10 @@ def test_the_first_failure_tells_of_the_others(mesh):
     assert "worker0" not in cause
 
 
-def test_a_failure_does_not_wait_for_those_that_hang(mesh):
+def test_a_failure_does_not_wait_for_hanging_workers(mesh: Mesh) -> None:
     end, ended = threading.Event(), []
 
-    def fail():
+    def fail() -> None:
         if my_name() == "worker1":
             raise KeyError("first")
         ended.append(end.wait(10))
@@ -111,23 +117,23 @@ def test_a_failure_does_not_wait_for_those_that_hang(mesh):
     end.set()
 
 
-def test_options_reach_the_agent(make_mesh):
+def test_options_reach_the_agent(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=1, options={"rpc_timeout": 7})
     assert mesh.run(0, zrpc.get_rpc_timeout) == 7
 
 
-def test_a_start_that_fails_is_told_at_once(make_mesh):
+def test_a_failed_start_is_reported_at_once(make_mesh: MakeMesh) -> None:
     with pytest.raises(TypeError, match="no_such_option"):
         make_mesh(options={"no_such_option": 1})
 
 
-def test_several_meshes(make_mesh):
+def test_a_test_can_have_several_meshes(make_mesh: MakeMesh) -> None:
     meshes = [make_mesh(workers=n) for n in (1, 2)]
     assert [mesh.run(0, lambda: zrpc.get_worker_info("worker0").id) for mesh in meshes] == [0, 0]
     assert [len(mesh) for mesh in meshes] == [1, 2]
 
 
-def test_after_shutdown(mesh):
+def test_a_mesh_that_is_shut_down_refuses_work(mesh: Mesh) -> None:
     mesh.shutdown()
     mesh.shutdown()
     with pytest.raises(RuntimeError, match="the mesh is shut down"):
@@ -137,20 +143,20 @@ def test_after_shutdown(mesh):
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_without_the_fixtures():
+def test_local_mesh_needs_no_fixtures() -> None:
     with local_mesh(3) as mesh:
         assert mesh.run(2, zrpc.rpc_sync, "worker0", max, args=(1, 2)) == 2
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_without_the_fixtures_a_hang_ends_too():
+def test_a_hang_in_local_mesh_ends() -> None:
     end, ended = threading.Event(), []
 
-    def hang_in_main():
+    def hang_in_main() -> None:
         with local_mesh(1, timeout=0.3):
             ended.append(end.wait(10))
 
-    def hang_in_worker():
+    def hang_in_worker() -> None:
         with local_mesh(2, timeout=0.3) as mesh:
             mesh.run("worker1", end.wait, 20)
 
@@ -163,17 +169,17 @@ def test_without_the_fixtures_a_hang_ends_too():
     end.set()  # the abandoned thread ends
 
 
-# Here, since what a closure holds can't be sent.
+# In the module, because events in a closure can't be sent.
 entered, end = threading.Event(), threading.Event()
 
 
-def enter_and_wait():
+def enter_and_wait() -> None:
     entered.set()
     end.wait(20)
 
 
-def test_a_worker_that_hangs_in_a_call_is_freed(mesh):
-    """The end of the agent ends its calls, and with them the thread."""
+def test_a_worker_that_hangs_in_a_call_is_released(mesh: Mesh) -> None:
+    """Closing the agent fails its calls, which lets the thread stop."""
     waiting = mesh.submit(0, zrpc.rpc_sync, "worker1", enter_and_wait, timeout=0)
     assert entered.wait(10)
     threads = [t for t in threading.enumerate() if t.name == "zrpc-test-worker0-main"]
@@ -185,7 +191,7 @@ def test_a_worker_that_hangs_in_a_call_is_freed(mesh):
 
 
 @pytest.mark.zrpc(elastic=True)
-def test_an_elastic_mesh(mesh):
-    mesh.run(1, zrpc.shutdown)  # which waits for nobody here
+def test_a_worker_leaves_an_elastic_mesh(mesh: Mesh) -> None:
+    mesh.run(1, zrpc.shutdown)  # waits for no other worker here
     with pytest.raises(zrpc.WorkerDied, match="worker1"):
         mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))

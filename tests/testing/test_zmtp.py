@@ -1,33 +1,36 @@
-"""Where messages begin and end in what ZeroMQ sends."""
+"""The splitter finds where ZeroMQ's messages begin and end."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrpc.testing.zmtp import GREETING, Splitter
+from zrpc.testing.faults.zmtp import GREETING, Splitter
 
 Frames = st.lists(st.lists(st.binary(max_size=400), min_size=1, max_size=4), max_size=6)
 
 
-def encoded(frame, more=False, command=False):
+def encoded(frame: bytes, more: bool = False, command: bool = False) -> bytes:
     flags = more | 4 * command
     if len(frame) < 256:
         return bytes([flags, len(frame)]) + frame
     return bytes([flags | 2]) + len(frame).to_bytes(8, "big") + frame
 
 
-def ready(identity):
+def ready(identity: bytes) -> bytes:
     body = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
     body += b"\x08Identity" + len(identity).to_bytes(4, "big") + identity
     return encoded(body, command=True)
 
 
 @given(messages=Frames, identity=st.binary(max_size=40), cuts=st.lists(st.integers(1, 700)))
-def test_any_stream_in_any_pieces(messages, identity, cuts):
+def test_a_stream_is_split_alike_in_any_pieces(
+    messages: list[list[bytes]], identity: bytes, cuts: list[int]
+) -> None:
     wire = [
         b"".join(encoded(f, more=i < len(frames) - 1) for i, f in enumerate(frames))
         for frames in messages
@@ -44,8 +47,8 @@ def test_any_stream_in_any_pieces(messages, identity, cuts):
     assert splitter.identity == identity
 
 
-def test_what_zeromq_itself_sends(tmp_path, no_leaks):
-    """A socket that answers nothing but a greeting and READY, as another DEALER would."""
+def test_the_stream_of_a_real_socket_is_split(tmp_path: Path, no_leaks: None) -> None:
+    """The peer answers with a greeting and READY only, as another DEALER would."""
     with zmq.Context() as context, socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"{tmp_path}/inbox")
         listener.listen()

@@ -1,4 +1,8 @@
-"""A relay before a worker's tcp port, which breaks connections."""
+"""A relay before a worker's TCP port, which breaks connections.
+
+Unlike the relays of `zrpc.testing.faults` it works below encryption: it counts bytes, not
+messages, and resets connections.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class BreakingRelay:
-    """Relays connections to a port of this machine; one thread does all.
+    """Relays connections to a port of this machine, in one thread.
 
     Attributes:
-        endpoint: for who connects.
-        passed: how many bytes have gone to the target.
-        broken: set once connections were broken, by `break_after`.
+        endpoint: the relay's own endpoint.
+        passed: the number of bytes sent on to the target.
+        broken: set when `break_after` has broken the connections.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -31,11 +35,10 @@ class BreakingRelay:
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.broken = threading.Event()
         self.passed = 0
-        # Guards the two that follow.
+        # The lock guards _left.
         self._lock = threading.Lock()
         self._left: int | None = None
-        self._accepts = True
-        # Each end of a connection, with the other end and whether bytes go to the target.
+        # For each end of a connection, the other end and whether that is the target.
         self._ends: dict[socket.socket, tuple[socket.socket, bool]] = {}
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
@@ -47,26 +50,21 @@ class BreakingRelay:
 
     @classmethod
     def before(cls, mesh: Mesh, sender: int, receiver: int) -> BreakingRelay:
-        """One by which all goes from a worker to another, which has sent it nothing so far."""
-        network = mesh.agent(sender)._network
+        """Returns a relay from a worker to another, to which it has sent nothing yet."""
+        network = mesh.agent(sender).network
         relay = cls(network.endpoint(receiver))
         network._endpoints[receiver] = relay.endpoint
         return relay
 
     def break_after(self, count: int) -> None:
-        """Breaks all connections when so many more bytes have gone to the target.
+        """Breaks all connections when ``count`` more bytes have been sent on to the target.
 
-        Of those that come after, none goes on by the connections there are now.
+        The current connections carry no byte after that.
         """
         with self._lock:
             self._left = count
             self.broken.clear()
         self._waker.send(b"!")
-
-    def refuse(self, refuses: bool) -> None:
-        """Closes new connections at once, or no longer."""
-        with self._lock:
-            self._accepts = not refuses
 
     def __enter__(self) -> BreakingRelay:
         return self
@@ -101,12 +99,7 @@ class BreakingRelay:
             self._relay(end)
 
     def _accept(self) -> None:
-        with self._lock:
-            accepts = self._accepts
         client = self._listener.accept()[0]
-        if not accepts:
-            client.close()
-            return
         server = socket.create_connection(self._target)
         for one, other, forward in ((client, server, True), (server, client, False)):
             self._ends[one] = other, forward
@@ -138,7 +131,7 @@ class BreakingRelay:
         self.broken.set()
 
     def _drop(self, end: socket.socket) -> None:
-        """Resets a connection; the target gets what has gone to it."""
+        """Resets a connection; the target still gets the bytes sent on to it."""
         for each in (end, self._ends[end][0]):
             self._selector.unregister(each)
             _, is_clients = self._ends.pop(each)

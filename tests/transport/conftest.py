@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from two_hosts import ADDRESSES, ENTER, SOON, Host
 
-from zrpc.launch.task import Task
-from zrpc.testing.processes import warm_server
+from tests.support.programs import Forked
+from tests.transport.two_hosts import ADDRESSES, ENTER, SOON, Host
 
 
 @pytest.fixture
 def free_port() -> int:
-    # The namespaces are new, so that all are free; and a later test must not meet an earlier.
+    # The namespaces are new, so all ports are free. A random one keeps tests apart.
     return 20_000 + int.from_bytes(os.urandom(2), "little") % 10_000
 
 
 class Workers:
     """A program that runs on each host."""
 
-    def __init__(self, hosts: list[Host], directory, port: int) -> None:
+    def __init__(self, hosts: list[Host], directory: Path, port: int) -> None:
         self._hosts = hosts
         self._directory = directory
         self._port = port
+        self._forked = Forked()
         self._pids: list[int] = []
 
     def start(self, program: str, *variables: dict[str, str]) -> None:
-        """Starts a worker on each host, with these variables."""
+        """Starts a worker on each host, with these environment variables."""
         (self._directory / "worker.py").write_text(ENTER + program)
         self._pids = [self._start(rank, each) for rank, each in enumerate(variables)]
 
@@ -43,29 +45,25 @@ class Workers:
             "ZRPC_RUNTIME_DIR": str(self._hosts[rank].runtime),
             **variables,
         }
-        script = str(self._directory / "worker.py")
-        task = Task.script(script).within(cwd=str(self._directory), env=env, line_buffered=True)
-        with (self._directory / f"output{rank}").open("wb") as output:
-            return warm_server().spawn(task, stdout=output.fileno(), stderr=output.fileno())
+        script = self._directory / "worker.py"
+        output = self._directory / f"output{rank}"
+        return self._forked.start(script, env=env, out=output, cwd=self._directory)
 
     def outcomes(self) -> list[tuple[int, str]]:
-        """Waits for the ends; the exit codes and outputs."""
-        codes = [warm_server().wait(pid, SOON) for pid in self._pids]
-        self._pids = []
+        """Waits for the workers; returns their exit codes and outputs."""
+        codes = [self._forked.wait(pid, SOON) for pid in self._pids]
         return [(code, self.output(rank)) for rank, code in enumerate(codes)]
 
     def output(self, rank: int) -> str:
         return (self._directory / f"output{rank}").read_text()
 
     def kill(self) -> None:
-        for pid in self._pids:
-            if warm_server().send_signal(pid, 9):
-                warm_server().wait(pid, SOON)
+        self._forked.kill()
 
 
 @pytest.fixture
-def start_workers(tmp_path, free_port):
-    """Has workers started on hosts; those that still run after the test are killed."""
+def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Workers]]:
+    """Starts workers on hosts; kills those that still run after the test."""
     started: list[Workers] = []
 
     def start(hosts: list[Host], program: str, *variables: dict[str, str]) -> Workers:

@@ -1,4 +1,4 @@
-"""Private directories: who may look in, and whether their worker lives."""
+"""Private directories: who has access to them, and whether their worker lives."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,22 +30,22 @@ SOON = 10.0
 
 
 @pytest.fixture
-def parent(tmp_path, monkeypatch):
-    """Where private directories are made."""
+def parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where private directories are made, by child processes too."""
     # pytest's own paths may be too long for a socket.
-    monkeypatch.setattr(address, "_LONGEST_PATH", len(os.fsencode(tmp_path)) + 100)
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
-    return tmp_path
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-") as path:
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", path)
+        yield Path(path)
 
 
 @pytest.fixture
-def directory(parent):
+def directory(parent: Path) -> Iterator[PrivateDirectory]:
     made = PrivateDirectory()
     yield made
     made.remove()
 
 
-def test_nobody_else_may_look_in(directory, parent):
+def test_only_the_owner_has_access(directory: PrivateDirectory, parent: Path) -> None:
     assert directory.path.parent == parent
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     for path in directory.path.iterdir():
@@ -51,7 +53,7 @@ def test_nobody_else_may_look_in(directory, parent):
     assert directory.socket_path.parent == directory.path
 
 
-def test_a_umask_changes_nothing(parent):
+def test_the_umask_does_not_matter(parent: Path) -> None:
     before = os.umask(0)
     try:
         made = PrivateDirectory()
@@ -63,22 +65,22 @@ def test_a_umask_changes_nothing(parent):
         made.remove()
 
 
-def test_it_lives_until_it_is_removed(directory):
+def test_a_directory_counts_as_alive_until_it_is_removed(directory: PrivateDirectory) -> None:
     assert is_alive(directory.path)
-    assert is_alive(directory.path)  # asking changes nothing
+    assert is_alive(directory.path)  # checking changes nothing
     directory.remove()
     assert not is_alive(directory.path)
     assert not directory.path.exists()
     directory.remove()
 
 
-def test_it_is_removed_with_all_that_is_in_it(directory):
+def test_remove_deletes_the_contents_too(directory: PrivateDirectory) -> None:
     directory.socket_path.write_text("as a socket")
     directory.remove()
     assert not directory.path.exists()
 
 
-def test_no_descriptor_is_left(parent):
+def test_no_descriptor_leaks(parent: Path) -> None:
     before = set(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else None
     for _ in range(5):
         made = PrivateDirectory()
@@ -89,15 +91,15 @@ def test_no_descriptor_is_left(parent):
         assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_nobody_lives_where_nothing_is(tmp_path):
+def test_a_missing_directory_is_not_alive(tmp_path: Path) -> None:
     assert not is_alive(tmp_path)
     assert not is_alive(tmp_path / "missing")
 
 
-def test_many_have_directories_of_their_own(parent):
+def test_concurrent_workers_get_separate_directories(parent: Path) -> None:
     made, lock = [], threading.Lock()
 
-    def make():
+    def make() -> None:
         directory = PrivateDirectory()
         with lock:
             made.append(directory)
@@ -108,7 +110,7 @@ def test_many_have_directories_of_their_own(parent):
     for thread in threads:
         thread.join()
     assert len({directory.path for directory in made}) == 8
-    # Making one has removed none of the others.
+    # Making one did not remove any other.
     assert all(is_alive(directory.path) for directory in made)
     for directory in made:
         directory.remove()
@@ -125,7 +127,7 @@ if {remove}:
 """
 
 
-def start_child(remove=False):
+def start_child(remove: bool = False) -> tuple[subprocess.Popen[str], Path]:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD.format(remove=remove)],
         stdin=subprocess.PIPE,
@@ -135,7 +137,8 @@ def start_child(remove=False):
     return child, Path(child.stdout.readline().strip())
 
 
-def test_the_killed_are_dead_and_what_they_left_is_removed(parent):
+@pytest.mark.system
+def test_directories_of_killed_workers_are_removed(parent: Path) -> None:
     child, path = start_child()
     with child:
         assert is_alive(path)
@@ -148,7 +151,8 @@ def test_the_killed_are_dead_and_what_they_left_is_removed(parent):
     other.remove()
 
 
-def test_the_stopped_live(parent):
+@pytest.mark.system
+def test_a_stopped_worker_is_alive(parent: Path) -> None:
     child, path = start_child()
     with child:
         child.send_signal(signal.SIGSTOP)
@@ -160,8 +164,9 @@ def test_the_stopped_live(parent):
         child.wait(SOON)
 
 
-def test_a_child_process_does_not_keep_its_parent_alive(directory):
-    # The lock is of the open file, which a fork shares.
+@pytest.mark.system
+def test_a_child_process_does_not_keep_its_parent_alive(directory: PrivateDirectory) -> None:
+    # The lock belongs to the open file, which a fork shares.
     forked, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -169,7 +174,7 @@ def test_a_child_process_does_not_keep_its_parent_alive(directory):
         os.read(go[0], 1)
         os._exit(0)
     try:
-        os.read(forked[0], 1)  # the child has come as far as its own code
+        os.read(forked[0], 1)  # the child runs its own code now
         directory._release()  # as if this process had been killed
         assert not is_alive(directory.path)
     finally:
@@ -179,7 +184,8 @@ def test_a_child_process_does_not_keep_its_parent_alive(directory):
             os.close(descriptor)
 
 
-def test_a_program_that_is_started_does_not_keep_it_alive(directory):
+@pytest.mark.system
+def test_a_started_program_does_not_keep_its_parent_alive(directory: PrivateDirectory) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", "import sys; print(1, flush=True); sys.stdin.read()"],
         stdin=subprocess.PIPE,
@@ -192,7 +198,7 @@ def test_a_program_that_is_started_does_not_keep_it_alive(directory):
         child.stdin.close()
 
 
-def left_behind(parent, name, age=0.0, lock=False):
+def left_behind(parent: Path, name: str, age: float = 0.0, lock: bool = False) -> Path:
     path = parent / name
     path.mkdir()
     if lock:
@@ -202,7 +208,7 @@ def left_behind(parent, name, age=0.0, lock=False):
     return path
 
 
-def test_what_is_removed_and_what_is_not(parent):
+def test_only_abandoned_directories_are_removed(parent: Path) -> None:
     dead = left_behind(parent, f"{address._PREFIX}dead", lock=True)
     starting = left_behind(parent, f"{address._PREFIX}starting")
     died_at_start = left_behind(parent, f"{address._PREFIX}old", age=10_000)
@@ -219,14 +225,14 @@ def test_what_is_removed_and_what_is_not(parent):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user")
-def test_directories_of_other_users_are_left_alone(parent):
+def test_directories_of_other_users_are_left_alone(parent: Path) -> None:
     path = left_behind(parent, f"{address._PREFIX}other", age=10_000, lock=True)
     os.chown(path, 12345, 12345)
     PrivateDirectory().remove()
     assert path.exists()
 
 
-def test_a_long_path_is_not_used(monkeypatch, tmp_path):
+def test_a_long_path_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 60) / ("y" * 60)
     deep.mkdir(parents=True)
     monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(deep))
@@ -241,21 +247,23 @@ def test_a_long_path_is_not_used(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("length", range(56, 84))
-def test_whatever_the_length_a_socket_can_be_bound(monkeypatch, length):
-    base = Path("/tmp/zrpc-test-length")
-    path = base / ("p" * (length - len(str(base)) - 1))
-    path.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(path))
-    directory = PrivateDirectory()
-    try:
-        assert len(os.fsencode(directory.socket_path)) < 104
-    finally:
-        directory.remove()
-        path.rmdir()
-        base.rmdir()
+def test_a_socket_can_be_bound_at_any_path_length(
+    monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/tmp") as base:
+        path = Path(base) / ("p" * (length - len(base) - 1))
+        path.mkdir()
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(path))
+        directory = PrivateDirectory()
+        try:
+            assert len(os.fsencode(directory.socket_path)) < 104
+        finally:
+            directory.remove()
 
 
-def test_workers_with_another_directory_are_of_another_host(monkeypatch, tmp_path):
+def test_another_runtime_directory_means_another_host_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     keys = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -266,38 +274,40 @@ def test_workers_with_another_directory_are_of_another_host(monkeypatch, tmp_pat
     assert len({key.split("/")[0] for key in keys}) == 1
 
 
-def test_this_system_has_unix_sockets():
+def test_this_system_has_unix_sockets() -> None:
     assert supports_ipc() is (sys.platform != "win32")
 
 
-def test_the_interface_towards_this_host_is_loopback():
+def test_the_interface_towards_this_host_is_loopback() -> None:
     assert interface_towards("127.0.0.1") == "127.0.0.1"
     assert interface_towards("localhost") in ("127.0.0.1", "::1")
 
 
-def test_the_interface_towards_nowhere_is_loopback():
+def test_the_interface_towards_an_unknown_host_is_loopback() -> None:
     assert interface_towards("host.that.is.invalid") == "127.0.0.1"
 
 
 # -- directories of peers ------------------------------------------------------------------
 
 
-def test_a_private_directory_of_ours_is_accepted(directory):
+def test_our_own_private_directory_is_accepted(directory: PrivateDirectory) -> None:
     address.check_private(directory.path)
 
 
-def test_one_that_has_gone_is_left_to_others(tmp_path):
+def test_a_missing_directory_is_accepted(tmp_path: Path) -> None:
     address.check_private(tmp_path / "gone")
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o777])
-def test_a_directory_that_is_open_to_others_is_refused(tmp_path, mode):
+def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(AuthenticationError, match=f"with mode {mode:04o}: start all workers as"):
         address.check_private(tmp_path)
 
 
-def test_a_link_to_a_private_directory_is_refused(tmp_path, directory):
+def test_a_link_to_a_private_directory_is_refused(
+    tmp_path: Path, directory: PrivateDirectory
+) -> None:
     link = tmp_path / "link"
     link.symlink_to(directory.path)
     with pytest.raises(AuthenticationError):
@@ -305,30 +315,34 @@ def test_a_link_to_a_private_directory_is_refused(tmp_path, directory):
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user")
-def test_a_directory_of_another_user_is_refused(directory):
+def test_a_directory_of_another_user_is_refused(directory: PrivateDirectory) -> None:
     os.chown(directory.path, 12345, 12345)
     with pytest.raises(AuthenticationError, match="found one of user 12345"):
         address.check_private(directory.path)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o702])
-def test_no_socket_is_put_where_others_can_replace_it(parent, mode):
+def test_a_parent_writable_by_others_is_refused(parent: Path, mode: int) -> None:
     parent.chmod(mode)
     with pytest.raises(AuthenticationError, match=f"chmod o-w {parent}"):
         PrivateDirectory()
-    parent.chmod(mode | stat.S_ISVTX)  # as /tmp is
+    parent.chmod(mode | stat.S_ISVTX)  # like /tmp
     PrivateDirectory().remove()
 
 
 @pytest.mark.parametrize("name", ["not-there", "a-file"])
-def test_a_directory_for_sockets_that_is_none_is_named(monkeypatch, parent, name):
+def test_an_unusable_runtime_directory_is_named_in_the_error(
+    monkeypatch: pytest.MonkeyPatch, parent: Path, name: str
+) -> None:
     (parent / "a-file").touch()
     monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(parent / name))
     with pytest.raises(RpcError, match=rf"{name} \(No.*: make it one, .* in ZRPC_RUNTIME_DIR"):
         PrivateDirectory()
 
 
-def test_a_temporary_directory_that_is_open_to_all_is_passed_over(monkeypatch, tmp_path):
+def test_an_unsafe_temporary_directory_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     volume, other = tmp_path / "volume", tmp_path / "other"
     volume.mkdir()
     other.mkdir()
@@ -340,7 +354,7 @@ def test_a_temporary_directory_that_is_open_to_all_is_passed_over(monkeypatch, t
     made = PrivateDirectory()
     assert made.path.parent == volume
     made.remove()
-    volume.chmod(0o777)  # as an emptyDir of Kubernetes
+    volume.chmod(0o777)  # like an emptyDir of Kubernetes
     made = PrivateDirectory()
     assert made.path.parent == other
     assert host_key() != key

@@ -1,4 +1,4 @@
-"""Two hosts with a bad network between them: it loses, it is slow, it is cut."""
+"""Two hosts with a bad network between them: lossy, slow, and interrupted."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from two_hosts import SOON, Cable, Host, bad_cable, namespaces
 
-from zrpc.secret import new_secret
+from tests.transport.two_hosts import SOON, Cable, Host, bad_cable, namespaces
+from zrpc.membership.secret import new_secret
 
 GOOD = (0.0, 0.0)
-# The share that is lost at each end, and the seconds that the rest takes each way.
+# The share of packets lost at each end, and the delay in seconds each way.
 BAD = (0.05, 0.05)
 CUT = (1.0, 0.0)
 
 LIMIT = 1.5  # heartbeat_timeout
-# What is noticed only now and then, on a machine that is busy.
+# Allowance for checks that happen only periodically, on a busy machine.
 SLACK = 4.0
 
-# What all programs begin with. They tell by files how far they are, and wait for those of the test.
+# What all programs begin with. They report progress by files, and wait for the test's files.
 BEGIN = """
 import json, os, time
 import torch, zrpc
@@ -42,7 +43,7 @@ def await_word(what):
 zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(
     init_timeout=15, rpc_timeout=25, heartbeat_timeout=float(os.environ["LIMIT"])))
 assert zrpc.rpc_sync(peer, max, (1, 2)) == 2
-assert zrpc.current.current_agent().membership.cards[rank].public_key  # CURVE
+assert zrpc.agent.current.current_agent().membership.records[rank].public_key  # CURVE
 tell("ready")
 """
 
@@ -115,10 +116,12 @@ def cable(network: tuple[list[Host], Cable]) -> Iterator[Cable]:
 
 
 @pytest.fixture
-def workers(network, cable, start_workers):
-    """Starts a program on both hosts, and returns when they have met."""
+def workers(
+    network: tuple[list[Host], Cable], cable: Cable, start_workers: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns a function that starts a program on both hosts."""
 
-    def start(program: str, limit: float = LIMIT):
+    def start(program: str, limit: float = LIMIT) -> Any:
         variables = {"ZRPC_SECRET": new_secret(), "LIMIT": str(limit)}
         return start_workers(network[0], BEGIN + program, variables, variables)
 
@@ -142,32 +145,38 @@ def assert_well(outcomes: list[tuple[int, str]]) -> None:
         assert code == 0, output
 
 
-def test_calls_are_right_where_packets_are_lost_and_late(workers, cable, await_both, tmp_path):
+def test_calls_succeed_despite_lost_and_late_packets(
+    workers: Callable[..., Any], cable: Cable, await_both: Callable[[str], None], tmp_path: Path
+) -> None:
     started = workers(CALLS, limit=10.0)
     await_both("ready")
     cable.set(*BAD)
     began = time.monotonic()
     (tmp_path / "bad").touch()
     await_both("done")
-    # Four calls in a row: the network was a bad one.
+    # Four calls in a row: the network was bad.
     assert time.monotonic() - began > 4 * 2 * BAD[1]
     cable.set(*GOOD)
     assert_well(started.outcomes())
 
 
-def test_a_short_cut_loses_nothing(workers, cable, await_both, tmp_path):
+def test_a_short_interruption_loses_nothing(
+    workers: Callable[..., Any], cable: Cable, await_both: Callable[[str], None], tmp_path: Path
+) -> None:
     started = workers(SHORT_CUT, limit=10.0)
     await_both("ready")
     cable.set(*CUT)
     (tmp_path / "cut").touch()
     await_both("sent")
-    time.sleep(1.0)  # that is how long it is
+    time.sleep(1.0)  # how long the interruption takes
     assert not list(tmp_path.glob("answered*"))
     cable.set(*GOOD)
     assert_well(started.outcomes())
 
 
-def test_a_long_cut_is_noticed_at_both_ends(workers, cable, await_both):
+def test_a_long_interruption_is_noticed_at_both_ends(
+    workers: Callable[..., Any], cable: Cable, await_both: Callable[[str], None]
+) -> None:
     started = workers(LONG_CUT)
     await_both("waits")
     cut = time.monotonic()
@@ -181,6 +190,6 @@ def test_a_long_cut_is_noticed_at_both_ends(workers, cable, await_both):
         [(name, told)] = lost
         assert name == f"w{1 - rank}"
         for _, text, when in errors:
-            assert f"worker w{1 - rank} (rank {1 - rank}) is gone: it answers no more" in text
+            assert f"worker w{1 - rank} (rank {1 - rank}) is gone: it no longer answers" in text
             assert 0.5 * LIMIT < when - cut < LIMIT + SLACK
         assert 0.5 * LIMIT < told - cut < LIMIT + SLACK

@@ -1,4 +1,4 @@
-"""A connection breaks while messages are on their way: nobody waits in vain for those lost."""
+"""A connection breaks while messages are in flight: nobody waits forever for lost ones."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import waiting
 import zmq
-from arrivals import received
-from breaking_relay import SOON, BreakingRelay
 
 import zrpc
-from zrpc import roll_call
-from zrpc.agent import Agent
-from zrpc.rref.layer import RRefLayer
+from tests.support import waiting
+from tests.transport.arrivals import received
+from tests.transport.breaking_relay import SOON, BreakingRelay
+from zrpc.agent.agent import Agent
+from zrpc.services import loss_detection
+from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 from zrpc.transport import inbox as inbox_module
-from zrpc.transport.chunks import CHUNK
+from zrpc.transport.chunks import CHUNK_BYTES
 from zrpc.transport.inbox import _own_identity
-from zrpc.transport.network import BULK, Network
+from zrpc.transport.network import BULK_BYTES, Network
 
 until = functools.partial(waiting.until, within=SOON)
 
-LARGE = 16 * CHUNK
+LARGE = 16 * CHUNK_BYTES
 
 
 @pytest.fixture
 def mesh(make_mesh: Callable[..., Mesh]) -> Mesh:
-    """Two workers that talk by tcp, encrypted."""
+    """Yields two workers that use encrypted tcp."""
     return make_mesh(workers=2, options={"transport": "tcp"})
 
 
 @pytest.fixture(params=["call", "answer"])
 def relay(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[BreakingRelay]:
-    """By which the calls of worker0 to worker1 go, or the answers."""
+    """Yields a relay for the calls of worker0 to worker1, or for the answers."""
     sender = 0 if request.param == "call" else 1
     with BreakingRelay.before(mesh, sender, 1 - sender) as relay:
         relay.sender = sender
         yield relay
-        mesh.shutdown()  # also by the relay
+        mesh.shutdown()  # through the relay, too
 
 
 def echo(value: Any) -> Any:
@@ -58,18 +58,18 @@ def read(rref: Any, _: bytes) -> Any:
 
 
 def counts_agree(mesh: Mesh) -> bool:
-    """Whether all messages between the two workers count as received that count as sent."""
+    """Returns whether all messages counted as sent are counted as received."""
     agents = [mesh.agent(rank) for rank in range(2)]
     return all(
-        agents[i]._network.sent([1 - i]) == agents[1 - i].dispatcher.received[i] for i in range(2)
+        agents[i].network.sent([1 - i]) == agents[1 - i].dispatcher.received[i] for i in range(2)
     )
 
 
-def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
-    """Its caller is told at once, whether the function has run; and the next call goes well."""
+def test_a_break_within_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
+    """The error comes at once, and says whether the function ran. The next call works."""
     which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
     with mesh.agent(0).as_current():
-        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK_BYTES,)) == b"x" * BULK_BYTES
         relay.break_after(LARGE // 3)
         with pytest.raises(zrpc.RpcError, match=f"broke in the midst of a large {which}.*{hint}"):
             zrpc.rpc_sync(1, echo, (bytes(LARGE),), timeout=0)
@@ -80,7 +80,7 @@ def test_in_the_midst_of_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -
 
 
 class FailsOnce:
-    """A socket that the system has no memory for, at one of its sends."""
+    """A socket that runs out of memory at one of its sends."""
 
     def __init__(self, socket: Any, good: int) -> None:
         self._socket = socket
@@ -102,12 +102,12 @@ def test_a_large_message_that_is_sent_in_part(
 ) -> None:
     """Its receiver does not wait for the rest, and the counts agree."""
     with mesh.agent(0).as_current():
-        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
-        mailbox = mesh.agent(0)._network._bulk[1]
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK_BYTES,)) == b"x" * BULK_BYTES
+        mailbox = mesh.agent(0).network._bulk[1]
         with monkeypatch.context() as patched:
             patched.setattr(mailbox, "_socket", FailsOnce(mailbox._socket, good))
             with pytest.raises(MemoryError, match="can't be sent"):
-                zrpc.rpc_sync(1, echo, (bytes(5 * CHUNK),))
+                zrpc.rpc_sync(1, echo, (bytes(5 * CHUNK_BYTES),))
         until(lambda: counts_agree(mesh))
         assert not mesh.agent(1).dispatcher.busy
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
@@ -115,13 +115,13 @@ def test_a_large_message_that_is_sent_in_part(
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Callees are asked after calls that wait, soon and often."""
-    monkeypatch.setattr(roll_call, "_EVERY", 0.05)
-    monkeypatch.setattr(roll_call, "_PATIENCE", 0.2)
+    """Makes loss detection ask callees soon and often."""
+    timing = loss_detection.LossDetectionTiming(0.05, patience_seconds=0.2)
+    monkeypatch.setattr(loss_detection, "TIMING", timing)
 
 
 @pytest.mark.usefixtures("often")
-def test_in_the_midst_of_a_small_message(mesh: Mesh, relay: BreakingRelay) -> None:
+def test_a_break_within_a_small_message(mesh: Mesh, relay: BreakingRelay) -> None:
     with mesh.agent(0).as_current():
         assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
         relay.break_after(500)
@@ -133,30 +133,30 @@ def test_in_the_midst_of_a_small_message(mesh: Mesh, relay: BreakingRelay) -> No
 
 
 @pytest.mark.usefixtures("often")
-def test_nothing_comes_after_the_break(mesh: Mesh, relay: BreakingRelay) -> None:
-    """The end of a message is lost: the next word by that way says so, if only a question."""
+def test_the_end_of_a_message_is_lost_and_nothing_follows(mesh: Mesh, relay: BreakingRelay) -> None:
+    """The next message on that connection reveals the loss, if only a question."""
     receiver = mesh.agent(1 - relay.sender)
     which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
     with mesh.agent(0).as_current():
-        assert zrpc.rpc_sync(1, echo, (b"x" * BULK,)) == b"x" * BULK
-        relay.break_after(2 * CHUNK + CHUNK // 2)
+        assert zrpc.rpc_sync(1, echo, (b"x" * BULK_BYTES,)) == b"x" * BULK_BYTES
+        relay.break_after(2 * CHUNK_BYTES + CHUNK_BYTES // 2)
         with pytest.raises(zrpc.RpcError, match=f"midst of a large {which}.*{hint}"):
-            zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK - 1000),), timeout=0)
+            zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK_BYTES - 1000),), timeout=0)
         assert relay.broken.is_set()
         assert not receiver.dispatcher.busy
     until(lambda: counts_agree(mesh))
 
 
 def test_connections_are_kept_alive(mesh: Mesh) -> None:
-    """By the system, so that no firewall forgets them while nothing is sent."""
+    """The system keeps them alive, so no firewall forgets idle ones."""
     assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
-    port = int(mesh.agent(0)._network.endpoint(1).rpartition(":")[2])
+    port = int(mesh.agent(0).network.endpoint(1).rpartition(":")[2])
 
     def timers() -> list[str]:
         rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
         return [row[5].split(":")[0] for row in rows if row[2].endswith(f":{port:04X}")]
 
-    until(lambda: "02" in timers())  # that of keepalive, once nothing is unacknowledged
+    until(lambda: "02" in timers())  # the keepalive timer, when everything is acknowledged
 
 
 @pytest.mark.parametrize("relay", ["call"], indirect=True)
@@ -168,13 +168,15 @@ def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> Non
             relay.break_after(LARGE // 3)
             with pytest.raises(zrpc.RpcError, match="has not run"):
                 zrpc.rpc_sync(1, read, (rref, bytes(LARGE)))
-            assert mesh.agent(0).layer(RRefLayer).quiet()
+            assert mesh.agent(0).service(RRefService).idle()
             assert zrpc.rpc_sync(1, read, (rref, b"")) == rref.to_here()
-        until(lambda: here._layer.holders(here._rref_id) == [])
+        until(lambda: not here._service._references._owned[here._rref_id].forks)
 
 
-def test_what_came_before_the_break_is_read_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeroMQ calls a connection by another name once its peer has made the next."""
+def test_messages_received_before_a_break_are_read_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ZeroMQ renames a connection when its peer has opened the next one."""
     renamed = []
 
     def spy(frame: Any) -> bytes | None:
@@ -221,12 +223,12 @@ def note(number: int, _: bytes, size: int) -> bytes:
 def call_until(
     agent: Agent, end: float, numbers: Iterator[int], said: list[tuple[int, str]]
 ) -> None:
-    """Makes calls of all sizes, without a timeout; what is said of those that fail."""
+    """Makes calls of all sizes, without a timeout; collects the errors of those that fail."""
     source = random.Random(next(numbers))
     with agent.as_current():
         while time.monotonic() < end:
             number = next(numbers)
-            sizes = source.choices([10, 1000, 50_000, BULK, 3 * CHUNK], k=2)
+            sizes = source.choices([10, 1000, 50_000, BULK_BYTES, 3 * CHUNK_BYTES], k=2)
             try:
                 assert (
                     len(zrpc.rpc_sync(1, note, (number, bytes(sizes[0]), sizes[1]), 0)) == sizes[1]
@@ -237,7 +239,7 @@ def call_until(
 
 @pytest.mark.usefixtures("often")
 def test_connections_that_break_again_and_again(mesh: Mesh) -> None:
-    """No call waits for ever, and what its error says of the function is true."""
+    """No call waits forever, and its error says correctly whether the function ran."""
     _ran.clear()
     source, numbers, said, end = random.Random(7), itertools.count(), [], time.monotonic() + 1.5
     with BreakingRelay.before(mesh, 0, 1) as there, BreakingRelay.before(mesh, 1, 0) as back:
@@ -247,7 +249,7 @@ def test_connections_that_break_again_and_again(mesh: Mesh) -> None:
             thread.start()
         while time.monotonic() < end:
             relay = source.choice([there, back])
-            relay.break_after(source.choice([1, 100, 3000, BULK, CHUNK]))
+            relay.break_after(source.choice([1, 100, 3000, BULK_BYTES, CHUNK_BYTES]))
             relay.broken.wait(0.3)
         for thread in threads:
             thread.join(2 * SOON)

@@ -1,4 +1,4 @@
-"""Large messages in chunks: they are put together again, and no frame is above the limit."""
+"""Large messages in chunks: they are reassembled, and no frame is above the limit."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import array
 import contextlib
 import os
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import zmq
@@ -13,55 +15,55 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import zrpc
-from zrpc.current import current_agent
+from zrpc.agent.current import current_agent
 from zrpc.errors import ProtocolError
+from zrpc.testing import Mesh
 from zrpc.transport import chunks as chunks_module
 from zrpc.transport.chunks import (
-    CHUNK,
-    LARGEST_FRAME,
+    CHUNK_BYTES,
+    MAX_FRAME_BYTES,
     Assembler,
-    NoMemory,
-    broken_off,
+    abort_chunk,
     chunks,
     is_chunk,
 )
-from zrpc.transport.network import BULK, Network
-from zrpc.wire.header import Message
+from zrpc.transport.network import BULK_BYTES, Network
+from zrpc.wire.message import Message
 
 SMALL = 8
 HUGE = 3 * SMALL
 
 
 @pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunks_module, "CHUNK", SMALL)
-    monkeypatch.setattr(chunks_module, "_HUGE_FROM", HUGE)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks_module, "CHUNK_BYTES", SMALL)
+    monkeypatch.setattr(chunks_module, "_HUGE_PAGES_FROM_BYTES", HUGE)
 
 
-# The fixture above is the same for all examples.
+# The fixture above may be shared by all examples.
 anything = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def sent(number, frames):
-    """The chunks of a message as they arrive."""
+def sent(number: int, frames: list[bytes]) -> list[list[bytes]]:
+    """Returns the chunks of a message as they arrive."""
     return [[bytes(frame) for frame in chunk] for chunk in chunks(number, frames)]
 
 
-def as_bytes(message):
+def as_bytes(message: tuple[Any, list[Any]] | None) -> list[bytes]:
     first, buffers = message
     return [bytes(first[:]), *(bytes(buffer[:]) for buffer in buffers)]
 
 
 class Receiver(Assembler):
-    """One that keeps what it says of messages that are lost."""
+    """An assembler that records its reports of lost messages."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lost = []
         super().__init__(lambda sender, head: self.lost.append((sender, head.rstrip(b"\0"))))
 
 
-def chunk(index, number, *sizes):
-    """The first frame of one."""
+def chunk(index: int, number: int, *sizes: int) -> bytes:
+    """Returns the first frame of a chunk."""
     return struct.pack(f"<BxxxIQ32x{len(sizes)}Q", 0, index, number, *sizes)
 
 
@@ -71,7 +73,7 @@ messages = st.lists(st.binary(max_size=5 * SMALL), min_size=1, max_size=5)
 @anything
 @given(messages)
 @pytest.mark.usefixtures("small_chunks")
-def test_messages_are_put_together(frames):
+def test_messages_are_reassembled(frames: list[bytes]) -> None:
     assembler = Receiver()
     *begin, last = sent(7, frames)
     for header, *parts in begin:
@@ -85,7 +87,9 @@ def test_messages_are_put_together(frames):
 @anything
 @given(messages, messages, st.randoms())
 @pytest.mark.usefixtures("small_chunks")
-def test_senders_do_not_mix(one, other, random):
+def test_messages_of_two_senders_do_not_mix(
+    one: list[bytes], other: list[bytes], random: Any
+) -> None:
     assembler, whole = Receiver(), {}
     left = {"w0": sent(1, one), "w1": sent(1, other)}
     while any(left.values()):
@@ -97,8 +101,8 @@ def test_senders_do_not_mix(one, other, random):
     assert whole == {"w0": one, "w1": other}
 
 
-def add_all(assembler, sender, parts):
-    """Adds chunks; returns what comes of each."""
+def add_all(assembler: Assembler, sender: str, parts: list[Any]) -> list[Any]:
+    """Adds chunks; returns the results."""
     return [assembler.add(sender, header, frames) for header, *frames in parts]
 
 
@@ -106,8 +110,8 @@ def add_all(assembler, sender, parts):
     "missing", [[0], [1], [1, 2], [0, 1, 3], [4]], ids=lambda indices: "".join(map(str, indices))
 )
 @pytest.mark.usefixtures("small_chunks")
-def test_of_a_message_that_is_not_complete_it_is_told_once(missing):
-    """By its next chunk, or the next message, which arrives; also where its number is the same."""
+def test_an_incomplete_message_is_reported_once(missing: list[int]) -> None:
+    """When its next chunk or the next message arrives."""
     assembler = Receiver()
     parts = sent(1, [b"head", b"x" * 4 * SMALL])
     come = [part for index, part in enumerate(parts) if index not in missing]
@@ -124,8 +128,10 @@ def test_of_a_message_that_is_not_complete_it_is_told_once(missing):
 @anything
 @given(st.permutations(range(5)), st.permutations(range(5)), st.randoms())
 @pytest.mark.usefixtures("small_chunks")
-def test_in_any_order_each_message_arrives_or_is_told_of_once(one, other, random):
-    """Of two connections of one sender, an old one and the next, it is read in turn."""
+def test_in_any_order_each_message_arrives_or_is_reported_once(
+    one: list[int], other: list[int], random: Any
+) -> None:
+    """The chunks of two connections of one sender, an old and a new one, arrive interleaved."""
     assembler = Receiver()
     messages = {b"one": one, b"other": other}
     left = {
@@ -143,17 +149,17 @@ def test_in_any_order_each_message_arrives_or_is_told_of_once(one, other, random
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_a_sender_can_break_off():
+def test_a_sender_can_abort_a_message() -> None:
     assembler = Receiver()
     first, second, *_ = sent(1, [b"head", b"x" * 3 * SMALL])
-    add_all(assembler, "w0", [first, second, [broken_off(1, b"head and more")]])
-    add_all(assembler, "w0", [[broken_off(2, b"only this" * 9)]])
+    add_all(assembler, "w0", [first, second, [abort_chunk(1, b"head and more")]])
+    add_all(assembler, "w0", [[abort_chunk(2, b"only this" * 9)]])
     assert assembler.lost == [("w0", b"head"), ("w0", (b"only this" * 9)[:32])]
     assert not assembler.busy
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_what_is_unfinished_can_be_given_up():
+def test_an_unfinished_message_can_be_broken_off() -> None:
     assembler = Receiver()
     first, second, *_ = sent(1, [b"head", b"x" * 3 * SMALL])
     assembler.break_off("w0")
@@ -166,7 +172,7 @@ def test_what_is_unfinished_can_be_given_up():
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_what_is_unfinished_of_a_worker_that_is_gone_is_dropped():
+def test_forget_drops_an_unfinished_message() -> None:
     assembler = Receiver()
     add_all(assembler, "w0", sent(1, [b"x" * 2 * SMALL])[:1])
     assembler.forget("w0")
@@ -188,69 +194,44 @@ def test_what_is_unfinished_of_a_worker_that_is_gone_is_dropped():
         (chunk(0, 1, 2**60), [b"1"], "no memory"),
     ],
 )
-def test_what_no_worker_sends_is_refused(header, frames, reason):
+def test_malformed_chunks_are_refused(header: bytes, frames: list[bytes], reason: str) -> None:
     with pytest.raises(ProtocolError, match=reason):
         Receiver().add("w0", header, frames)
 
 
 @anything
 @given(st.lists(st.tuples(st.binary(max_size=70), st.lists(st.binary(max_size=9), max_size=3))))
-def test_any_bytes_are_a_chunk_or_refused(stream):
+def test_any_bytes_are_a_chunk_or_refused(stream: list[Any]) -> None:
     assembler = Receiver()
     for header, frames in stream:
         with contextlib.suppress(ProtocolError):
             assembler.add("w0", b"\0\0\0\0" + header, frames)
 
 
-def no_memory(size):
-    raise NoMemory(size, MemoryError())
-
-
-@pytest.mark.parametrize("frames", [[b"head", b"x" * 30], [b"head" * 8]], ids=["later", "first"])
-@pytest.mark.usefixtures("small_chunks")
-def test_a_message_that_there_is_no_memory_for_is_lost_once(monkeypatch, frames):
+def test_a_message_without_memory_is_lost_once() -> None:
     assembler = Receiver()
-    first, *rest = sent(1, frames)
-    with monkeypatch.context() as patched:
-        patched.setattr(chunks_module, "_huge", no_memory)
-        with pytest.raises(NoMemory) as caught:
-            add_all(assembler, "w0", [first])
-        assert caught.value.head[:4] == b"head"
-        assert not assembler.busy
-    assert add_all(assembler, "w0", rest) == [None] * len(rest)
-    *_, message = add_all(assembler, "w0", sent(2, frames))
-    assert as_bytes(message) == frames
-    assert assembler.lost == []  # whoever caught the error knows
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_a_message_of_which_a_chunk_is_lost_is_ignored():
-    assembler = Receiver()
-    first, lost, *rest = sent(1, [b"head", b"x" * 30])
-    add_all(assembler, "w0", [first])
-    assert assembler.lose("w0", lost[0]).rstrip(b"\0") == b"head"
+    with pytest.raises(ProtocolError, match="no memory for a frame"):
+        assembler.add("w0", chunk(0, 1, 2**60), [b"x"])
     assert not assembler.busy
-    assert assembler.lose("w0", rest[0][0]) is None
-    assert assembler.lose("w1", lost[0]).rstrip(b"\0") == b"head"
-    assert add_all(assembler, "w0", rest) == [None] * len(rest)
-    with pytest.raises(ProtocolError, match="header of a chunk"):
-        assembler.lose("w0", b"\0")
-    assert assembler.lost == []
+    assert add_all(assembler, "w0", [[chunk(1, 1), b"x"], [chunk(2, 1), b"x"]]) == [None, None]
+    assert assembler.lost == [("w0", b"")]
+    *_, message = add_all(assembler, "w0", sent(2, [b"head"]))
+    assert as_bytes(message) == [b"head"]
 
 
-def test_no_message_looks_like_a_chunk():
+def test_no_message_looks_like_a_chunk() -> None:
     assert not is_chunk(Message(1).first_frame())
     assert not is_chunk(b"")
 
 
-def test_sizes_are_in_bytes():
+def test_sizes_are_in_bytes() -> None:
     numbers = array.array("d", range(3))
     [[_, only]] = chunks(1, [numbers])
     assert bytes(only) == numbers.tobytes()
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_cutting_copies_nothing():
+def test_cutting_copies_nothing() -> None:
     large = bytearray(1000 * SMALL)
     parts = list(chunks(1, [large]))
     large[0] = 255
@@ -260,7 +241,7 @@ def test_cutting_copies_nothing():
 
 @pytest.mark.parametrize("size", [HUGE - 1, HUGE], ids=["frames", "huge"])
 @pytest.mark.usefixtures("small_chunks")
-def test_what_arrives_can_be_written_to(size):
+def test_received_frames_are_writable(size: int) -> None:
     assembler = Receiver()
     for header, *parts in sent(1, [b"head", b"x" * size]):
         message = assembler.add("w0", header, parts)
@@ -269,19 +250,19 @@ def test_what_arrives_can_be_written_to(size):
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_parts_are_copied_as_they_come():
+def test_parts_are_copied_as_they_arrive() -> None:
     assembler = Receiver()
     *begin, (header, last) = sent(1, [b"x" * (HUGE - 1)])
     for start, *parts in begin:
         parts = [bytearray(part) for part in parts]
         assembler.add("w0", start, parts)
         for part in parts:
-            part[:] = bytes(len(part))  # nothing refers to them any more
+            part[:] = bytes(len(part))  # nothing refers to them any longer
     assert as_bytes(assembler.add("w0", header, [last])) == [b"x" * (HUGE - 1)]
 
 
 @pytest.mark.usefixtures("small_chunks")
-def test_it_is_known_that_a_message_is_on_its_way():
+def test_an_assembler_with_an_unfinished_message_is_busy() -> None:
     assembler = Receiver()
     assert not assembler.busy
     for sender in ("w0", "w1"):
@@ -297,8 +278,8 @@ def test_it_is_known_that_a_message_is_on_its_way():
 # -- through sockets -----------------------------------------------------------------------
 
 
-def received(network):
-    """The next message, put together, and the sizes of the frames that it came in."""
+def received(network: Network) -> tuple[list[bytes], list[int]]:
+    """Returns the next message, reassembled, and the sizes of its frames on the wire."""
     assembler, sizes = Receiver(), []
     while True:
         identity, first, buffers = network.receive(5)
@@ -312,7 +293,7 @@ def received(network):
 
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize("kind", ["tcp", "ipc", "inproc"])
-def test_messages_of_all_sizes_arrive(kind):
+def test_messages_of_all_sizes_arrive(kind: str) -> None:
     networks = [Network(b"z%d" % rank, rank, 2, kind == "ipc") for rank in range(2)]
     try:
         if kind == "tcp":
@@ -321,7 +302,8 @@ def test_messages_of_all_sizes_arrive(kind):
             endpoints = [f"ipc://{n.directory.socket_path}" for n in networks]
         networks[0].connect(endpoints)
         to = 0 if kind == "inproc" else 1
-        for size in [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 3 * CHUNK + 7]:
+        around_one = (CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1)
+        for size in (1, *around_one, 2 * CHUNK_BYTES, 3 * CHUNK_BYTES + 7):
             frame = b"\1" + os.urandom(size - 1)
             networks[0].send(to, frame)
             message, _ = received(networks[to])
@@ -329,19 +311,19 @@ def test_messages_of_all_sizes_arrive(kind):
             networks[0].send(to, b"head", [frame, b"", b"between", frame])
             message, sizes = received(networks[to])
             assert message == [b"head", frame, b"", b"between", frame]
-            assert max(sizes) <= CHUNK or kind != "tcp"
+            assert max(sizes) <= CHUNK_BYTES or kind != "tcp"
     finally:
         for network in networks:
             network.close(0, ())
 
 
-def test_a_chunk_is_within_the_limit_also_encrypted():
+def test_an_encrypted_chunk_is_within_the_limit() -> None:
     # 33 bytes: the name of the command, a nonce, a signature and flags.
-    assert CHUNK + 33 < LARGEST_FRAME < 2**20
+    assert CHUNK_BYTES + 33 < MAX_FRAME_BYTES < 2**20
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_what_is_above_the_limit_is_refused_on_tcp_only():
+def test_frames_above_the_limit_are_refused_on_tcp_only() -> None:
     network = Network(b"z0", 0, 1, True)
     try:
         endpoints = [network.listen_tcp("127.0.0.1", None)]
@@ -351,25 +333,27 @@ def test_what_is_above_the_limit_is_refused_on_tcp_only():
                 with context.socket(zmq.DEALER) as raw:
                     raw.linger = 0
                     raw.connect(endpoint)
-                    raw.send_multipart([b"head", bytes(LARGEST_FRAME + 1)])
+                    raw.send_multipart([b"head", bytes(MAX_FRAME_BYTES + 1)])
                     assert (network.receive(0.3 if not arrives else 5) is not None) is arrives
     finally:
         network.close(0, ())
 
 
-def echo(value):
+def echo(value: Any) -> Any:
     return value
 
 
-def echo_after_half_a_message():
-    """A chunk that goes on with nothing, and a large call through the same mailbox."""
-    current_agent()._network.send(1, chunk(5, 9), [b"x" * BULK], counted=False)
-    data = os.urandom(2 * CHUNK)
+def echo_after_half_a_message() -> bool:
+    """Sends a chunk that continues no message, and a large call through the same mailbox."""
+    current_agent().network.send(1, chunk(5, 9), [b"x" * BULK_BYTES], counted=False)
+    data = os.urandom(2 * CHUNK_BYTES)
     return zrpc.rpc_sync(1, echo, (data,)) == data
 
 
 @pytest.mark.filterwarnings("ignore:.*security")
-def test_half_a_message_is_dropped_and_loses_no_other(make_mesh, caplog):
+def test_half_a_message_is_dropped_and_loses_no_other(
+    make_mesh: Callable[..., Mesh], caplog: pytest.LogCaptureFixture
+) -> None:
     mesh = make_mesh(workers=2, options={"transport": "tcp", "security": "none"})
     assert mesh.run(0, echo_after_half_a_message)
     assert "broke in the midst of a large message" in caplog.text

@@ -1,4 +1,4 @@
-"""CURVE between members: who gets in, who does not, and what a listener on the way reads."""
+"""CURVE between members: who is admitted, and what an eavesdropper reads."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import zmq
 
 from zrpc.transport import curve as curve_module
-from zrpc.transport.chunks import LARGEST_FRAME
+from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve, Gatekeeper, KeyPair
 from zrpc.transport.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 SOON = 5.0
-# How long nothing must arrive from one who is not to get in; a member takes some milliseconds.
+# How long nothing must arrive from a stranger; a member takes some milliseconds.
 QUIET = 0.1
 
 
 class Guarded:
-    """Two networks that know each other's keys; `others` knows what strangers can know."""
+    """Two networks that know each other's keys."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.keys = [KeyPair.new() for _ in range(2)]
         self.curves = [Curve(keys, [k.public for k in self.keys]) for keys in self.keys]
         self.networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
@@ -38,25 +40,25 @@ class Guarded:
         for network in self.networks:
             network.connect(self.endpoints)
 
-    def close(self):
+    def close(self) -> None:
         for network in self.networks:
             network.close(0, ())
 
 
 @pytest.fixture
-def guarded(no_leaks):
+def guarded(no_leaks: None) -> Iterator[Guarded]:
     made = Guarded()
     yield made
     made.close()
 
 
 @pytest.fixture
-def context(no_leaks):
+def context(no_leaks: None) -> Iterator[zmq.Context[Any]]:
     with zmq.Context() as made:
         yield made
 
 
-def received(network, timeout=SOON):
+def received(network: Network, timeout: float = SOON) -> tuple[bytes, bytes, list[bytes]] | None:
     message = network.receive(timeout)
     if message is None:
         return None
@@ -64,7 +66,7 @@ def received(network, timeout=SOON):
     return identity, bytes(first), [bytes(buffer) for buffer in buffers]
 
 
-def test_members_talk(guarded):
+def test_members_exchange_messages(guarded: Guarded) -> None:
     first, second = guarded.networks
     first.send(1, b"first", [b"x" * 100_000])
     assert received(second) == (b"z0", b"first", [b"x" * 100_000])
@@ -74,7 +76,9 @@ def test_members_talk(guarded):
     assert received(first) == (b"z0", b"to myself", [])
 
 
-def stranger(context, endpoint, keys=None, server=None):
+def stranger(
+    context: zmq.Context[Any], endpoint: str, keys: KeyPair | None = None, server: str | None = None
+) -> zmq.Socket[bytes]:
     made = context.socket(zmq.DEALER)
     made.linger = 0
     made.routing_id = b"z0"  # as a member that has not connected yet
@@ -87,14 +91,16 @@ def stranger(context, endpoint, keys=None, server=None):
 
 
 @pytest.mark.parametrize("kind", ["plain", "other key", "other server", "forged key"])
-def test_strangers_are_not_heard(guarded, context, kind, caplog):
+def test_messages_of_strangers_do_not_arrive(
+    guarded: Guarded, context: zmq.Context[Any], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     first, second = guarded.networks
     mine = KeyPair.new()
     keys, server = {
         "plain": (None, None),
         "other key": (mine, guarded.keys[1].public),
         "other server": (guarded.keys[0], mine.public),
-        # A member's public key, which all may know, without the secret one.
+        # A member's public key, which is no secret, without its secret key.
         "forged key": (KeyPair(guarded.keys[0].public, mine.secret), guarded.keys[1].public),
     }[kind]
     with stranger(context, guarded.endpoints[1], keys, server) as intruder:
@@ -108,7 +114,9 @@ def test_strangers_are_not_heard(guarded, context, kind, caplog):
         assert "from 127.0.0.1" in caplog.text
 
 
-def test_a_flood_of_strangers_is_told_once(guarded, context, caplog):
+def test_a_flood_of_strangers_is_logged_once(
+    guarded: Guarded, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     intruders = [
         stranger(context, guarded.endpoints[1], KeyPair.new(), guarded.keys[1].public)
@@ -124,8 +132,10 @@ def test_a_flood_of_strangers_is_told_once(guarded, context, caplog):
     assert sum("refused" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_an_inbox_that_poses_as_a_peer_is_told_nothing(guarded, context):
-    # Its endpoint has got where worker 1's should be, but its key can't.
+def test_an_inbox_that_poses_as_a_peer_receives_nothing(
+    guarded: Guarded, context: zmq.Context[Any]
+) -> None:
+    # Its endpoint has replaced worker 1's, but it can't have worker 1's key.
     posing = context.socket(zmq.ROUTER)
     with posing:
         posing.linger = 0
@@ -137,7 +147,7 @@ def test_an_inbox_that_poses_as_a_peer_is_told_nothing(guarded, context):
         assert not posing.poll(int(QUIET * 1000))
 
 
-def test_nobody_is_admitted_where_no_authenticator_answers(context):
+def test_nobody_is_admitted_without_an_authenticator(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
     curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
     with context.socket(zmq.ROUTER) as inbox, context.socket(zmq.DEALER) as mailbox:
@@ -149,22 +159,22 @@ def test_nobody_is_admitted_where_no_authenticator_answers(context):
         mailbox.send(b"a member's message")
         assert not inbox.poll(int(QUIET * 1000))
         gatekeeper = Gatekeeper(context, [pair.public for pair in keys])
-        assert inbox.poll(int(SOON * 1000))  # it tries again, and gets in
+        assert inbox.poll(int(SOON * 1000))  # it retries, and is admitted
         gatekeeper.close()
 
 
-def test_members_come_and_go(context):
+def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
     curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
     gatekeeper = Gatekeeper(context, [])
 
-    def reaches(port):
+    def reaches(port: int, within: float) -> bool:
         with context.socket(zmq.DEALER) as mailbox:
             mailbox.linger = 0
             curves[1].guard_mailbox(mailbox, 0)
             mailbox.connect(f"tcp://127.0.0.1:{port}")
             mailbox.send(b"a message")
-            if not inbox.poll(int(QUIET * 1000)):
+            if not inbox.poll(int(within * 1000)):
                 return False
             inbox.recv_multipart()
             return True
@@ -173,15 +183,15 @@ def test_members_come_and_go(context):
         inbox.linger = 0
         curves[0].guard_inbox(inbox)
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
-        assert not reaches(port)
+        assert not reaches(port, QUIET)
         gatekeeper.admit(keys[1].public)
-        assert reaches(port)
+        assert reaches(port, SOON)
         gatekeeper.dismiss(keys[1].public)
-        assert not reaches(port)
+        assert not reaches(port, QUIET)
     gatekeeper.close()
 
 
-def test_the_gatekeeper_ends_with_its_thread(context):
+def test_closing_the_gatekeeper_stops_its_thread(context: zmq.Context[Any]) -> None:
     before = threading.active_count()
     gatekeeper = Gatekeeper(context, [])
     assert threading.active_count() == before + 1
@@ -190,7 +200,7 @@ def test_the_gatekeeper_ends_with_its_thread(context):
     gatekeeper.close()
 
 
-def test_the_gatekeeper_ends_where_its_thread_has_died(context):
+def test_a_gatekeeper_whose_thread_has_died_can_be_closed(context: zmq.Context[Any]) -> None:
     gatekeeper = Gatekeeper(context, [])
     authenticator = gatekeeper._authenticator
     authenticator.pipe.send(b"TERMINATE")
@@ -199,26 +209,26 @@ def test_the_gatekeeper_ends_where_its_thread_has_died(context):
     gatekeeper.close()
 
 
-def test_the_secret_key_is_not_shown():
+def test_the_secret_key_is_not_shown() -> None:
     keys = KeyPair.new()
     assert keys.secret.decode() not in repr(keys)
     assert len(keys.public) == 40
 
 
-# -- before a connection has said who it is ------------------------------------------------
+# -- before a connection has authenticated -------------------------------------------------
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
-def connection(endpoint):
+def connection(endpoint: str) -> socket.socket:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     made = socket.create_connection((host, int(port)), SOON)
     made.settimeout(SOON)
     return made
 
 
-def closed_after(made):
-    """Seconds until the other side closes the connection."""
+def closed_after(made: socket.socket) -> float:
+    """Returns the seconds until the other side closes the connection."""
     begun = time.monotonic()
     with contextlib.suppress(ConnectionError):
         while made.recv(4096):
@@ -231,7 +241,9 @@ def closed_after(made):
     [b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)],
     ids=["nothing", "greeting", "half a command"],
 )
-def test_a_connection_that_says_nothing_is_closed(monkeypatch, first):
+def test_a_connection_without_a_handshake_is_closed(
+    monkeypatch: pytest.MonkeyPatch, first: bytes
+) -> None:
     monkeypatch.setattr(curve_module, "_HANDSHAKE_MS", 300)
     guarded = Guarded()
     try:
@@ -242,20 +254,20 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch, first):
         guarded.close()
 
 
-@pytest.mark.parametrize("size", [LARGEST_FRAME + 1, 2**40, 2**63 - 1, 2**64 - 1])
-def test_a_frame_above_the_limit_is_not_waited_for(guarded, size):
+@pytest.mark.parametrize("size", [MAX_FRAME_BYTES + 1, 2**40, 2**63 - 1, 2**64 - 1])
+def test_a_frame_above_the_limit_closes_the_connection_at_once(guarded: Guarded, size: int) -> None:
     with connection(guarded.endpoints[0]) as greedy:
         greedy.sendall(GREETING + b"\x06" + struct.pack(">Q", size))
-        assert closed_after(greedy) < 2  # at once, and not when the handshake is overdue
+        assert closed_after(greedy) < 2  # at once, before the handshake times out
     guarded.networks[1].send(0, b"still there")
     assert received(guarded.networks[0]) == (b"z1", b"still there", [])
 
 
-# -- on the way ----------------------------------------------------------------------------
+# -- eavesdroppers --------------------------------------------------------------------------
 
 
-def commands(data):
-    """The commands and messages in what goes through a connection after the greeting."""
+def commands(data: bytes) -> Iterator[bytes]:
+    """Yields the commands and messages of a connection after the greeting."""
     while data:
         long = data[0] & 2
         size = 9 + struct.unpack_from(">Q", data, 1)[0] if long else 2 + data[1]
@@ -264,9 +276,9 @@ def commands(data):
 
 
 class Tap:
-    """Passes a connection on, and keeps what goes through."""
+    """Relays a connection, and records its bytes."""
 
-    def __init__(self, endpoint):
+    def __init__(self, endpoint: str) -> None:
         self.heard = bytearray()
         self.said = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -276,7 +288,7 @@ class Tap:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def _accept(self):
+    def _accept(self) -> None:
         try:
             near = self._listener.accept()[0]
         except OSError:
@@ -288,7 +300,7 @@ class Tap:
             self._threads.append(threading.Thread(target=self._pass_on, args=ends))
             self._threads[-1].start()
 
-    def _pass_on(self, source, sink):
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 self.heard += data
@@ -297,24 +309,24 @@ class Tap:
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
 
-    def replay(self):
-        """Says once more, on another connection, what the one who has left has said."""
+    def replay(self) -> socket.socket:
+        """Sends what the closed sender has sent again, on another connection."""
         for thread in self._threads:
             thread.join(SOON)
         again = connection(self._target)
         rest = b"".join(self.said)[64:]
         again.sendall(b"".join(self.said)[:64])
         heard = b""
-        while len(heard) < 64:  # libzmq wants its greeting to be waited for
+        while len(heard) < 64:  # libzmq expects its greeting to be read first
             heard += again.recv(64 - len(heard))
         again.settimeout(QUIET)
         for command in commands(rest):
-            with contextlib.suppress(OSError):  # it is closed, or nothing is said to that
+            with contextlib.suppress(OSError):  # closed, or without an answer
                 again.sendall(command)
                 again.recv(4096)
         return again
 
-    def close(self):
+    def close(self) -> None:
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -324,8 +336,8 @@ class Tap:
             assert not thread.is_alive()
 
 
-def replayed(tap, network, attempts):
-    """Whether what was heard is taken for a message; as soon as ZeroMQ has let go of the old."""
+def replayed(tap: Tap, network: Network, attempts: int) -> bool:
+    """Returns whether a replay is accepted, once ZeroMQ has dropped the old connection."""
     for _ in range(attempts):
         with tap.replay():
             if received(network, QUIET) is not None:
@@ -334,7 +346,7 @@ def replayed(tap, network, attempts):
 
 
 @pytest.mark.parametrize("in_the_clear", [True, False])
-def test_who_listens_on_the_way_reads_nothing(in_the_clear):
+def test_an_eavesdropper_reads_nothing(in_the_clear: bool) -> None:
     keys = [KeyPair.new() for _ in range(2)]
     curves = [None if in_the_clear else Curve(k, [p.public for p in keys]) for k in keys]
     networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
@@ -347,7 +359,7 @@ def test_who_listens_on_the_way_reads_nothing(in_the_clear):
         assert received(networks[1])[1] == b"a word to hide"
         assert (b"a word to hide" in tap.heard) is in_the_clear
         assert (b"and another" in tap.heard) is in_the_clear
-        # What was heard can't be said again, but where nothing was encrypted.
+        # Only an unencrypted connection can be replayed.
         networks[0].close(0, ())
         assert replayed(tap, networks[1], attempts=10 if in_the_clear else 2) is in_the_clear
     finally:

@@ -1,52 +1,56 @@
-"""The connections of the heartbeats: what they tell, and when."""
+"""The heartbeat connections: which events they report, and when."""
 
 from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 import zmq
 
+from tests.support.waiting import until
 from zrpc.transport.heartbeat import Heartbeats
-from zrpc.transport.probe import ListenerProbe
+from zrpc.transport.listener_probe import ListenerProbe
 
 PATIENCE = 10.0
 
 
 @pytest.fixture
-def context(no_leaks):
+def context(no_leaks: None) -> Iterator[zmq.Context[Any]]:
     with zmq.Context() as context:
         yield context
 
 
 @pytest.fixture
-def heartbeats(context):
+def heartbeats(context: zmq.Context[Any]) -> Iterator[Heartbeats]:
     heartbeats = Heartbeats(context, b"z" + bytes(16))
     heartbeats.set_pace(0.05, 0.1)
     yield heartbeats
     heartbeats.close()
 
 
-def listening(context, endpoint):
+def listening(context: zmq.Context[Any], endpoint: str) -> tuple[zmq.Socket[bytes], str]:
     inbox = context.socket(zmq.ROUTER)
     inbox.linger, inbox.ipv6 = 0, "[" in endpoint
     inbox.bind(endpoint)
     return inbox, inbox.last_endpoint.decode()
 
 
-def await_events(heartbeats, count=1):
+def await_events(heartbeats: Heartbeats, count: int = 1) -> list[tuple[int, bool]]:
     events = []
     deadline = time.monotonic() + PATIENCE
     while len(events) < count:
         events += heartbeats.events()
         assert time.monotonic() < deadline, f"expected {count} events, found {events}"
-        time.sleep(0.005)  # as the I/O thread looks: now and then
+        time.sleep(0.005)  # periodically, like the receiving thread
     return events
 
 
-def _has_ipv6():
+def _has_ipv6() -> bool:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -55,7 +59,7 @@ def _has_ipv6():
 
 
 @pytest.fixture(params=["ipc", "tcp", "tcp6"])
-def endpoint(request, tmp_path):
+def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "tcp6" and not _has_ipv6():
         pytest.skip("this system has no IPv6")
     return {
@@ -65,7 +69,9 @@ def endpoint(request, tmp_path):
     }[request.param]
 
 
-def test_a_peer_answers_until_it_goes_and_when_it_is_back(context, heartbeats, endpoint):
+def test_a_peer_answers_until_it_closes_and_when_it_is_back(
+    context: zmq.Context[Any], heartbeats: Heartbeats, endpoint: str
+) -> None:
     inbox, endpoint = listening(context, endpoint)
     heartbeats.watch(3, endpoint)
     assert await_events(heartbeats) == [(3, True)]
@@ -79,19 +85,23 @@ def test_a_peer_answers_until_it_goes_and_when_it_is_back(context, heartbeats, e
     inbox.close()
 
 
-def test_a_peer_that_accepts_and_says_nothing_gives_no_sign(context, heartbeats, tmp_path):
+def test_a_peer_that_accepts_but_does_not_answer_causes_no_event(
+    context: zmq.Context[Any], heartbeats: Heartbeats, tmp_path: Path
+) -> None:
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(f"{tmp_path}/mute")
         mute.listen()
         heartbeats.watch(1, f"ipc://{tmp_path}/mute")
         connection, _ = mute.accept()
         with connection:
-            assert connection.recv(10)  # it has connected, and says its greeting
-            # The attempt times out, as one to a process that is stopped does.
+            assert connection.recv(10)  # it has connected, and sends its greeting
+            # The attempt times out, like one to a stopped process.
             assert await_events(heartbeats) == [(1, False)]
 
 
-def test_peers_are_told_apart_and_forgotten(context, heartbeats, tmp_path):
+def test_events_name_the_peer_until_it_is_forgotten(
+    context: zmq.Context[Any], heartbeats: Heartbeats, tmp_path: Path
+) -> None:
     inboxes = [listening(context, f"ipc://{tmp_path}/{rank}") for rank in range(3)]
     for rank, (_, endpoint) in enumerate(inboxes):
         heartbeats.watch(rank, endpoint)
@@ -106,7 +116,9 @@ def test_peers_are_told_apart_and_forgotten(context, heartbeats, tmp_path):
     assert (2, False) in await_events(heartbeats)
 
 
-def test_nothing_is_open_before_anybody_is_watched(context, heartbeats):
+def test_no_socket_is_open_before_the_first_watch(
+    context: zmq.Context[Any], heartbeats: Heartbeats
+) -> None:
     assert heartbeats.events() == []
     heartbeats.forget(0)
 
@@ -114,15 +126,12 @@ def test_nothing_is_open_before_anybody_is_watched(context, heartbeats):
 # -- from another host -----------------------------------------------------------------------
 
 
-def await_answer(probe):
-    deadline = time.monotonic() + PATIENCE
-    while probe.listening() is None and probe.pending:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def await_answer(probe: ListenerProbe) -> bool | None:
+    until(lambda: probe.listening() is not None or not probe.pending)
     return probe.listening()
 
 
-def test_a_probe_tells_whether_anything_listens(no_leaks):
+def test_a_probe_reports_whether_anything_listens(no_leaks: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         probe = ListenerProbe(endpoint)
@@ -133,8 +142,8 @@ def test_a_probe_tells_whether_anything_listens(no_leaks):
     probe.close()
 
 
-def test_a_probe_without_an_answer_says_nothing(no_leaks):
-    """A listener whose queue is full does not answer, as a network that is cut."""
+def test_a_probe_without_an_answer_reports_nothing(no_leaks: None) -> None:
+    """A listener whose backlog is full does not answer, like an interrupted network."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen(0)

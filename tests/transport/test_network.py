@@ -1,18 +1,21 @@
-"""Inboxes and mailboxes: what arrives, from whom, and what is left after the end."""
+"""Inboxes and mailboxes: what arrives, from whom, and what is left after close()."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from arrivals import SOON, received, spy_on_senders
 
 import zrpc
+from tests.transport.arrivals import SOON, received, spy_on_senders
 from zrpc.testing import local_mesh
 from zrpc.transport.network import Network
-from zrpc.wire.header import Message
+from zrpc.wire.message import Message
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -20,20 +23,20 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class Pair:
     """Two networks that know each other."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         self.networks = [Network(f"z{rank}".encode(), rank, 2, **kwargs) for rank in (0, 1)]
 
-    def connect(self, endpoints):
+    def connect(self, endpoints: list[str]) -> None:
         for network in self.networks:
             network.connect(endpoints)
 
-    def close(self):
+    def close(self) -> None:
         for network in self.networks:
             network.close(0, ())
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def pair(request, no_leaks):
+def pair(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[Pair]:
     pair = Pair(ipc=request.param == "ipc")
     if request.param == "ipc":
         pair.connect([f"ipc://{n.directory.socket_path}" for n in pair.networks])
@@ -43,7 +46,7 @@ def pair(request, no_leaks):
     pair.close()
 
 
-def test_messages_arrive_with_their_sender(pair):
+def test_messages_arrive_with_their_sender(pair: Pair) -> None:
     first, second = pair.networks
     first.send(1, b"first", [b"a", bytearray(b"b"), memoryview(b"c")])
     assert received(second) == (b"z0", b"first", [b"a", b"b", b"c"])
@@ -52,27 +55,27 @@ def test_messages_arrive_with_their_sender(pair):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "late"])
-def test_a_receiver_that_spins_gets_its_message(pair, there):
+def test_a_receiver_that_spins_gets_its_message(pair: Pair, there: bool) -> None:
     first, second = pair.networks
     second.send(0, b"before")
-    assert received(first)[1] == b"before"  # connected: what comes now comes at once
+    assert received(first)[1] == b"before"  # connected: later messages arrive at once
     sender = threading.Thread(target=second.send, args=(0, b"message"))
     if there:
         sender.start()
         sender.join()
     else:
-        # Sent while the other spins; or afterwards, when it has gone to sleep.
+        # Sent while the other spins, or afterwards, when it sleeps.
         threading.Timer(0.05, sender.start).start()
     identity, message, _ = first.receive(SOON, spin=0.02)
     assert (identity, message) == (b"z1", b"message")
     sender.join()
 
 
-def test_a_receiver_that_spins_ends_with_its_timeout(pair):
+def test_a_receiver_that_spins_returns_after_its_timeout(pair: Pair) -> None:
     assert pair.networks[0].receive(0.0, spin=0.001) is None
 
 
-def test_messages_arrive_by_ipv6():
+def test_messages_arrive_by_ipv6() -> None:
     pair = Pair(ipc=False)
     try:
         try:
@@ -85,29 +88,29 @@ def test_messages_arrive_by_ipv6():
         pair.close()
 
 
-def test_a_worker_sends_to_itself(pair):
+def test_a_worker_sends_to_itself(pair: Pair) -> None:
     network = pair.networks[0]
     network.send(0, b"to myself", [b"x" * 100_000])
     assert received(network) == (b"z0", b"to myself", [b"x" * 100_000])
 
 
-def test_messages_of_one_sender_stay_in_order(pair):
+def test_messages_of_one_sender_stay_in_order(pair: Pair) -> None:
     first, second = pair.networks
     for number in range(500):
         first.send(1, b"%d" % number, [b"buffer"] * (number % 3))
     numbers = []
     for _ in range(500):
-        assert first.receive(0) is None  # it sends what had to wait for room
+        assert first.receive(0) is None  # sends queued messages
         numbers.append(int(received(second)[1]))
     assert numbers == list(range(500))
 
 
-def test_nothing_arrives(pair):
+def test_receive_returns_none_after_the_timeout(pair: Pair) -> None:
     assert pair.networks[0].receive(0.01) is None
     assert pair.networks[0].receive(0) is None
 
 
-def test_wake_ends_a_wait(pair):
+def test_wake_ends_a_receive(pair: Pair) -> None:
     network = pair.networks[0]
     found = []
     waiting = threading.Thread(target=lambda: found.append(network.receive(60)))
@@ -117,10 +120,10 @@ def test_wake_ends_a_wait(pair):
     assert not waiting.is_alive()
     ((identity, first, buffers),) = found
     assert (first, buffers) == (b"", [])
-    assert identity[:1] == b"w"  # no member's
+    assert identity[:1] == b"w"  # not a member's
 
 
-def test_sent_messages_are_counted(pair):
+def test_sent_messages_are_counted(pair: Pair) -> None:
     first, second = pair.networks
     assert first.sent([0, 1]) == 0
     first.send(1, b"counted")
@@ -131,7 +134,7 @@ def test_sent_messages_are_counted(pair):
     received(second)
 
 
-def test_what_is_sent_is_a_copy(pair):
+def test_sent_bytes_are_copied(pair: Pair) -> None:
     first, second = pair.networks
     buffer = bytearray(b"before" * 20_000)
     first.send(1, b"", [buffer])
@@ -139,10 +142,10 @@ def test_what_is_sent_is_a_copy(pair):
     assert received(second)[2] == [b"before" * 20_000]
 
 
-def test_any_thread_may_send(pair):
+def test_any_thread_may_send(pair: Pair) -> None:
     first, second = pair.networks
 
-    def send(number):
+    def send(number: int) -> None:
         for count in range(100):
             first.send(1, b"%d %d" % (number, count), [b"buffer %d" % number])
 
@@ -151,7 +154,7 @@ def test_any_thread_may_send(pair):
         thread.start()
     messages = []
     while len(messages) < 400:
-        assert first.receive(0) is None  # it sends what had to wait for room
+        assert first.receive(0) is None  # sends queued messages
         messages.append(received(second))
     for thread in threads:
         thread.join()
@@ -161,7 +164,7 @@ def test_any_thread_may_send(pair):
         assert all(buffers == [b"buffer %d" % number] for _, _, buffers in mine)
 
 
-def test_queued_messages_leave_before_the_end(pair):
+def test_queued_messages_are_sent_before_close_returns(pair: Pair) -> None:
     first, second = pair.networks
     for _ in range(50):
         first.send(1, b"x" * 100_000)
@@ -173,7 +176,7 @@ def test_queued_messages_leave_before_the_end(pair):
     assert not closing.is_alive()
 
 
-def test_the_end_does_not_wait_for_the_lost(pair):
+def test_close_does_not_wait_for_lost_peers(pair: Pair) -> None:
     first, second = pair.networks
     second.close(0, ())
     for _ in range(50):
@@ -184,18 +187,18 @@ def test_the_end_does_not_wait_for_the_lost(pair):
     assert not closing.is_alive()
 
 
-def test_nothing_is_sent_after_the_end(pair):
+def test_sending_after_close_fails(pair: Pair) -> None:
     first, second = pair.networks
     first.send(1, b"before")
     received(second)
     first.close(0, ())
-    for rank in (0, 1):  # with a mailbox that was open, and with one that was not
+    for rank in (0, 1):  # with an open mailbox, and with a new one
         with pytest.raises(zmq.ZMQError):
             first.send(rank, b"after")
 
 
-def test_the_end_leaves_no_descriptors_and_no_files(tmp_path):
-    def descriptors():
+def test_close_leaves_no_descriptors_and_no_files(tmp_path: Path) -> None:
+    def descriptors() -> list[str]:
         return sorted(os.listdir("/proc/self/fd"), key=int)
 
     before = descriptors()
@@ -213,10 +216,10 @@ def test_the_end_leaves_no_descriptors_and_no_files(tmp_path):
 # -- strangers -----------------------------------------------------------------------------
 
 
-def test_messages_of_strangers_are_dropped_unread(monkeypatch):
+def test_messages_of_strangers_are_dropped_unread(monkeypatch: pytest.MonkeyPatch) -> None:
     with local_mesh(2) as mesh:
         mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2))
-        endpoint = f"ipc://{mesh.agent(1)._network.directory.socket_path}"
+        endpoint = f"ipc://{mesh.agent(1).network.directory.socket_path}"
         senders = spy_on_senders(monkeypatch)
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 0
@@ -224,16 +227,18 @@ def test_messages_of_strangers_are_dropped_unread(monkeypatch):
             stranger.connect(endpoint)
             for frames in ([b""], [b"x" * 10], [Message(1).first_frame(), b"buffer"], [b"", b""]):
                 stranger.send_multipart(frames)
-            # Its last message arrives too late to matter, or before this: it is answered.
+            # Its last message arrives before these calls, or too late to matter.
             for _ in range(20):
                 assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
     assert senders
     assert set(senders) <= {0, 1}
 
 
-def test_bytes_of_a_member_that_are_no_message_are_logged_and_dropped(caplog):
+def test_malformed_messages_of_a_member_are_logged_and_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with local_mesh(2) as mesh:
-        network = mesh.agent(0)._network
+        network = mesh.agent(0).network
         network.send(1, b"no message", counted=False)
         network.send(1, b"\xff" * 40, [b"buffer"], counted=False)
         network.send(1, Message(99).first_frame(), counted=False)

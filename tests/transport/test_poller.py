@@ -1,10 +1,12 @@
-"""Waiting for several descriptors at once."""
+"""The poller: which callbacks run, and when."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,22 +21,24 @@ SOON = 5.0
 
 
 @pytest.fixture
-def poller(no_leaks):
+def poller(no_leaks: None) -> Iterator[Poller]:
     poller = Poller()
     yield poller
     poller.close()
 
 
 @pytest.fixture
-def ends(no_leaks):
-    """Two sockets that are connected."""
+def ends(no_leaks: None) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yields two connected sockets."""
     with_room, other = socket.socketpair()
     with with_room, other:
         with_room.setblocking(False)
         yield with_room, other
 
 
-def test_a_descriptor_is_called_for_while_it_can_be_read(poller, ends):
+def test_the_callback_runs_while_the_descriptor_is_readable(
+    poller: Poller, ends: tuple[socket.socket, socket.socket]
+) -> None:
     calls = []
     poller.watch_readable(ends[0].fileno(), lambda: calls.append(None))
     poller.poll(0)
@@ -48,7 +52,9 @@ def test_a_descriptor_is_called_for_while_it_can_be_read(poller, ends):
     assert len(calls) == 2
 
 
-def test_a_descriptor_is_called_for_when_it_can_be_written(poller, ends):
+def test_the_callback_runs_when_the_descriptor_is_writable(
+    poller: Poller, ends: tuple[socket.socket, socket.socket]
+) -> None:
     try:
         while True:
             ends[0].send(bytes(65536))
@@ -63,10 +69,12 @@ def test_a_descriptor_is_called_for_when_it_can_be_written(poller, ends):
         poller.poll(0)
 
 
-def test_one_that_is_watched_from_another_thread_ends_a_wait(poller, ends):
+def test_a_watch_added_by_another_thread_ends_a_poll(
+    poller: Poller, ends: tuple[socket.socket, socket.socket]
+) -> None:
     waits, called = threading.Event(), threading.Event()
 
-    def wait():
+    def wait() -> None:
         waits.set()
         while not called.is_set():
             poller.poll(60)
@@ -79,11 +87,11 @@ def test_one_that_is_watched_from_another_thread_ends_a_wait(poller, ends):
     assert not thread.is_alive()
 
 
-def test_one_that_is_forgotten_in_the_same_turn_is_not_called_for(poller):
+def test_a_descriptor_forgotten_during_a_poll_is_not_reported(poller: Poller) -> None:
     pairs = [socket.socketpair() for _ in range(2)]
     calls = []
 
-    def forget_the_others(mine):
+    def forget_the_others(mine: int) -> None:
         calls.append(mine)
         for pair in pairs:
             if pair[0].fileno() != mine:
@@ -99,10 +107,10 @@ def test_one_that_is_forgotten_in_the_same_turn_is_not_called_for(poller):
         each.close()
 
 
-def test_what_cannot_be_watched_is_not(poller, tmp_path):
+def test_a_descriptor_that_cannot_be_watched_is_refused(poller: Poller, tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file, pytest.raises(PermissionError):  # not for files
         poller.watch_readable(file.fileno(), pytest.fail)
-    reader, writer = os.pipe()  # with the number of the file, which nothing is known of
+    reader, writer = os.pipe()  # with the number of the refused file
     os.write(writer, b"x")
     calls = []
     poller.watch_readable(reader, lambda: calls.append(None))

@@ -1,13 +1,15 @@
-"""Two hosts: two network namespaces with a cable between them."""
+"""Workers on two hosts: two network namespaces with a cable between them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from two_hosts import ADDRESSES, Host, connect_by_veth, namespaces
 
-from zrpc.secret import new_secret, write_secret
+from tests.transport.two_hosts import ADDRESSES, Host, connect_by_veth, namespaces
+from zrpc.membership.secret import new_secret, write_secret
 
 WORKER = """
 import os
@@ -37,8 +39,10 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 
 @pytest.fixture
-def run(hosts, start_workers):
-    """Runs a worker on each host, with these variables; returns exit codes and outputs."""
+def run(
+    hosts: list[Host], start_workers: Callable[..., Any]
+) -> Callable[..., list[tuple[int, str]]]:
+    """Returns a function that runs a worker on each host."""
 
     def run(*variables: dict[str, str]) -> list[tuple[int, str]]:
         return start_workers(hosts, WORKER, *variables).outcomes()
@@ -47,7 +51,9 @@ def run(hosts, start_workers):
 
 
 @pytest.mark.parametrize("interface", [{}, {"ZRPC_IFACE": "cable"}])
-def test_workers_of_two_hosts(run, tmp_path, interface):
+def test_workers_on_two_hosts_exchange_calls(
+    run: Callable[..., list[tuple[int, str]]], tmp_path: Path, interface: dict[str, str]
+) -> None:
     write_secret(tmp_path / "secret", new_secret())
     outcomes = run(*[{"ZRPC_SECRET_FILE": str(tmp_path / "secret"), **interface}] * 2)
     for rank, (code, output) in enumerate(outcomes):
@@ -55,11 +61,11 @@ def test_workers_of_two_hosts(run, tmp_path, interface):
         assert f"{500_000 * (1 + rank):.1f}\n" in output
         assert f"name=w{rank}) listens on tcp://{ADDRESSES[rank]}:" in output
         assert "(CURVE)" in output
-        # The store of rank 0 too: in the kernel's notation, and nowhere else.
+        # Rank 0's store, too, only on this interface, in the kernel's notation.
         assert f"listening at 0{rank + 1}004D0A\n" in output
 
 
-def test_two_hosts_without_a_secret(run):
+def test_two_hosts_without_a_secret(run: Callable[..., list[tuple[int, str]]]) -> None:
     for code, output in run({}, {}):
         assert code == 1
         assert "AuthenticationError: expected a cluster secret, found none" in output
@@ -67,7 +73,9 @@ def test_two_hosts_without_a_secret(run):
 
 
 @pytest.mark.parametrize("other", [True, False])
-def test_two_hosts_with_different_secrets(run, other):
+def test_two_hosts_with_different_secrets(
+    run: Callable[..., list[tuple[int, str]]], other: bool
+) -> None:
     secrets = [{"ZRPC_SECRET": new_secret()}, {"ZRPC_SECRET": new_secret()} if other else {}]
     for rank, (code, output) in enumerate(run(*secrets)):
         assert code == 1

@@ -1,4 +1,4 @@
-"""Two hosts on this machine: two network namespaces, and a cable that can be a bad one."""
+"""Two hosts on this machine: two network namespaces, and a cable that can be bad."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ip(*arguments: str) -> None:
 
 @contextlib.contextmanager
 def namespaces() -> Iterator[list[str]]:
-    """The names of two new ones; skips where there can be none."""
+    """Yields the names of two new namespaces; skips the test if none can be made."""
     if shutil.which("ip") is None:
         pytest.skip("two hosts need `ip`, of iproute2")
     names = [f"zrpc-{os.getpid()}-{os.urandom(2).hex()}" for _ in range(2)]
@@ -82,7 +82,7 @@ def plug_in(name: str, address: str) -> None:
 
 
 def connect_by_veth(names: list[str]) -> None:
-    """A cable of the kernel's."""
+    """Connects two namespaces by a cable of the kernel."""
     try:
         peer = ["peer", "name", "cable", "netns", names[1]]
         ip("link", "add", "cable", "netns", names[0], "type", "veth", *peer)
@@ -93,19 +93,19 @@ def connect_by_veth(names: list[str]) -> None:
 
 
 class Cable(Protocol):
-    """A cable between two hosts that can get worse."""
+    """A cable between two hosts whose quality can be set."""
 
     def set(self, loss: float, delay: float) -> None:
-        """From now on so much of what is sent at either end is lost, and the rest comes later.
+        """Sets the loss and the delay of packets sent at either end.
 
         Args:
-            loss: the share of packets that are lost; 1 cuts the cable, without a word to anybody.
+            loss: the share of packets that are lost; 1 cuts the cable silently.
             delay: seconds, each way.
         """
 
 
 class NetemCable:
-    """The kernel's own, with ``tc netem`` at both ends."""
+    """A cable of the kernel, with ``tc netem`` at both ends."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -117,7 +117,7 @@ class NetemCable:
 
 
 class RelayCable:
-    """Two TUN devices, and a thread that carries packets between them, where there is no netem."""
+    """Two TUN devices, and a thread that carries packets between them, if there is no netem."""
 
     def __init__(self, names: list[str]) -> None:
         self._ends: list[int] = []
@@ -163,13 +163,13 @@ class RelayCable:
                     heapq.heappush(under_way, (due, next(numbers), there, packet))
             while under_way and under_way[0][0] <= time.monotonic():
                 _, _, there, packet = heapq.heappop(under_way)
-                with contextlib.suppress(OSError):  # the queue there is full: lost, as elsewhere
+                with contextlib.suppress(OSError):  # the queue there is full: the packet is lost
                     os.write(there, packet)
 
 
 @contextlib.contextmanager
 def bad_cable(names: list[str]) -> Iterator[Cable]:
-    """Connects two namespaces by a cable that can get worse; skips where there is none."""
+    """Connects two namespaces by such a cable; skips the test if that is not possible."""
     try:
         run("tc", "-n", names[0], "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     except OSError as error:

@@ -1,38 +1,39 @@
-"""Large values arrive where torch can work on them, wherever the bytes that came begin."""
+"""Large values arrive aligned, wherever the received bytes begin."""
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from test_pickling import sent
 
+from tests.wire.test_pickling import sent
 from zrpc.wire.alignment import ALIGNMENT, aligned
-from zrpc.wire.header import parse
+from zrpc.wire.message import parse
 from zrpc.wire.pickling import Decoder
 from zrpc.wire.tensors import INLINE_BYTES
 
-# Enough elements for a frame of their own in any dtype; of the odd one out torch makes a copy that
-# needs the address.
+# Enough elements for a frame of their own in any dtype. With the odd one, torch makes a copy that
+# needs the alignment.
 SIZE = INLINE_BYTES + 1
 
 
-def address_of(buffer):
+def address_of(buffer: Any) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
-def displaced(data, by):
-    """The same bytes as ``data``, at an address that is ``by`` more than a multiple of 16."""
+def displaced(data: Any, by: int) -> memoryview:
+    """Returns ``data`` copied to an address that is ``by`` more than a multiple of 16."""
     memory = memoryview(bytearray(len(data) + 2 * ALIGNMENT))
     start = (by - address_of(memory)) % ALIGNMENT
     memory[start : start + len(data)] = data
     return memory[start : start + len(data)]
 
 
-def there(obj, by):
-    """The object as it arrives where all frames begin at such addresses."""
+def there(obj: Any, by: int) -> Any:
+    """Returns the object as it arrives if all frames begin at such addresses."""
     message = sent(obj)
     frames = [displaced(memoryview(buffer).cast("B"), by) for buffer in message.buffers]
     assert frames
@@ -40,7 +41,7 @@ def there(obj, by):
 
 
 @pytest.mark.parametrize("by", range(ALIGNMENT))
-def test_bytes_are_copied_where_they_begin_elsewhere(by):
+def test_only_unaligned_bytes_are_copied(by: int) -> None:
     buffer = displaced(b"a" * 100, by)
     view = aligned(buffer)
     assert address_of(view) % ALIGNMENT == 0
@@ -49,7 +50,7 @@ def test_bytes_are_copied_where_they_begin_elsewhere(by):
     assert (buffer[0] == 0) is (by == 0)  # the same memory
 
 
-def test_no_bytes():
+def test_empty_buffers_are_returned() -> None:
     assert aligned(b"") == b""
     assert aligned(bytearray()) == b""
 
@@ -71,15 +72,15 @@ ones = torch.ones(SIZE, dtype=torch.complex128)
     ],
     ids=["plain", "matrix", "transposed", "conjugate", "parameter", "float64", "uint8"],
 )
-def test_tensors(tensor, by):
+def test_tensors_arrive_aligned(tensor: torch.Tensor, by: int) -> None:
     received = there(tensor, by)
     assert received.data_ptr() % ALIGNMENT == 0
     assert torch.equal(received, tensor)
-    assert torch.equal(received.clone(), tensor)  # which ended the process
+    assert torch.equal(received.clone(), tensor)  # this crashed the process
 
 
 @pytest.mark.parametrize("by", [0, 1, 8])
-def test_tensors_that_share_memory(by):
+def test_tensors_that_share_memory_arrive_aligned(by: int) -> None:
     first, second = there([ones, ones[3:]], by)
     assert torch.equal(first.clone(), ones)
     first[3] = 7
@@ -89,7 +90,7 @@ def test_tensors_that_share_memory(by):
 
 @pytest.mark.parametrize("by", [0, 1, 8])
 @pytest.mark.parametrize("dtype", [np.complex128, np.clongdouble, np.float32])
-def test_arrays(dtype, by):
+def test_arrays_arrive_aligned(dtype: Any, by: int) -> None:
     sent_array = np.arange(SIZE, dtype=dtype)
     received = there(sent_array, by)
     assert received.flags.aligned

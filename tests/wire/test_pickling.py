@@ -7,7 +7,9 @@ import functools
 import math
 import pickle
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import pytest
@@ -17,25 +19,25 @@ from hypothesis import strategies as st
 
 from zrpc.errors import SerializationError
 from zrpc.wire import pickling
-from zrpc.wire.header import Message, parse
+from zrpc.wire.message import Message, parse
 from zrpc.wire.pickling import Decoder, Encoder
 from zrpc.wire.tensors import INLINE_BYTES
 
 
-def sent(obj, same_main=True, destination=1):
-    """The message that an object is packed into."""
+def sent(obj: Any, same_main: bool = True, destination: int = 1) -> Message:
+    """Returns the message that an object is packed into."""
     message = Message(1)
     Encoder(None, destination, same_main).pack(obj, message)
     return message
 
 
-def arrived(message):
-    """The message as the receiver reads it."""
+def arrived(message: Message) -> Message:
+    """Returns the message as the receiver reads it."""
     return parse(message.first_frame(), [bytearray(buffer) for buffer in message.buffers])
 
 
-def there(obj, same_main=True):
-    """The object as it arrives."""
+def there(obj: Any, same_main: bool = True) -> Any:
+    """Returns the object as it arrives."""
     return Decoder(None, arrived(sent(obj, same_main))).unpack()
 
 
@@ -57,7 +59,7 @@ plain = st.recursive(
 
 @settings(max_examples=50, deadline=None)
 @given(plain)
-def test_plain_objects(obj):
+def test_plain_objects_arrive_equal(obj: Any) -> None:
     assert there(obj) == obj
 
 
@@ -67,11 +69,11 @@ class Point:
     tensor: torch.Tensor
 
 
-def function():
+def function() -> int:
     return 5
 
 
-def test_functions_and_classes_of_modules_go_by_name():
+def test_functions_and_classes_of_modules_are_pickled_by_name() -> None:
     assert there(function) is function
     assert there(Point) is Point
     assert there(torch.add) is torch.add
@@ -82,14 +84,14 @@ def test_functions_and_classes_of_modules_go_by_name():
     [len, math.sqrt, torch.add, torch.tensor, torch.nn.functional.linear, torch._C._nn.gelu],
     ids=lambda builtin: builtin.__name__,
 )
-def test_builtin_functions_go_by_module_and_name(builtin):
+def test_builtin_functions_are_pickled_by_module_and_name(builtin: Callable[..., Any]) -> None:
     assert there(builtin) is builtin
     assert b"getattr" not in sent(builtin).body
 
 
-def logged(fn):
+def logged(fn: Callable[..., Any]) -> Any:
     @functools.wraps(fn)
-    def wrapper(*args):
+    def wrapper(*args: Any) -> Any:
         return fn(*args)
 
     return wrapper
@@ -101,36 +103,40 @@ def add_one(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_a_script_goes_by_the_name_of_what_decorates_it():
+def test_a_decorated_script_is_pickled_by_its_name() -> None:
     assert there(add_one.__wrapped__) is add_one.__wrapped__
     assert there(add_one).__wrapped__ is add_one.__wrapped__
 
 
-def test_builtin_methods_go_with_what_they_belong_to():
+def test_builtin_methods_are_pickled_with_their_objects() -> None:
     assert there([1].append)(2) is None
     assert there([1, 2].index)(2) == 1
     assert there(dict.fromkeys)("a") == {"a": None}
     assert there(torch.ones(2).add)(1).tolist() == [2, 2]
 
 
-def test_a_builtin_function_that_hides_another_of_its_name(monkeypatch):
+def test_a_builtin_function_that_replaces_another_of_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(math, "sqrt", math.floor)
     assert there(math.sqrt)(2.5) == 2
 
 
-def test_lambdas_and_closures_go_by_value():
+def test_lambdas_and_closures_are_pickled_by_value() -> None:
     number = 3
     assert there(lambda: number + 1)() == 4
 
     class Local:
-        def get(self):
+        def get(self) -> int:
             return number
 
     assert there(Local)().get() == 3
     assert there(Local()).get() == 3
 
 
-def test_a_name_in_main_goes_by_value_to_another_main(monkeypatch):
+def test_a_name_in_main_is_pickled_by_value_for_another_main(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     main = type(pickle)("__main__")
     exec("def of_main():\n    return 'sent along'\n", main.__dict__)
     monkeypatch.setitem(__import__("sys").modules, "__main__", main)
@@ -145,7 +151,7 @@ def test_a_name_in_main_goes_by_value_to_another_main(monkeypatch):
 @pytest.mark.parametrize(
     "obj", [threading.Lock(), (x for x in ()), [1, {"a": threading.Event()}], lambda: LOCK]
 )
-def test_what_cannot_be_pickled(obj):
+def test_objects_that_cannot_be_pickled_are_refused(obj: Any) -> None:
     with pytest.raises(SerializationError, match="can't be pickled"):
         sent(obj)
 
@@ -154,43 +160,43 @@ LOCK = threading.Lock()
 
 
 class FailsToPickle:
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         raise ValueError("of the user's own")
 
 
-def test_an_error_of_a_reducer_is_not_hidden():
+def test_an_error_of_a_reducer_is_not_hidden() -> None:
     with pytest.raises((ValueError, SerializationError), match="of the user's own"):
         sent(FailsToPickle())
 
 
 class FailsToRebuild:
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return _raise, ()
 
 
-def _raise():
+def _raise() -> None:
     raise LookupError("at arrival")
 
 
-def test_what_cannot_be_rebuilt():
+def test_an_error_of_rebuilding_is_reported() -> None:
     message = arrived(sent(FailsToRebuild()))
     with pytest.raises(SerializationError, match="LookupError: at arrival"):
         Decoder(None, message).unpack()
 
 
 @given(st.binary(max_size=80))
-@example(b"\x8e" + (1 << 56).to_bytes(8, "little"))  # bytes of that many, which don't follow
-def test_a_damaged_pickle_is_refused(body):
+@example(b"\x8e" + (1 << 56).to_bytes(8, "little"))  # announces this many bytes, which don't follow
+def test_a_damaged_pickle_is_refused(body: bytes) -> None:
     # Bytes that name nothing dangerous: no GLOBAL, STACK_GLOBAL, INST, OBJ, REDUCE.
     body = bytes(byte for byte in body if byte not in b"ci\x93oR\x81\x92")
     try:
         Decoder(None, Message(1, body=body)).unpack()
-    except (SerializationError, MemoryError):  # the latter where it announces more than there is
+    except (SerializationError, MemoryError):  # the latter if it announces more than fits
         return
     assert pickle.loads(body) is not ...
 
 
-def test_the_state_of_a_thread_is_restored():
+def test_the_current_message_is_restored_after_an_error() -> None:
     with pytest.raises(SerializationError):
         sent(threading.Lock())
     assert pickling.encoder() is None
@@ -204,7 +210,7 @@ def test_the_state_of_a_thread_is_restored():
 @pytest.mark.parametrize(
     ("size", "frames"), [(0, 0), (1, 0), (INLINE_BYTES, 0), (INLINE_BYTES + 1, 1), (100_000, 1)]
 )
-def test_large_arrays_travel_in_frames_of_their_own(size, frames):
+def test_large_arrays_have_frames_of_their_own(size: int, frames: int) -> None:
     value = numpy.arange(size, dtype=numpy.uint8)
     message = sent(value)
     assert len(message.buffers) == frames
@@ -215,7 +221,7 @@ def test_large_arrays_travel_in_frames_of_their_own(size, frames):
 @pytest.mark.parametrize(
     ("size", "frames"), [(0, 0), (1, 0), (INLINE_BYTES, 0), (INLINE_BYTES + 1, 1), (100_000, 1)]
 )
-def test_large_tensors_travel_in_frames_of_their_own(size, frames):
+def test_large_tensors_have_frames_of_their_own(size: int, frames: int) -> None:
     value = torch.arange(size) % 256
     value = value.to(torch.uint8)
     message = sent(value)
@@ -224,7 +230,7 @@ def test_large_tensors_travel_in_frames_of_their_own(size, frames):
     assert torch.equal(there(value), value)
 
 
-def test_many_of_all_kinds_keep_their_places():
+def test_mixed_buffers_keep_their_order() -> None:
     values = [
         torch.full((INLINE_BYTES,), 1.0),
         numpy.full(INLINE_BYTES, 2.0),
@@ -245,7 +251,7 @@ SIZES = [0, 1, 100, INLINE_BYTES, INLINE_BYTES + 1, 10 * INLINE_BYTES]
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_a_pickle_buffer_arrives_as_bytes_that_can_be_sent_on(kind, size):
+def test_a_pickle_buffer_arrives_as_bytes_that_can_be_sent_on(kind: Any, size: int) -> None:
     value = kind(b"a" * size)
     buffer = there(pickle.PickleBuffer(value))
     assert type(buffer) is (kind if size <= INLINE_BYTES else memoryview)
@@ -264,7 +270,7 @@ def test_a_pickle_buffer_arrives_as_bytes_that_can_be_sent_on(kind, size):
 @pytest.mark.parametrize("size", SIZES[1:])
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("form", ["B", "b", "c", "?", "d", "q", "@i"])
-def test_memoryviews(form, read_only, size):
+def test_memoryviews_keep_format_shape_and_access(form: str, read_only: bool, size: int) -> None:
     value = memoryview(bytearray(8 * size)).cast(form)
     if read_only:
         value = value.toreadonly()
@@ -274,7 +280,7 @@ def test_memoryviews(form, read_only, size):
 
 
 @pytest.mark.parametrize("rows", [1, INLINE_BYTES])
-def test_memoryviews_of_many_dimensions(rows):
+def test_memoryviews_of_many_dimensions(rows: int) -> None:
     table = numpy.arange(6 * rows, dtype=numpy.int32).reshape(rows, 2, 3)
     for value in (table, table[..., ::-1], table.T, table[0, 0, 0]):
         view = there(memoryview(value))
@@ -282,20 +288,20 @@ def test_memoryviews_of_many_dimensions(rows):
         assert view.tolist() == value.tolist()
 
 
-def test_memoryviews_of_other_things_are_refused():
+def test_memoryviews_of_other_formats_are_refused() -> None:
     with pytest.raises(SerializationError, match="format"):
         sent(memoryview(numpy.ones(3, dtype=numpy.complex128)))
 
 
-def test_bytes_that_change_after_packing():
-    # A message is what was packed: it is sent before the caller goes on.
+def test_later_changes_of_a_tensor_do_not_change_the_message() -> None:
+    # In practice the message is sent before the caller continues.
     tensor = torch.zeros(4)
     message = sent(tensor)
     tensor.add_(1)
     assert Decoder(None, arrived(message)).unpack().tolist() == [0] * 4
 
 
-# -- what upper layers plug in -------------------------------------------------------------
+# -- reducers of upper rooms ---------------------------------------------------------------
 
 
 class Special:
@@ -307,11 +313,11 @@ class MoreSpecial(Special):
 
 
 @pytest.fixture
-def reducer(monkeypatch):
+def reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     table = dict(pickling._dispatch_table)
     calls = []
 
-    def reduce(special):
+    def reduce(special: Any) -> Any:
         encoder = pickling.encoder()
         number = len(calls)
         calls.append(("reduced", encoder.destination))
@@ -325,21 +331,21 @@ def reducer(monkeypatch):
     pickling._dispatch_table.update(table)
 
 
-def test_a_reducer_sees_the_message(reducer):
+def test_a_reducer_sees_the_message(reducer: list[Any]) -> None:
     message = sent([Special(), Special()], destination=5)
     assert reducer == [("reduced", 5), ("reduced", 5)]
     assert list(message.extensions) == [(77, b"\x00\x01")]
     assert Decoder(None, arrived(message)).unpack() == [[0], [1]]
 
 
-def test_a_reducer_is_for_messages_only(reducer):
+def test_a_reducer_is_for_messages_only(reducer: list[Any]) -> None:
     pickle.dumps(Special())
     assert reducer == []
     sent(MoreSpecial())
     assert reducer == []
 
 
-def test_what_reducers_did_is_undone_where_the_message_fails(reducer):
+def test_the_actions_of_reducers_are_undone_if_packing_fails(reducer: list[Any]) -> None:
     with pytest.raises(SerializationError):
         sent([Special(), threading.Lock()])
     undone = [call[1] for call in reducer if call[0] == "undone"]
@@ -351,7 +357,7 @@ def test_what_reducers_did_is_undone_where_the_message_fails(reducer):
     assert len(undone) == reduced
 
 
-def test_a_second_pass_leaves_the_traces_of_one(reducer):
+def test_a_second_pass_undoes_the_first(reducer: list[Any]) -> None:
     message = sent([Special(), torch.zeros(INLINE_BYTES), lambda: 1])
     [(tag, data)] = message.extensions
     assert (tag, len(data)) == (77, 1)
@@ -361,9 +367,9 @@ def test_a_second_pass_leaves_the_traces_of_one(reducer):
     assert Decoder(None, arrived(message)).unpack()[1].shape == (INLINE_BYTES,)
 
 
-def test_messages_inside_of_messages():
+def test_messages_can_be_packed_while_packing() -> None:
     class Nested:
-        def __reduce__(self):
+        def __reduce__(self) -> Any:
             inner = sent(torch.ones(2))
             return bytes, (inner.body,)
 

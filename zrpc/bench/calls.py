@@ -1,17 +1,19 @@
-"""Workloads: calls."""
+"""Workloads: calls of functions."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
 import torch
 
 from zrpc.bench import targets
-from zrpc.bench.effort import Sample
+from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
 __all__ = [
+    "each_peer",
     "empty",
     "nested",
     "peer_busy",
@@ -21,22 +23,22 @@ __all__ = [
     "torch_operator",
 ]
 
-_BATCH = 1000
+_CALLS_PER_BATCH = 1000
 
 
 def empty(session: Session) -> Sample:
-    """A call of a function that does nothing."""
+    """Calls a function that does nothing."""
     rpc_sync = session.rpc.rpc_sync
-    return session.effort.time(lambda: rpc_sync(PEER, targets.nothing))
+    return session.sampling.time(lambda: rpc_sync(PEER, targets.nothing))
 
 
 def small_tensor(session: Session) -> Sample:
-    """Two tensors of two elements go there, one comes back, by way of a Python function."""
+    """Sends two tensors of two elements to a Python function that returns their sum."""
     return _two_operands(session, targets.add)
 
 
 def torch_operator(session: Session) -> Sample:
-    """The same with an operator of torch itself."""
+    """Sends two tensors of two elements to an operator of torch."""
     return _two_operands(session, torch.add)
 
 
@@ -44,11 +46,11 @@ def _two_operands(session: Session, function: object) -> Sample:
     rpc_sync = session.rpc.rpc_sync
     operands = (torch.ones(2), torch.full((2,), 2.0))
     check("the sum", rpc_sync(PEER, function, args=operands).tolist(), [3.0, 3.0])
-    return session.effort.time(lambda: rpc_sync(PEER, function, args=operands))
+    return session.sampling.time(lambda: rpc_sync(PEER, function, args=operands))
 
 
 def nested(session: Session, hops: int) -> Sample:
-    """A call whose handler calls back, whose handler calls again, ``hops`` calls deep."""
+    """Makes a call whose handler calls back, and so on, ``hops`` calls deep."""
     rpc_sync = session.rpc.rpc_sync
 
     def once() -> int:
@@ -56,25 +58,25 @@ def nested(session: Session, hops: int) -> Sample:
         return depth
 
     check("the number of calls", once(), hops)
-    return session.effort.time(once)
+    return session.sampling.time(once)
 
 
 def pipelined(session: Session) -> Sample:
-    """Many empty calls are under way at once, from one thread."""
+    """Makes many empty calls from one thread before it waits for them."""
     rpc_async = session.rpc.rpc_async
-    count = session.effort.scaled(_BATCH)
+    count = session.sampling.scaled(_CALLS_PER_BATCH)
 
     def batch() -> None:
         for future in [rpc_async(PEER, targets.nothing) for _ in range(count)]:
             future.wait()
 
-    return session.effort.rate(batch, count)
+    return session.sampling.rate(batch, count)
 
 
 def threads(session: Session, number: int) -> Sample:
-    """Some threads make empty calls, each waiting for its own."""
+    """Makes empty calls from several threads; each waits for its own."""
     rpc_sync = session.rpc.rpc_sync
-    each = session.effort.scaled(_BATCH // number)
+    each = session.sampling.scaled(_CALLS_PER_BATCH // number)
 
     def calls() -> None:
         for _ in range(each):
@@ -97,17 +99,17 @@ def threads(session: Session, number: int) -> Sample:
         if failures:
             raise failures[0]
 
-    return session.effort.rate(batch, each * number)
+    return session.sampling.rate(batch, each * number)
 
 
 def peer_busy(session: Session) -> Sample:
-    """An empty call while another handler of the peer keeps its interpreter busy."""
+    """Makes empty calls while another handler keeps the peer's interpreter busy."""
     rpc_sync = session.rpc.rpc_sync
     burner = session.rpc.rpc_async(PEER, targets.burn)
     while not rpc_sync(PEER, targets.burning):
         time.sleep(0.001)
     try:
-        sample = session.effort.time(lambda: rpc_sync(PEER, targets.nothing))
+        sample = session.sampling.time(lambda: rpc_sync(PEER, targets.nothing))
         check("whether the peer was still busy", rpc_sync(PEER, targets.burning), True)
     finally:
         rpc_sync(PEER, targets.stop_burning)
@@ -115,11 +117,21 @@ def peer_busy(session: Session) -> Sample:
     return sample
 
 
+def each_peer(session: Session) -> Sample:
+    """Makes empty calls to all other workers in rotation."""
+    rpc_sync = session.rpc.rpc_sync
+    peers = [f"worker{rank}" for rank in range(1, session.workers)]
+    for peer in peers:
+        rpc_sync(peer, targets.nothing)  # connects
+    turn = itertools.cycle(peers)
+    return session.sampling.time(lambda: rpc_sync(next(turn), targets.nothing))
+
+
 def check(what: str, found: object, expected: object) -> None:
-    """Refuses to measure what does not work.
+    """Refuses to measure a workload that gives a wrong result.
 
     Raises:
-        RuntimeError: what was found is not what was expected.
+        RuntimeError: ``found`` differs from ``expected``.
     """
     if found != expected:
         raise RuntimeError(f"expected {what} to be {expected!r}, but found {found!r}")

@@ -1,4 +1,4 @@
-"""The two libraries behind one face: their interface is the same, but for how to join."""
+"""The two libraries behind one interface. They differ only in how a worker joins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
     "zrpc": ("zrpc", "zrpc.autograd"),
 }
-# The one that this process has joined with; set once, in the process's main thread.
+# The library that this process has joined a mesh with; set once, in the main thread.
 _current: Library | None = None
 
 
@@ -23,7 +23,7 @@ class Library:
 
     Attributes:
         name: one of `LIBRARIES`.
-        rpc: its module with ``rpc_sync`` and the like.
+        rpc: its module with ``rpc_sync``, ``rpc_async`` and ``remote``.
         autograd: its module with ``context`` and ``backward``.
     """
 
@@ -36,16 +36,16 @@ class Library:
 
         Args:
             rank: this worker's rank; its name is ``worker`` and the rank.
-            workers: how many there are.
-            tcp: use nothing but tcp.
-            init_method: where they meet.
+            workers: the number of workers.
+            tcp: whether to use only tcp.
+            init_method: the rendezvous of the workers.
         """
         global _current
         arguments: dict[str, Any] = {"init_method": init_method}
         if self.name == "zrpc":
             options = self.rpc.ZmqRpcBackendOptions
             if tcp:
-                # torch encrypts nothing, and what is compared is the way, not the cipher.
+                # torch does not encrypt, and this compares transports, not ciphers.
                 arguments.update(transport="tcp", security="none")
         else:
             options = self.rpc.TensorPipeRpcBackendOptions
@@ -60,21 +60,21 @@ class Library:
         _current = self
 
     def leave(self) -> None:
-        """Leaves the mesh, together with all others."""
+        """Leaves the mesh, together with all other workers."""
         self.rpc.shutdown()
 
 
 def load(name: str) -> Library:
-    """The library of that name; imports it and no other."""
+    """Imports and returns the library of that name, and no other."""
     rpc, autograd = _MODULES[name]
     return Library(name, importlib.import_module(rpc), importlib.import_module(autograd))
 
 
 def current() -> Library:
-    """The library that this process has joined a mesh with.
+    """Returns the library that this process has joined a mesh with.
 
     Raises:
-        RuntimeError: it has not.
+        RuntimeError: this process has joined no mesh.
     """
     if _current is None:
         raise RuntimeError("this process has joined no mesh; call Library.join first")

@@ -1,4 +1,4 @@
-"""What a benchmark ran on."""
+"""The machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Machine:
 
     Attributes:
         processor: its model.
-        cores: how many of them this process may use.
-        memory: bytes.
+        cores: the number of cores that this process may use.
+        memory: bytes of memory.
         system: the operating system.
-        versions: of what is measured, by name.
+        versions: versions of the measured software, by name.
     """
 
     processor: str
@@ -30,11 +30,13 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        """The machine that this runs on."""
+        """Returns the machine that this process runs on."""
         import zmq
 
         return cls(
-            processor=_field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+            processor=_read_field("/proc/cpuinfo", "model name")
+            or platform.processor()
+            or "unknown",
             cores=len(os.sched_getaffinity(0)),
             memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             system=f"{platform.system()} {platform.release()}",
@@ -53,7 +55,7 @@ class Machine:
         return f"{self.cores} cores of {self.processor}, {memory}, {self.system}\n{versions}"
 
 
-def _field(path: str, name: str) -> str | None:
+def _read_field(path: str, name: str) -> str | None:
     try:
         with open(path) as file:
             for line in file:
@@ -66,5 +68,5 @@ def _field(path: str, name: str) -> str | None:
 
 
 def load_average() -> float:
-    """How many processes were running or waiting for a core, over the last minute."""
+    """Returns the mean number of running or waiting processes over the last minute."""
     return os.getloadavg()[0]

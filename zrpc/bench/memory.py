@@ -1,27 +1,45 @@
-"""Workloads: resident memory of a worker."""
+"""Workloads: the memory and descriptors of a worker."""
 
 from __future__ import annotations
 
+import os
+
 from zrpc.bench import targets
-from zrpc.bench.effort import Sample
+from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["after_calls", "after_start"]
+__all__ = ["after_calls", "after_start", "descriptors", "private_memory"]
 
-_AT_ONCE = 100
+_MAX_IN_FLIGHT = 100
 
 
 def after_start(session: Session) -> Sample:
-    """The mean of the two workers' resident memory."""
+    """Measures the mean resident memory of the two workers."""
     sizes = [targets.resident(), session.rpc.rpc_sync(PEER, targets.resident)]
     return Sample(sum(sizes) / len(sizes), max(sizes), 1)
 
 
 def after_calls(session: Session, count: int) -> Sample:
-    """The same after ``count`` empty calls, a hundred at a time."""
-    count = session.effort.scaled(count)
-    for start in range(0, count, _AT_ONCE):
-        number = min(_AT_ONCE, count - start)
+    """Measures it after ``count`` empty calls, of which at most 100 are in flight."""
+    count = session.sampling.scaled(count)
+    for start in range(0, count, _MAX_IN_FLIGHT):
+        number = min(_MAX_IN_FLIGHT, count - start)
         for future in [session.rpc.rpc_async(PEER, targets.nothing) for _ in range(number)]:
             future.wait()
     return after_start(session)
+
+
+def descriptors(session: Session) -> Sample:
+    """Counts the open descriptors of worker 0."""
+    count = len(os.listdir("/proc/self/fd"))
+    return Sample(count, count, 1)
+
+
+def private_memory(session: Session) -> Sample:
+    """Measures the memory that worker 0 shares with no other process, in bytes."""
+    size = 0
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith(("Private_Clean:", "Private_Dirty:")):
+                size += int(line.split()[1]) * 1024
+    return Sample(size, size, 1)

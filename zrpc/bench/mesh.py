@@ -1,4 +1,4 @@
-"""A fresh mesh of processes to measure, as the benchmark's own process sees it."""
+"""A fresh mesh of worker processes, controlled by the benchmark's own process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from zrpc.bench.effort import Effort, Sample
-from zrpc.bench.member import MemberSettings
+from zrpc.bench.sampling import Sample, Sampling
+from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 
 if TYPE_CHECKING:
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["HungError", "Mesh", "MeshError"]
 
-# Above the numbers that a preloaded module could have open in the fork server.
-_SOCKETS_FROM = 200
-_DIES_WITHIN = 5.0
+# Above all descriptors that a preloaded module may have open in the fork server.
+_MIN_SOCKET_FD = 200
+_EXIT_SECONDS = 5.0
 
 
 class MeshError(Exception):
-    """The mesh, or what was measured in it, has failed; the message says how, in a line."""
+    """The mesh, or a workload in it, has failed; the message is one line."""
 
 
 class HungError(MeshError):
-    """There was no answer within the time that there is."""
+    """There was no reply before the deadline."""
 
 
 @dataclass
@@ -46,22 +46,22 @@ class _Process:
 
 
 class Mesh:
-    """Some worker processes, of one library or of none. A context manager.
+    """The worker processes of one library, or of none. A context manager.
 
     Args:
-        starter: what starts the processes.
+        starter: starts the processes.
         participant: a library's name, or ``limit``.
-        workers: how many.
-        joined: whether they form a mesh.
-        tcp: whether only tcp is to be used.
-        patience: seconds for all of them to join, and to leave.
+        workers: the number of workers.
+        forms_mesh: whether they form a mesh.
+        tcp: whether to use only tcp.
+        timeout: the seconds for all workers to join, and to leave.
 
-    Entering starts it. Leaving ends it: gently, or by force after an error or where the
-    workers don't end in time, which `complaints` then tells.
+    Entering it starts the processes. Leaving it shuts them down gracefully. After an error, or if
+    workers don't exit in time, it kills them. `shutdown_errors` reports workers that were too slow.
 
     Attributes:
-        joined_in: how many seconds it took the processes to join each other.
-        complaints: what went wrong at the end.
+        join_seconds: the seconds that the processes took to join each other.
+        shutdown_errors: errors in the shutdown.
     """
 
     def __init__(
@@ -70,31 +70,31 @@ class Mesh:
         participant: str,
         workers: int,
         *,
-        joined: bool = True,
+        forms_mesh: bool = True,
         tcp: bool = False,
-        patience: float = 60.0,
+        timeout: float = 60.0,
     ) -> None:
         self._starter = starter
         self._participant = participant
         self._workers = workers
-        self._joined = joined
+        self._forms_mesh = forms_mesh
         self._tcp = tcp
-        self._patience = patience
+        self._timeout = timeout
         self._processes: list[_Process] = []
-        self._home = Path()
+        self._directory = Path()
         self._paused = False
-        self.joined_in = 0.0
-        self.complaints: list[str] = []
+        self.join_seconds = 0.0
+        self.shutdown_errors: list[str] = []
 
     def __enter__(self) -> Self:
-        # The starter removes it should this process be killed.
-        self._home = Path(self._starter.make_directory())
+        # The starter removes the directory if this process is killed.
+        self._directory = Path(self._starter.make_directory())
         try:
             for rank in range(self._workers):
-                self._spawn(rank)
+                self._start_process(rank)
             before = time.perf_counter()
             self._join()
-            self.joined_in = time.perf_counter() - before
+            self.join_seconds = time.perf_counter() - before
         except BaseException:
             self._kill()
             raise
@@ -109,36 +109,36 @@ class Mesh:
         self.resume()
         try:
             if error is None:
-                self._ask_all(self._processes, "leave")
-                self._wait_for_ends()
+                self._request_all(self._processes, "leave")
+                self._wait_for_exits()
         except MeshError as failure:
-            self.complaints.append(f"{self._participant} could not be shut down: {failure}")
+            self.shutdown_errors.append(f"{self._participant} could not be shut down: {failure}")
         finally:
             self._kill()
 
     def measure(
-        self, workload: str, arguments: tuple[Any, ...], effort: Effort, deadline: float
+        self, workload: str, arguments: tuple[Any, ...], sampling: Sampling, deadline: float
     ) -> Sample:
         """Runs a workload on worker 0.
 
+        After an error the mesh must not be used again.
+
         Args:
             workload: a function of this package, as ``module:function``.
-            arguments: what it is given after its session.
-            effort: how much to measure.
-            deadline: seconds after which it has failed.
+            arguments: the function's arguments after its session.
+            sampling: how long and how often to repeat it.
+            deadline: the seconds after which it has failed.
 
         Raises:
             HungError: the deadline passed.
             MeshError: it failed, or a worker died.
-
-        After an error the mesh should not be used any more.
         """
-        self._send(self._processes[0], "measure", workload, arguments, effort)
-        sample: Sample = self._replies(self._processes[:1], deadline, "no result")[0]
+        self._send(self._processes[0], "measure", workload, arguments, sampling)
+        sample: Sample = self._receive_replies(self._processes[:1], deadline, "no result")[0]
         return sample
 
     def pause(self) -> None:
-        """Stops all processes, so that they take nothing from another mesh that is measured.
+        """Stops all processes, so that they take no processor time from another mesh.
 
         An idle worker of torch's RPC keeps a processor busy: TensorPipe polls.
         """
@@ -146,35 +146,37 @@ class Mesh:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets them go on, where they were paused."""
+        """Continues all processes if they are paused."""
         if self._paused:
             self._paused = False
             self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            with contextlib.suppress(LaunchError):  # the starter has gone, and all of them with it
+            with contextlib.suppress(LaunchError):  # the starter has exited, and so have they
                 self._starter.send_signal(process.pid, number)
 
     def _join(self) -> None:
-        if self._participant == "limit":  # the echo first, so that its endpoint is known
+        if self._participant == "limit":  # the echo first: its endpoint must be known
             for process in reversed(self._processes):
-                self._ask_all([process], "join")
+                self._request_all([process], "join")
         else:
-            self._ask_all(self._processes, "join")
+            self._request_all(self._processes, "join")
 
-    def _ask_all(self, processes: list[_Process], request: str) -> None:
+    def _request_all(self, processes: list[_Process], request: str) -> None:
         for process in processes:
             self._send(process, request)
-        self._replies(processes, self._patience, f"the workers did not {request}")
+        self._receive_replies(processes, self._timeout, f"the workers did not {request}")
 
     def _send(self, process: _Process, *request: Any) -> None:
-        # Where the process is dead, that is what the wait for its answer finds.
+        # If the process is dead, the wait for its reply reports that.
         with contextlib.suppress(OSError):
             process.connection.send(request)
 
-    def _replies(self, processes: list[_Process], deadline: float, failed: str) -> list[Any]:
-        """The answers of some; until they are there, the death of any other is noticed."""
+    def _receive_replies(
+        self, processes: list[_Process], deadline: float, failed: str
+    ) -> list[Any]:
+        """Returns the replies of some processes; fails if any other process dies meanwhile."""
         replies: dict[int, Any] = {}
         by_connection = {process.connection: process for process in self._processes}
         end = time.monotonic() + deadline
@@ -185,7 +187,7 @@ class Mesh:
                 raise HungError(f"{failed} within {deadline:g} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
-                process = by_connection.pop(connection)  # when it has left, it may end
+                process = by_connection.pop(connection)  # after its reply to "leave" it may exit
                 replies[process.rank] = self._receive(process)
         return [replies[process.rank] for process in processes]
 
@@ -193,25 +195,25 @@ class Mesh:
         try:
             succeeded, value = process.connection.recv()
         except (EOFError, OSError):
-            raise MeshError(self._end_of(process)) from None
+            raise MeshError(self._exit_text(process)) from None
         if not succeeded:
             raise MeshError(value)
         return value
 
-    def _end_of(self, process: _Process) -> str:
+    def _exit_text(self, process: _Process) -> str:
         try:
-            code = self._starter.wait(process.pid, _DIES_WITHIN)
+            code = self._starter.wait(process.pid, _EXIT_SECONDS)
         except (LaunchError, TimeoutError):
             return f"worker{process.rank} closed its connection"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         lines = process.output.read_text(errors="replace").strip().splitlines()
         return f"worker{process.rank} {how}" + (f": {lines[-1].strip()}" if lines else "")
 
-    def _spawn(self, rank: int) -> None:
+    def _start_process(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        output = self._home / f"worker{rank}.output"
+        output = self._directory / f"worker{rank}.output"
         with ours, theirs, output.open("wb") as log:
-            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _SOCKETS_FROM)
+            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _MIN_SOCKET_FD)
             try:
                 pid = self._starter.spawn(
                     self._task(rank, fd), stdout=log.fileno(), stderr=log.fileno(), pass_fds=[fd]
@@ -221,39 +223,39 @@ class Mesh:
             self._processes.append(_Process(rank, pid, Connection(ours.detach()), output))
 
     def _task(self, rank: int, fd: int) -> Task:
-        settings = MemberSettings(
+        settings = WorkerSettings(
             participant=self._participant,
             rank=rank,
             workers=self._workers,
-            joined=self._joined,
+            forms_mesh=self._forms_mesh,
             tcp=self._tcp,
-            home=str(self._home),
+            directory=str(self._directory),
             socket=fd,
         )
-        return Task.function("zrpc.bench.member:main", settings).within(
+        return Task.function("zrpc.bench.worker:main", settings).within(
             env={
-                "OMP_NUM_THREADS": "1",  # as launchers set it
+                "OMP_NUM_THREADS": "1",  # launchers set this too
                 **os.environ,
-                "ZRPC_RUNTIME_DIR": str(self._home),
+                "ZRPC_RUNTIME_DIR": str(self._directory),
                 **({"TP_SOCKET_IFNAME": "lo"} if self._tcp else {}),
             }
         )
 
-    def _wait_for_ends(self) -> None:
-        end = time.monotonic() + self._patience
+    def _wait_for_exits(self) -> None:
+        end = time.monotonic() + self._timeout
         try:
             for process in self._processes:
                 self._starter.wait(process.pid, max(0.0, end - time.monotonic()))
         except TimeoutError:
-            raise HungError(f"worker{process.rank} did not end") from None
+            raise HungError(f"worker{process.rank} did not exit") from None
 
     def _kill(self) -> None:
-        """Ends what still runs, and frees all; more than once does no harm."""
+        """Kills the remaining processes and releases all resources; may be called repeatedly."""
         for process in self._processes:
             with contextlib.suppress(LaunchError):
                 if self._starter.send_signal(process.pid, signal.SIGKILL, group=True):
                     with contextlib.suppress(TimeoutError):
-                        self._starter.wait(process.pid, _DIES_WITHIN)
+                        self._starter.wait(process.pid, _EXIT_SECONDS)
             process.connection.close()
         self._processes.clear()
-        shutil.rmtree(self._home, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)

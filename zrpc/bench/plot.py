@@ -1,4 +1,4 @@
-"""A drawing of a run."""
+"""A chart of a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def can_plot() -> bool:
 
 
 def plot(run: Run, caption: str, path: Path) -> None:
-    """Draws how many times faster zrpc is, row by row.
+    """Draws how many times faster zrpc is in each row.
 
     Args:
-        run: the run; it must have been one against another library.
-        caption: what stands below.
-        path: the file, whose ending says its form.
+        run: the run; it must compare with another library.
+        caption: the text below the chart.
+        path: the file; its suffix decides the format.
 
     Raises:
         ValueError: matplotlib can't write such a file.

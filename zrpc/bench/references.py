@@ -6,33 +6,33 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.calls import check
-from zrpc.bench.effort import Sample
+from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
 __all__ = ["made_and_dropped", "method", "remote_to_here"]
 
-_BATCH = 500
+_RREFS_PER_BATCH = 500
 
 
 def remote_to_here(session: Session) -> Sample:
-    """A value is made at the peer and fetched."""
+    """Creates a value on the peer and fetches it."""
     remote = session.rpc.remote
     operands = (torch.ones(2), torch.ones(2))
     check("the value", remote(PEER, torch.add, args=operands).to_here().tolist(), [2.0, 2.0])
-    return session.effort.time(lambda: remote(PEER, torch.add, args=operands).to_here())
+    return session.sampling.time(lambda: remote(PEER, torch.add, args=operands).to_here())
 
 
 def method(session: Session) -> Sample:
-    """A method of an object at the peer is called."""
+    """Calls a method of an object on the peer."""
     counter = session.rpc.remote(PEER, targets.Counter)
     check("the count", counter.rpc_sync().increment(), 1)
-    return session.effort.time(lambda: counter.rpc_sync().increment())
+    return session.sampling.time(lambda: counter.rpc_sync().increment())
 
 
 def made_and_dropped(session: Session) -> Sample:
-    """Objects are made at the peer and dropped here, until none of them is alive there."""
+    """Creates objects on the peer, drops their RRefs here, and waits until all are deleted."""
     rpc_sync, remote = session.rpc.rpc_sync, session.rpc.remote
-    count = session.effort.scaled(_BATCH)
+    count = session.sampling.scaled(_RREFS_PER_BATCH)
     _, expected = rpc_sync(PEER, targets.things)
 
     def batch() -> None:
@@ -43,4 +43,4 @@ def made_and_dropped(session: Session) -> Sample:
         while rpc_sync(PEER, targets.things) != (0, expected):
             pass
 
-    return session.effort.rate(batch, count)
+    return session.sampling.rate(batch, count)

@@ -1,4 +1,4 @@
-"""What was measured: by row, by participant, by round."""
+"""The results of a run: by row, by participant, by round."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from zrpc.bench.effort import Sample
 from zrpc.bench.row import Row
+from zrpc.bench.sampling import Sample
 
 __all__ = ["Failure", "RowResult", "Spread"]
 
@@ -17,8 +17,8 @@ class Failure:
     """A row that could not be measured in one round.
 
     Attributes:
-        reason: why, in a line.
-        final: whether it is of no use to try again.
+        reason: why, in one line.
+        final: whether trying again would be useless.
     """
 
     reason: str
@@ -27,7 +27,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over several rounds."""
+    """The median, minimum and maximum of a number over several rounds."""
 
     median: float
     low: float
@@ -35,44 +35,44 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """The spread of some values; None where there is none."""
+        """Returns the spread of the values, or None if there are none."""
         found = list(values)
         return cls(statistics.median(found), min(found), max(found)) if found else None
 
 
 @dataclass
 class RowResult:
-    """One row's outcomes.
+    """The outcomes of one row.
 
     Attributes:
         row: the row.
-        outcomes: for each participant, what came out, round by round.
+        outcomes: each participant's outcomes, in the order of the rounds.
     """
 
     row: Row
     outcomes: dict[str, list[Sample | Failure]] = field(default_factory=dict)
 
     def add(self, participant: str, outcome: Sample | Failure) -> None:
-        """Enters the outcome of the next round."""
+        """Adds the outcome of the next round."""
         self.outcomes.setdefault(participant, []).append(outcome)
 
     def spread(self, participant: str) -> Spread | None:
-        """A participant's values over the rounds that it got through; None where none."""
+        """Returns the spread over the rounds in which a participant succeeded, or None."""
         return Spread.of(value for value in self._values(participant) if value is not None)
 
     def failures(self, participant: str) -> list[Failure]:
-        """Where a participant did not get through."""
+        """Returns the failures of a participant."""
         return [each for each in self.outcomes.get(participant, []) if isinstance(each, Failure)]
 
-    def failed_for_good(self, participant: str) -> Failure | None:
-        """The failure after which there is nothing to try; None where there was none."""
+    def final_failure(self, participant: str) -> Failure | None:
+        """Returns a participant's final failure, or None if it has had none."""
         return next((each for each in self.failures(participant) if each.final), None)
 
     def times_faster(self, other: str, than: str = "zrpc") -> Spread | None:
-        """How many times as fast ``than`` is as ``other``, within each round.
+        """Returns how many times faster ``than`` is than ``other``, computed within each round.
 
-        Where a row asks for it, both are compared by what they have above the limit's median.
-        Rounds in which one of them failed, or has nothing above the limit, don't count.
+        If the row says so, the limit's median is first subtracted from both values. Rounds in
+        which either failed, or is not above the limit, don't count.
         """
         base = 0.0
         if self.row.above_limit:
@@ -95,6 +95,6 @@ class RowResult:
 def _whole_pairs(
     first: Sequence[float | None], second: Sequence[float | None]
 ) -> list[tuple[float, float]]:
-    # The last round may be cut off between the two.
+    # An interrupted run may have measured only one of the two in its last round.
     pairs = zip(first, second, strict=False)
     return [(a, b) for a, b in pairs if a is not None and b is not None]

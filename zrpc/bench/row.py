@@ -1,4 +1,4 @@
-"""What a row of the benchmark is."""
+"""The types that describe a row of the benchmark."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Group", "Limit", "Row", "Unit"]
 
 
 class Unit(enum.Enum):
-    """What a row's numbers are."""
+    """The unit of a row's numbers."""
 
     SECONDS = "s"
     RATE = "1/s"
@@ -17,18 +17,18 @@ class Unit(enum.Enum):
 
     @property
     def more_is_better(self) -> bool:
-        """Whether the larger of two numbers is the better one."""
+        """Whether a larger number is better."""
         return self is Unit.RATE
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What a row can't be faster than, measured beside it.
+    """A bound on how fast a row can be, measured beside it.
 
     Attributes:
-        name: what it is, for the table.
-        workload: what measures it, as ``module:function`` of this package.
-        arguments: what the function is given after its session.
+        name: its name in the table.
+        workload: the function that measures it, as ``module:function`` of this package.
+        arguments: the function's arguments after its session.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Limit:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-        name: what it is called, and what ``--rows`` searches.
-        workload: what measures it, as ``module:function`` of this package.
-        arguments: what the function is given after its session.
-        unit: what comes out.
-        limit: what to compare with beside the other library.
-        tcp_limit: the same for tcp; None for no difference.
-        above_limit: whether the libraries are compared by what they have above the limit.
-        default: whether it is measured when no rows are asked for.
-        deadline: seconds after which it has failed; None for the run's.
+        name: its name, which ``--rows`` matches.
+        workload: the function that measures it, as ``module:function`` of this package.
+        arguments: the function's arguments after its session.
+        unit: the unit of the result.
+        limit: the limit to show beside the libraries.
+        tcp_limit: the limit over tcp; None if it is the same.
+        above_limit: whether the limit is subtracted before the libraries are compared.
+        default: whether it is measured without ``--rows``.
+        deadline: the seconds after which it has failed; None for the deadline of the run.
     """
 
     name: str
@@ -63,26 +63,26 @@ class Row:
     deadline: float | None = None
 
     def limit_of(self, tcp: bool) -> Limit | None:
-        """The limit for the transport in use."""
+        """Returns the limit for the transport in use."""
         return self.tcp_limit if tcp and self.tcp_limit is not None else self.limit
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows that are measured in one mesh, one after another.
+    """Rows that are measured in the same mesh, one after another.
 
     Attributes:
-        name: what they have in common.
-        workers: how many the mesh has.
-        fresh: whether its processes are new interpreters, not forks of a warm one.
-        joined: whether its processes form a mesh at all.
-        turns: in how many turns each row is measured.
+        name: what the rows have in common.
         rows: the rows.
+        workers: the number of workers in the mesh.
+        fresh: whether its processes are new interpreters, not forks of a warm one.
+        forms_mesh: whether its processes form a mesh at all.
+        turns: the number of turns into which the measurement of each row is divided.
     """
 
     name: str
     rows: tuple[Row, ...] = field(repr=False)
     workers: int = 2
     fresh: bool = False
-    joined: bool = True
+    forms_mesh: bool = True
     turns: int = 6

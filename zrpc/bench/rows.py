@@ -18,43 +18,43 @@ _SIZES = {
     "16 MiB": 16 * _MIB,
     "128 MiB": 128 * _MIB,
 }
-# From this size on a worker of the same host need not send the bytes through a socket.
-_COPIED = _MIB
-# What a launcher with 32 processes that import torch on two cores takes, and some more.
-_START_DEADLINE = 300.0
+# From this size on, workers on one host need not send the bytes through a socket.
+_MIN_SHARED_BYTES = _MIB
+# Enough for a launcher to start 32 processes that import torch on two cores.
+_START_DEADLINE_SECONDS = 300.0
 
 
 def _zmq(size: int = 16, times: int = 1) -> Limit:
-    return Limit("ZeroMQ", "limits:echo", (size, times))
+    return Limit("ZeroMQ", "baselines:echo", (size, times))
 
 
 def _copies(size: int, times: int) -> Limit:
-    return Limit("memcpy", "limits:memcpy", (size, times))
+    return Limit("memcpy", "baselines:memcpy", (size, times))
 
 
-_RATE = Limit("ZeroMQ", "limits:pipelined")
+_RATE = Limit("ZeroMQ", "baselines:pipelined")
 
 
 def _tensor_rows() -> tuple[Row, ...]:
     rows = []
     for name, size in _SIZES.items():
-        by_copy = size >= _COPIED
-        there = Limit("ZeroMQ", "limits:one_way", (size,))
-        both = _zmq(size)
+        by_copy = size >= _MIN_SHARED_BYTES
+        one_way = Limit("ZeroMQ", "baselines:one_way", (size,))
+        round_trip = _zmq(size)
         rows += [
             Row(
                 f"one way, {name}",
                 "tensors:one_way",
                 (size,),
-                limit=_copies(size, 1) if by_copy else there,
-                tcp_limit=there,
+                limit=_copies(size, 1) if by_copy else one_way,
+                tcp_limit=one_way,
             ),
             Row(
                 f"echo, {name}",
                 "tensors:echo",
                 (size,),
-                limit=_copies(size, 2) if by_copy else both,
-                tcp_limit=both,
+                limit=_copies(size, 2) if by_copy else round_trip,
+                tcp_limit=round_trip,
             ),
         ]
     rows.append(
@@ -64,24 +64,24 @@ def _tensor_rows() -> tuple[Row, ...]:
 
 
 def _start_rows() -> tuple[Row, ...]:
-    joined = [
+    joining = [
         Row(
             f"start and stop of {count} workers",
-            "start:start_and_stop",
+            "startup:start_and_stop",
             (count,),
             default=False,
-            deadline=_START_DEADLINE,
+            deadline=_START_DEADLINE_SECONDS,
         )
         for count in (2, 8, 32)
     ]
     bare = Row(
         "launch of 32 processes that import torch",
-        "start:launch_bare",
+        "startup:launch_bare",
         (32,),
         default=False,
-        deadline=_START_DEADLINE,
+        deadline=_START_DEADLINE_SECONDS,
     )
-    return (*joined, bare)
+    return (*joining, bare)
 
 
 GROUPS: tuple[Group, ...] = (
@@ -136,7 +136,7 @@ GROUPS: tuple[Group, ...] = (
                 f"autograd step, width {width}",
                 "autograd:step",
                 (width,),
-                limit=Limit("local+ZeroMQ", "limits:local_step", (width,)),
+                limit=Limit("local+ZeroMQ", "baselines:local_step", (width,)),
             )
             for width in (16, 512)
         ),
@@ -148,7 +148,7 @@ GROUPS: tuple[Group, ...] = (
                 "memory after start",
                 "memory:after_start",
                 unit=Unit.BYTES,
-                limit=Limit("import torch", "limits:memory"),
+                limit=Limit("import torch", "baselines:memory"),
                 above_limit=True,
             ),
             Row(
@@ -156,31 +156,31 @@ GROUPS: tuple[Group, ...] = (
                 "memory:after_calls",
                 (10_000,),
                 unit=Unit.BYTES,
-                limit=Limit("import torch", "limits:memory"),
+                limit=Limit("import torch", "baselines:memory"),
                 above_limit=True,
             ),
         ),
         fresh=True,
         turns=1,
     ),
-    Group("start", _start_rows(), workers=1, joined=False, turns=1),
+    Group("start", _start_rows(), workers=1, forms_mesh=False, turns=1),
 )
 
 
 def all_rows() -> list[Row]:
-    """All rows, in the order of the table."""
+    """Returns all rows, in the order of the table."""
     return [row for group in GROUPS for row in group.rows]
 
 
 def select(pattern: str | None) -> list[Group]:
-    """The groups with those of their rows that were asked for; no empty groups.
+    """Returns the groups that contain selected rows, with only those rows.
 
     Args:
-        pattern: a regular expression that is searched in the rows' names, without regard to
+        pattern: a regular expression that is searched for in the names of the rows, ignoring
             case; None for the default rows.
 
     Raises:
-        ValueError: the expression is none, or no row matches.
+        ValueError: the expression is not valid, or no row matches.
     """
     if pattern is None:
         chosen = {row.name for row in all_rows() if row.default}
@@ -188,7 +188,7 @@ def select(pattern: str | None) -> list[Group]:
         try:
             wanted = re.compile(pattern, re.IGNORECASE)
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
         chosen = {row.name for row in all_rows() if wanted.search(row.name)}
         if not chosen:
             names = "\n  ".join(row.name for row in all_rows())

@@ -1,10 +1,9 @@
-"""A run of the benchmark: rounds, in each round all groups, in each group all participants.
+"""A run of the benchmark: rounds; in each round all groups; in each group all participants.
 
-How fast one mesh is changes within seconds by a factor of two or three: with where the system
-happens to run its threads, and with what else runs. So the meshes of a round stand side by side,
-and are measured in short turns, A B A B, so that they meet the same moods of the machine; between
-its turns a mesh is paused, so that it takes no processor from another; and each round has fresh
-ones.
+The speed of one mesh changes within seconds by a factor of two or three. It depends on where the
+system happens to run its threads, and on what else is running. So the meshes of a round exist at
+the same time and are measured in short turns, A B A B, under the same conditions. Between its turns
+a mesh is paused, so that it takes no processor time from another. Each round has fresh meshes.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from zrpc.bench.effort import Sample
 from zrpc.bench.mesh import HungError, MeshError
+from zrpc.bench.participant import Participant
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Row
-from zrpc.bench.seat import Seat
+from zrpc.bench.sampling import Sample
 from zrpc.bench.settings import Settings
 from zrpc.launch import LaunchError, Starter, make_starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
@@ -32,33 +31,33 @@ _PRELOAD = (
     "torch.distributed.autograd",
     "zrpc.autograd",
     "zrpc.bench.calls",
-    "zrpc.bench.limits",
-    "zrpc.bench.member",
-    "zrpc.bench.raw",
+    "zrpc.bench.baselines",
+    "zrpc.bench.worker",
+    "zrpc.bench.raw_zmq",
     "zrpc.bench.references",
     "zrpc.bench.tensors",
 )
 
 
 class Watcher(Protocol):
-    """Is told how far a run is."""
+    """Is notified of the progress of a run."""
 
-    def measures(self, number: int, group: Group, row: Row) -> None:
-        """A row is measured now, in the round of that number."""
+    def row_started(self, number: int, group: Group, row: Row) -> None:
+        """Called before a row is measured in the round with this number."""
 
-    def measured(self) -> None:
-        """It is done."""
+    def row_finished(self) -> None:
+        """Called after the row was measured."""
 
 
 @dataclass
 class Run:
-    """A run, and what it has found so far.
+    """A run and its results so far.
 
     Attributes:
-        groups: what to measure.
-        settings: how.
-        results: by row, in the order of the groups; complete also where the run was cut off.
-        notes: what else went wrong.
+        groups: the rows to measure.
+        settings: how to measure them.
+        results: one for each row, in the order of the groups; also after an interrupted run.
+        notes: errors that do not belong to a row.
     """
 
     groups: Sequence[Group]
@@ -68,13 +67,13 @@ class Run:
 
     def __post_init__(self) -> None:
         self.results = [RowResult(row) for group in self.groups for row in group.rows]
-        self._of = {result.row.name: result for result in self.results}
+        self._result_of_row = {result.row.name: result for result in self.results}
 
     def run(self, watcher: Watcher) -> None:
-        """Measures everything.
+        """Measures all rows in all rounds.
 
         Raises:
-            LaunchError: processes can't be started at all.
+            LaunchError: no process can be started.
         """
         with ExitStack() as stack:
             warm = stack.enter_context(warm_starter())
@@ -86,50 +85,52 @@ class Run:
                     self._measure(number, group, fresh if group.fresh else warm, watcher)
 
     def _measure(self, number: int, group: Group, starter: Starter, watcher: Watcher) -> None:
-        """One group, in fresh meshes that stand side by side and have their turns."""
+        """Measures one group, in fresh meshes that exist at the same time and take turns."""
         with ExitStack() as stack:
-            seats = [
-                stack.enter_context(Seat(group, participant, starter, self.settings))
-                for participant in self.settings.participants
+            participants = [
+                stack.enter_context(Participant(group, name, starter, self.settings))
+                for name in self.settings.participant_names
             ]
             for row in group.rows:
-                watcher.measures(number, group, row)
-                self._measure_row(row, group.turns, seats)
-                watcher.measured()
-        for seat in seats:
-            self.notes += [f"round {number}, {group.name}: {each}" for each in seat.complaints]
+                watcher.row_started(number, group, row)
+                self._measure_row(row, group.turns, participants)
+                watcher.row_finished()
+        for participant in participants:
+            self.notes += [
+                f"round {number}, {group.name}: {error}" for error in participant.shutdown_errors
+            ]
 
-    def _measure_row(self, row: Row, turns: int, seats: Sequence[Seat]) -> None:
-        result = self._of[row.name]
-        effort = self.settings.effort.divided(turns)
+    def _measure_row(self, row: Row, turns: int, participants: Sequence[Participant]) -> None:
+        result = self._result_of_row[row.name]
+        sampling = self.settings.sampling.divided(turns)
         samples: dict[str, list[Sample]] = {}
         failures: dict[str, Failure] = {}
-        for seat in seats:
-            # What hung once would hang again, for as long.
-            if (failure := result.failed_for_good(seat.participant)) is not None:
-                failures[seat.participant] = failure
+        for participant in participants:
+            # A workload that hung once would hang again until the deadline.
+            if (failure := result.final_failure(participant.name)) is not None:
+                failures[participant.name] = failure
         for _ in range(turns):
-            for seat in seats:
-                if seat.participant not in failures and seat.measures(row):
+            for participant in participants:
+                name = participant.name
+                if name not in failures and participant.can_measure(row):
                     try:
-                        sample = seat.measure(row, effort)
+                        sample = participant.measure(row, sampling)
                     except (MeshError, LaunchError) as error:
-                        failure = Failure(str(error), isinstance(error, HungError))
-                        failures[seat.participant] = failure
+                        failures[name] = Failure(str(error), isinstance(error, HungError))
                     else:
-                        samples.setdefault(seat.participant, []).append(sample)
-        for participant, found in samples.items():
-            if participant not in failures:
-                result.add(participant, Sample.merged(found, row.unit.more_is_better))
-        for participant, failure in failures.items():
-            result.add(participant, failure)
+                        samples.setdefault(name, []).append(sample)
+        for name, found in samples.items():
+            if name not in failures:
+                result.add(name, Sample.merged(found, row.unit.more_is_better))
+        for name, failure in failures.items():
+            result.add(name, failure)
 
 
 def warm_starter() -> Starter:
-    """What forks processes that have imported all that is measured; enter it to start it."""
+    """Returns a starter whose processes have already imported both libraries."""
     return make_starter(preload=_PRELOAD, env=_environment())
 
 
 def _environment() -> dict[str, str]:
-    # As launchers set it. It is read when torch is loaded.
+    # Launchers set this too. torch reads it when it is loaded.
     return {"OMP_NUM_THREADS": "1", **os.environ}

@@ -1,4 +1,4 @@
-"""How cost grows with the number of workers: what ``zrpc bench scale`` measures."""
+"""How costs grow with the number of workers, as ``zrpc bench scale`` measures it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zrpc.bench.effort import Effort
 from zrpc.bench.mesh import HungError, Mesh, MeshError
 from zrpc.bench.row import Unit
 from zrpc.bench.run import warm_starter
-from zrpc.bench.table import columns_of_text, quantity
+from zrpc.bench.sampling import Sampling
+from zrpc.bench.table import align_columns, quantity
 from zrpc.launch import Starter
 
 __all__ = ["MEASURES", "Point", "as_text", "measure", "plot"]
@@ -27,13 +27,13 @@ _UNITS = {"init": Unit.SECONDS, "call": Unit.SECONDS, "memory": Unit.BYTES}
 
 @dataclass
 class Point:
-    """A mesh of one size.
+    """The results of a mesh of one size.
 
     Attributes:
-        library: whose.
-        workers: how many.
-        values: by the names in `MEASURES`, as far as it got.
-        failed: why it got no further.
+        library: the name of its library.
+        workers: the number of workers.
+        values: the results by the names in `MEASURES`; after a failure, those measured before it.
+        failed: the reason for the failure, if it failed.
     """
 
     library: str
@@ -45,19 +45,19 @@ class Point:
 def measure(
     libraries: Sequence[str],
     counts: Sequence[int],
-    effort: Effort,
+    sampling: Sampling,
     deadline: float,
     on_start: Callable[[str, int], object],
 ) -> Iterator[Point]:
-    """Starts meshes of growing size, of each library in turn.
+    """Measures meshes of growing size, of each library in turn.
 
     Args:
-        libraries: which ones.
-        counts: how many workers, in growing order, at least 2.
-        effort: how much to measure of each call.
+        libraries: the names of the libraries.
+        counts: the numbers of workers, in ascending order, at least 2.
+        sampling: how long and how often to repeat the call.
         deadline: seconds for each start and each measurement. A library that hangs is not
-            asked for more workers.
-        on_start: is told of each mesh before it starts.
+            measured with more workers.
+        on_start: called with the library and the number of workers before each mesh starts.
     """
     with warm_starter() as starter:
         hung: dict[str, int] = {}
@@ -70,7 +70,7 @@ def measure(
                 on_start(library, workers)
                 point = Point(library, workers)
                 try:
-                    _measure(point, starter, effort, deadline)
+                    _measure(point, starter, sampling, deadline)
                 except MeshError as error:
                     point.failed = str(error)
                     if isinstance(error, HungError):
@@ -78,21 +78,21 @@ def measure(
                 yield point
 
 
-def _measure(point: Point, starter: Starter, effort: Effort, deadline: float) -> None:
-    with Mesh(starter, point.library, point.workers, patience=deadline) as mesh:
-        point.values["init"] = mesh.joined_in
+def _measure(point: Point, starter: Starter, sampling: Sampling, deadline: float) -> None:
+    with Mesh(starter, point.library, point.workers, timeout=deadline) as mesh:
+        point.values["init"] = mesh.join_seconds
         for name, workload in (
-            ("call", "footprint:call"),
-            ("descriptors", "footprint:descriptors"),
-            ("memory", "footprint:private_memory"),
+            ("call", "calls:each_peer"),
+            ("descriptors", "memory:descriptors"),
+            ("memory", "memory:private_memory"),
         ):
-            point.values[name] = mesh.measure(workload, (), effort, deadline).value
-    if mesh.complaints:
-        point.failed = "; ".join(mesh.complaints)
+            point.values[name] = mesh.measure(workload, (), sampling, deadline).value
+    if mesh.shutdown_errors:
+        point.failed = "; ".join(mesh.shutdown_errors)
 
 
 def as_text(points: Sequence[Point]) -> str:
-    """A table, and below it what failed."""
+    """Returns a table, and below it the failures."""
     head = ["", "workers", "init", "call", "descriptors", "memory"]
     lines = [[point.library, str(point.workers), *_cells(point)] for point in points]
     failures = [
@@ -101,7 +101,7 @@ def as_text(points: Sequence[Point]) -> str:
         if point.failed
     ]
     legend = [f"{name}: {meaning}" for name, meaning in MEASURES.items()]
-    return "\n".join([columns_of_text([head, *lines]), "", *legend, *failures])
+    return "\n".join([align_columns([head, *lines]), "", *legend, *failures])
 
 
 def _cells(point: Point) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a workload is given."""
+"""The session that a workload is given."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zrpc.bench.effort import Effort
     from zrpc.bench.library import Library
-    from zrpc.bench.raw import RawPeer
+    from zrpc.bench.raw_zmq import RawPeer
+    from zrpc.bench.sampling import Sampling
 
 __all__ = ["PEER", "Session"]
 
-# Workloads run on worker0 and call this one.
+# Workloads run on worker0 and call this worker.
 PEER = "worker1"
 
 
 @dataclass(frozen=True)
 class Session:
-    """A workload's surroundings, on worker 0 of a mesh.
+    """The context in which a workload runs, on worker 0 of a mesh.
 
     Attributes:
         participant: the library's name, or ``limit``.
-        effort: how much to measure.
-        workers: how many workers the mesh has.
+        sampling: how long and how often to repeat the workload.
+        workers: the number of workers in the mesh.
     """
 
     participant: str
-    effort: Effort
+    sampling: Sampling
     workers: int
     _library: Library | None = field(default=None, repr=False)
     _raw: RawPeer | None = field(default=None, repr=False)
 
     @property
     def rpc(self) -> Any:
-        """The library's module with ``rpc_sync`` and the like."""
+        """The library's module with ``rpc_sync``, ``rpc_async`` and ``remote``."""
         assert self._library is not None
         return self._library.rpc
 
@@ -46,6 +46,6 @@ class Session:
 
     @property
     def raw(self) -> RawPeer:
-        """The bare ZeroMQ connection of a mesh for limits."""
+        """The bare ZeroMQ connection to the peer, in a mesh that measures limits."""
         assert self._raw is not None
         return self._raw

@@ -1,14 +1,14 @@
-"""How a run measures."""
+"""The settings of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zrpc.bench.effort import Effort
+from zrpc.bench.sampling import Sampling
 
 __all__ = ["LIMIT", "Settings"]
 
-# The participant that is no library.
+# The participant that is not a library.
 LIMIT = "limit"
 
 
@@ -17,22 +17,22 @@ class Settings:
     """How to measure.
 
     Attributes:
-        against: the other library, or None.
-        rounds: how many rounds.
-        tcp: whether only tcp is to be used.
-        effort: how much to measure of each row in each round.
-        deadline: seconds that a row may take in one round.
-        patience: seconds that a mesh may take to start, and to end.
+        against: the library to compare with, or None.
+        rounds: the number of rounds.
+        tcp: whether to use only tcp.
+        sampling: how long and how often to repeat each row in each round.
+        deadline: the seconds that a row may take in one round.
+        mesh_timeout: the seconds that a mesh may take to start, and to shut down.
     """
 
     against: str | None = "torch"
     rounds: int = 5
     tcp: bool = False
-    effort: Effort = field(default_factory=Effort)
+    sampling: Sampling = field(default_factory=Sampling)
     deadline: float = 60.0
-    patience: float = 60.0
+    mesh_timeout: float = 60.0
 
     @property
-    def participants(self) -> tuple[str, ...]:
-        """Whose meshes start in each round, in their order."""
+    def participant_names(self) -> tuple[str, ...]:
+        """The participants of each round, in the order in which they are measured."""
         return (*([self.against] if self.against else []), "zrpc", LIMIT)

@@ -1,4 +1,4 @@
-"""What a run has found, for readers and for programs."""
+"""The results of a run, as a table for people and as data for programs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zrpc.bench.effort import Sample
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Unit
 from zrpc.bench.run import Run
+from zrpc.bench.sampling import Sample
 from zrpc.bench.settings import LIMIT, Settings
 
-__all__ = ["as_data", "as_text", "columns_of_text", "headline", "quantity"]
+__all__ = ["align_columns", "as_data", "as_text", "headline", "quantity"]
 
-# The whole reason stands below the table.
-_LONGEST_REASON = 20
+# The full reason is shown below the table.
+_MAX_REASON_CHARS = 20
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _RATES = ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
@@ -24,7 +24,7 @@ _SCALES = {Unit.SECONDS: _SECONDS, Unit.RATE: _RATES, Unit.BYTES: _BYTES}
 
 
 def quantity(value: float, unit: Unit) -> str:
-    """A number with three digits and its unit."""
+    """Formats a number with three digits and its unit."""
     scales = _SCALES[unit]
     size, name = next((each for each in scales if abs(value) >= each[0]), scales[-1])
     return f"{_digits(value / size)} {name}"
@@ -37,22 +37,22 @@ def _digits(value: float) -> str:
 
 
 def headline(machine: Machine, settings: Settings) -> str:
-    """What ran where, in a few lines."""
+    """Describes the machine and the run in a few lines."""
     transport = "loopback tcp" if settings.tcp else "each library's default transport"
     rounds = "1 round" if settings.rounds == 1 else f"{settings.rounds} rounds"
     return f"{machine}\n{rounds} of fresh processes in turn, over {transport}"
 
 
 def as_text(run: Run) -> str:
-    """The table, and below it what failed and why."""
+    """Returns the table, and below it the failures with their reasons."""
     against = run.settings.against
     head = ["row", *([against] if against else []), "zrpc"]
     head += (["times faster", "min to max"] if against else []) + ["limit"]
-    lines = [head, *(_line(result, run.settings) for result in run.results)]
-    return columns_of_text(lines) + _below(run)
+    lines = [head, *(_row_cells(result, run.settings) for result in run.results)]
+    return align_columns(lines) + _footnotes(run)
 
 
-def _line(result: RowResult, settings: Settings) -> list[str]:
+def _row_cells(result: RowResult, settings: Settings) -> list[str]:
     against = settings.against
     cells = [result.row.name]
     if against:
@@ -85,10 +85,10 @@ def _faster(spread: Spread | None) -> list[str]:
 
 
 def _short(reason: str) -> str:
-    return reason if len(reason) <= _LONGEST_REASON else reason[: _LONGEST_REASON - 1] + "…"
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[: _MAX_REASON_CHARS - 1] + "…"
 
 
-def _below(run: Run) -> str:
+def _footnotes(run: Run) -> str:
     lines = []
     for result in run.results:
         for participant, outcomes in result.outcomes.items():
@@ -102,8 +102,8 @@ def _below(run: Run) -> str:
     return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
 
 
-def columns_of_text(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells, aligned: the first column to the left, the others to the right."""
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Aligns rows of cells: the first column to the left, the others to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
     text = []
     for line in lines:
@@ -114,20 +114,37 @@ def columns_of_text(lines: Sequence[Sequence[str]]) -> str:
 
 
 def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, Any]:
-    """All that was found, for ``--json``.
+    """Returns all results, for ``--json``.
 
     Args:
         run: the run.
-        machine: where.
-        load: the load average before and after.
+        machine: the machine it ran on.
+        load: the load average before and after the run.
     """
     settings = run.settings
     return {
         "machine": asdict(machine),
         "load_average": {"before": load[0], "after": load[1]},
-        "settings": asdict(settings),
+        "settings": _settings_data(settings),
         "rows": [_row_data(result, settings) for result in run.results],
         "notes": run.notes,
+    }
+
+
+def _settings_data(settings: Settings) -> dict[str, Any]:
+    """Returns the settings under the keys of all earlier files, so that files stay comparable."""
+    sampling = settings.sampling
+    return {
+        "against": settings.against,
+        "rounds": settings.rounds,
+        "tcp": settings.tcp,
+        "effort": {
+            "seconds": sampling.seconds,
+            "least": sampling.min_repeats,
+            "scale": sampling.scale,
+        },
+        "deadline": settings.deadline,
+        "patience": settings.mesh_timeout,
     }
 
 

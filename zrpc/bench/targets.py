@@ -1,4 +1,4 @@
-"""What workloads call at their peer."""
+"""The functions and classes that workloads call on their peer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = [
     "things",
 ]
 
-# No handler burns for longer, whatever becomes of its caller.
-_LONGEST_BURN = 60.0
+# No handler burns for longer, even if its caller is gone.
+_MAX_BURN_SECONDS = 60.0
 _burning = threading.Event()
 _stop = threading.Event()
 _layers: dict[int, torch.nn.Linear] = {}
@@ -39,22 +39,22 @@ def nothing() -> None:
 
 
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """The sum of two tensors."""
+    """Returns the sum of two tensors."""
     return one + other
 
 
 def echo(value: Any) -> Any:
-    """Its argument."""
+    """Returns its argument."""
     return value
 
 
 def take(tensor: torch.Tensor) -> float:
-    """The last element, which shows that all of the tensor has arrived."""
+    """Returns the last element, which proves that the whole tensor has arrived."""
     return tensor[-1].item()
 
 
 def hop(here: int, left: int) -> int:
-    """Calls itself at the other one of the workers 0 and 1 until none of ``left`` is left."""
+    """Calls itself on the other one of workers 0 and 1, ``left`` times; returns the depth."""
     if left == 0:
         return 1
     there = 1 - here
@@ -66,7 +66,7 @@ def burn() -> None:
     """Keeps the interpreter busy until `stop_burning` is called."""
     _stop.clear()
     _burning.set()
-    end = time.monotonic() + _LONGEST_BURN
+    end = time.monotonic() + _MAX_BURN_SECONDS
     value = 0
     while not _stop.is_set() and time.monotonic() < end:
         for i in range(1000):
@@ -75,12 +75,12 @@ def burn() -> None:
 
 
 def burning() -> bool:
-    """Whether `burn` runs."""
+    """Whether `burn` is running."""
     return _burning.is_set()
 
 
 def stop_burning() -> None:
-    """Ends `burn`."""
+    """Stops `burn`."""
     _stop.set()
 
 
@@ -91,13 +91,13 @@ class Counter:
         self._count = 0
 
     def increment(self) -> int:
-        """Adds one; returns how often that was done."""
+        """Adds one and returns the count."""
         self._count += 1
         return self._count
 
 
 class Thing:
-    """An object that is counted as long as it lives."""
+    """An object that is counted while it is alive."""
 
     _lock = threading.Lock()
     alive = 0
@@ -114,33 +114,33 @@ class Thing:
 
 
 def things() -> tuple[int, int]:
-    """How many `Thing` objects are alive, and how many were ever made."""
+    """Returns how many `Thing` objects are alive, and how many were ever created."""
     return Thing.alive, Thing.made
 
 
 def layer(inputs: torch.Tensor) -> torch.Tensor:
-    """A linear layer of this worker, as wide as the inputs."""
+    """Applies this worker's linear layer of the inputs' width."""
     module = linear(inputs.shape[-1])
     result: torch.Tensor = module(inputs)
     return result
 
 
 def linear(width: int) -> torch.nn.Linear:
-    """This worker's layer of that width."""
+    """Returns this worker's linear layer of that width."""
     if width not in _layers:
         _layers[width] = torch.nn.Linear(width, width)
     return _layers[width]
 
 
 def gradient_sum(context_id: int, width: int) -> float:
-    """The sum of the absolute values of the gradient of this worker's layer."""
+    """Returns the sum of absolute values of the gradient of this worker's layer."""
     gradients = library.current().autograd.get_gradients(context_id)
     total: float = gradients[linear(width).weight].abs().sum().item()
     return total
 
 
 def resident() -> int:
-    """The resident memory of this process, in bytes."""
+    """Returns the resident memory of this process, in bytes."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("VmRSS:"):

@@ -1,14 +1,12 @@
-"""Start, watch and stop workers on this machine.
+"""Starts, watches and stops workers on this machine. Imports nothing of the rest of zrpc.
 
 `launch` runs a `Job`: N workers of one script. `ForkServer` and `SpawnServer` (each a `Starter`)
 are the level below: they start single processes and report their exits.
 """
 
-from .errors import LaunchError, ServerDied
-from .launcher import Job, launch
-from .method import make_starter, start_method
-from .starter import Exit, Starter
-from .task import Task
+from zrpc.launch.launcher import Job, launch
+from zrpc.launch.starter import Exit, LaunchError, ServerDied, Starter, make_starter, start_method
+from zrpc.launch.task import Task
 
 __all__ = [
     "Exit",

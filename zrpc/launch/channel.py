@@ -1,4 +1,4 @@
-"""Messages with open descriptors over a Unix stream socket."""
+"""Messages, with open descriptors attached, over a Unix stream socket."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Channel:
         self._sock = sock
 
     def fileno(self) -> int:
-        """The socket's descriptor, for a selector."""
+        """Returns the socket's descriptor, for a selector."""
         return self._sock.fileno()
 
     def send(self, message: Any, fds: Sequence[int] = ()) -> None:
-        """Send one message, and copies of the descriptors `fds` with it."""
+        """Sends one message, and copies of the descriptors `fds` with it."""
         body = pickle.dumps(message)
         head = _LENGTH.pack(len(body))
         # Descriptors travel with the first byte, so a short write of the head loses none.
@@ -39,10 +39,7 @@ class Channel:
         self._sock.sendall(head[sent:] + body)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """Wait for one message.
-
-        Returns:
-            The message and the descriptors that came with it.
+        """Waits for one message; returns it and the descriptors that arrived with it.
 
         Raises:
             EOFError: The other end is closed.
@@ -50,15 +47,15 @@ class Channel:
         """
         fds: list[int] = []
         try:
-            head = self._exactly(_LENGTH.size, fds)
+            head = self._read_exactly(_LENGTH.size, fds)
             (size,) = _LENGTH.unpack(head)
-            return pickle.loads(self._exactly(size, fds)), fds
+            return pickle.loads(self._read_exactly(size, fds)), fds
         except BaseException:
             for fd in fds:
                 os.close(fd)
             raise
 
-    def _exactly(self, size: int, fds: list[int]) -> bytes:
+    def _read_exactly(self, size: int, fds: list[int]) -> bytes:
         data = bytearray()
         while len(data) < size:
             wanted = min(size - len(data), 1 << 20)
@@ -75,5 +72,5 @@ class Channel:
         return bytes(data)
 
     def close(self) -> None:
-        """Close this end."""
+        """Closes this end."""
         self._sock.close()

@@ -1,38 +1,40 @@
-"""From a forked copy of the server, or a spawned interpreter, to a process like a fresh one."""
+"""Turns a forked copy of the server, or a spawned interpreter, into a process like a fresh one."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.machinery
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Collection
 from typing import Any, TextIO
 
-from . import program
-from .task import Task
+from zrpc.launch import program
+from zrpc.launch.task import Task
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def become(task: Task, at_startup: Collection[str]) -> None:
-    """Run `task` in this process, and return or raise as a fresh interpreter's program would.
+def become(task: Task, startup_modules: Collection[str]) -> None:
+    """Runs `task` in this process, and returns or raises as in a fresh interpreter.
 
-    Standard input, output and error are in place already, as descriptors 0 to 2.
-
-    Args:
-        task: The program and its surroundings.
-        at_startup: Names of the modules that every fresh interpreter has.
+    Standard input, output and error are in place already, as descriptors 0 to 2. Every fresh
+    interpreter has the startup modules.
     """
-    _set_surroundings(task)
-    if hidden := _wrongly_preloaded(task, at_startup):
+    _set_environment(task)
+    if hidden := _hidden_modules(task, startup_modules):
         _start_over(task, hidden)
     _open_standard_streams(task.line_buffered)
     _reseed()
     program.run(task)
 
 
-def _set_surroundings(task: Task) -> None:
+def _set_environment(task: Task) -> None:
     if task.env is not None and task.env != dict(os.environ):
         os.environ.clear()
         os.environ.update(task.env)
@@ -48,21 +50,22 @@ def _set_surroundings(task: Task) -> None:
         process.current_process().authkey = os.urandom(32)
 
 
-def _wrongly_preloaded(task: Task, at_startup: Collection[str]) -> list[str]:
-    """Modules that the server imported, but that the program would find beside itself.
+def _hidden_modules(task: Task, startup_modules: Collection[str]) -> list[str]:
+    """Returns preloaded modules that a file in the program's own directory should hide.
 
     A script's directory comes first on ``sys.path``: with a ``queue.py`` beside it, ``import
-    queue`` means that file, for torch too. No import can be taken back once it has run.
+    queue`` means that file, for torch too. An import can't be undone once it has run.
     """
     if task.kind == "function" or getattr(sys.flags, "safe_path", False):
         return []
-    first = program.script_directory(task.target) if task.kind == "script" else os.getcwd()
+    directory = program.script_directory(task.target) if task.kind == "script" else os.getcwd()
     try:
-        beside = {name.partition(".")[0] for name in os.listdir(first)}
+        names = {name.partition(".")[0] for name in os.listdir(directory)}
     except OSError:
         return []
-    preloaded = beside.intersection(sys.modules).difference(at_startup, sys.builtin_module_names)
-    return sorted(name for name in preloaded if _differs(name, first))
+    names.intersection_update(sys.modules)
+    names.difference_update(startup_modules, sys.builtin_module_names)
+    return sorted(name for name in names if _differs(name, directory))
 
 
 def _differs(name: str, directory: str) -> bool:
@@ -74,22 +77,22 @@ def _differs(name: str, directory: str) -> bool:
 
 
 def _start_over(task: Task, hidden: list[str]) -> None:
-    """Replace this process by a fresh interpreter, which imports everything anew."""
+    """Replaces this process by a fresh interpreter, which imports everything itself."""
     sys.stderr.write(
-        f"zrpc launch: {', '.join(hidden)} beside the program hides a module that was imported "
-        "ahead; starting without imports made ahead (slower)\n"
+        f"zrpc launch: {', '.join(hidden)} beside the program hides a preloaded module; "
+        "starting without preloaded modules (slower)\n"
     )
     sys.stderr.flush()
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if task.line_buffered and "-u" not in options:
         options = [*options, "-u"]
-    way = [task.target] if task.kind == "script" else ["-m", task.target]
-    os.execv(sys.executable, [sys.executable, *options, *way, *task.argv])
+    program_arguments = [task.target] if task.kind == "script" else ["-m", task.target]
+    os.execv(sys.executable, [sys.executable, *options, *program_arguments, *task.argv])
 
 
 def _open_standard_streams(line_buffered: bool) -> None:
     # The server opened its streams for other files, perhaps a terminal: buffering and encoding
-    # errors are decided anew, as at an interpreter's start.
+    # error handling are chosen again, as when an interpreter starts.
     for fd, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         stream = _text_stream(fd, getattr(sys, f"__{name}__"), line_buffered)
         setattr(sys, name, stream)
@@ -97,31 +100,55 @@ def _open_standard_streams(line_buffered: bool) -> None:
 
 
 def _text_stream(fd: int, model: TextIO | None, line_buffered: bool) -> TextIO:
-    reads = fd == 0
+    is_input = fd == 0
     write_through = isinstance(model, io.TextIOWrapper) and model.write_through  # python -u
-    mode = "rb" if reads else "wb"
-    buffering = 0 if write_through and not reads else -1
+    mode = "rb" if is_input else "wb"
+    buffering = 0 if write_through and not is_input else -1
     raw: Any = open(fd, mode, buffering, closefd=False)  # noqa: SIM115
     getattr(raw, "raw", raw).name = ("<stdin>", "<stdout>", "<stderr>")[fd]
-    flushes_lines = not reads and (line_buffered or fd == 2 or raw.isatty())
+    flushes_lines = not is_input and (line_buffered or fd == 2 or raw.isatty())
     stream = io.TextIOWrapper(
         raw,
         encoding=model.encoding if model else "utf-8",
         errors=model.errors if model else "backslashreplace" if fd == 2 else "surrogateescape",
-        newline=None if reads else "\n",
+        newline=None if is_input else "\n",
         line_buffering=flushes_lines and not write_through,
         write_through=write_through,
     )
-    stream.mode = "r" if reads else "w"  # type: ignore[misc]
+    stream.mode = "r" if is_input else "w"  # type: ignore[misc]
     return stream
 
 
 def _reseed() -> None:
-    """Make random numbers differ between siblings, as they do between fresh interpreters.
+    """Makes random numbers differ between siblings, as they do between fresh interpreters.
 
-    Python's own `random` does so by itself at every fork.
+    Python reseeds its own `random` at every fork.
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when the thread that forked it ends.
+
+    If that parent is already gone, its death signal was missed, so this process exits here.
+    """
+    if sys.platform != "linux":
+        return
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process, in place of init, the parent of descendants whose own parent dies."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, argument: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {argument}): {os.strerror(number)}")

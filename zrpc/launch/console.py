@@ -20,11 +20,11 @@ class Console:
     Args:
         stdout: Descriptor for what workers write to standard output.
         stderr: Descriptor for what they write to standard error, and for notices.
-        on_closed: Called once, from any thread, when a reader of either has gone away.
+        on_closed: Called once, from any thread, when the reader of either has gone away.
 
     Attributes:
         closed: Whether the reader of either has gone away.
-        blocked: Whether a write is under way; a reader that is slow makes it last.
+        blocked: Whether a write is in progress. A slow reader makes it last.
     """
 
     def __init__(
@@ -36,29 +36,23 @@ class Console:
         self._colours = tuple(_wants_colour(fd) for fd in self._fds)
         self._on_closed = on_closed
         self._lock = threading.Lock()  # held over each write, so that lines stay whole
-        self._gone: set[int] = set()
+        self._closed_fds: set[int] = set()
 
     def show(self, rank: int, lines: Sequence[bytes], *, error: bool) -> None:
-        """Write a worker's lines.
-
-        Args:
-            rank: The worker.
-            lines: Its lines, without their ends.
-            error: Whether they came from its standard error.
-        """
+        """Writes a worker's lines, without line ends, from its standard output or error."""
         prefix = f"[{rank}] ".encode()
         if self._colours[error]:
             prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m[{rank}]".encode() + _RESET + b" "
-            # A colour that a worker leaves switched on must not run into others' lines.
+            # A colour that a worker leaves switched on must not affect other workers' lines.
             lines = [line + _RESET if b"\x1b[" in line else line for line in lines]
         self._write(error, b"".join(prefix + line + b"\n" for line in lines))
 
     def notice(self, text: str) -> None:
-        """Write lines of the launcher itself, without a rank, to standard error."""
+        """Writes lines of the launcher itself, without a rank, to standard error."""
         self._write(True, (text + "\n").encode(errors="backslashreplace"))
 
-    def raw(self, lines: Sequence[bytes]) -> None:
-        """Write lines to standard error just as they are."""
+    def write_raw(self, lines: Sequence[bytes]) -> None:
+        """Writes lines to standard error unchanged."""
         self._write(True, b"".join(line + b"\n" for line in lines))
 
     def _write(self, error: bool, data: bytes) -> None:
@@ -66,11 +60,11 @@ class Console:
         with self._lock:
             self.blocked = True
             try:
-                while data and fd not in self._gone:
+                while data and fd not in self._closed_fds:
                     data = data[_write_some(fd, data) :]
                 return
             except OSError:  # the pipe's reader or the terminal is gone
-                self._gone.add(fd)
+                self._closed_fds.add(fd)
                 self.closed = True
             finally:
                 self.blocked = False
@@ -80,7 +74,7 @@ class Console:
 def _write_some(fd: int, data: bytes) -> int:
     try:
         return os.write(fd, data)
-    except BlockingIOError:  # some other process has made the shared file non-blocking
+    except BlockingIOError:  # another process has made the shared file non-blocking
         select.select([], [fd], [], 1.0)
         return 0
 
@@ -94,5 +88,5 @@ def _wants_colour(fd: int) -> bool:
 
 
 def refuses_colours() -> bool:
-    """Whether the environment asks for plain text: https://no-color.org, or a simple terminal."""
+    """Returns whether the environment asks for plain text, by https://no-color.org or TERM=dumb."""
     return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"

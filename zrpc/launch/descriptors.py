@@ -1,4 +1,4 @@
-"""Standard input, output and error where whoever started this process has closed them."""
+"""Standard input, output and error when they were closed by the process that started this one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["is_open", "open_standard_descriptors", "output_of_child"]
 
 
 def is_open(fd: int) -> bool:
-    """Whether this process has anything open under this number."""
+    """Returns whether this process has anything open under this number."""
     try:
         os.fstat(fd)
     except OSError:
@@ -18,27 +18,27 @@ def is_open(fd: int) -> bool:
     return True
 
 
-def output_of_child(number: int, given: int | None = None) -> int | None:
-    """What ``subprocess`` is to give a new process as its descriptor 1 or 2.
+def output_of_child(fd: int, given: int | None = None) -> int | None:
+    """Returns what ``subprocess`` should give a new process as its descriptor 1 or 2.
 
-    This process's own where none is given; but not what has got the number of a standard stream
-    that was closed, and isn't passed on: then the null device.
+    Without a given descriptor, that is this process's own, unless its standard stream was closed.
+    A file opened later may then have the number, but isn't inherited: use the null device instead.
     """
-    passed_on = is_open(number) and (sys.platform == "win32" or os.get_inheritable(number))
-    return subprocess.DEVNULL if given is None and not passed_on else given
+    inherited = is_open(fd) and (sys.platform == "win32" or os.get_inheritable(fd))
+    return subprocess.DEVNULL if given is None and not inherited else given
 
 
 def open_standard_descriptors() -> None:
-    """Opens the null device for those of descriptors 0 to 2 that are closed.
+    """Opens the null device for each of the descriptors 0 to 2 that is closed.
 
-    Otherwise the next pipe or socket gets such a number, and what is printed goes into it. To be
+    Otherwise the next pipe or socket gets such a number, and printed output goes into it. Must be
     called before this process opens anything else.
     """
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if is_open(fd):
             continue
         opened = os.open(os.devnull, os.O_WRONLY if fd else os.O_RDONLY)
-        if opened != fd:  # another thread may have opened something meanwhile
+        if opened != fd:  # another thread has opened something meanwhile
             os.close(opened)
             continue
         os.set_inheritable(fd, True)

@@ -1,51 +1,44 @@
-"""From a gentle request to stop to force. No clock and no signals in here."""
+"""Stops workers in steps, from a gentle request to force. Reads no clock and sends no signal."""
 
 from __future__ import annotations
 
 import signal
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has just one way
+_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has only one way
 
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do to all workers that still run.
+    """A signal to send to all workers that are still running."""
 
-    Attributes:
-        after: Seconds since the step before it.
-        number: The signal to send.
-        group: Whether what the workers have started gets it too.
-    """
-
-    after: float
+    after: float  # seconds since the previous step
     number: int
-    group: bool
+    group: bool  # whether the processes that the workers have started get it too
 
 
 def interrupt(grace: float) -> list[Step]:
-    """As Ctrl-C at a terminal, which reaches a program and what it has started."""
+    """Starts with SIGINT, as Ctrl-C: it reaches a program and the processes it has started."""
     return [Step(0.0, signal.SIGINT, True), *_after(grace, terminate(grace))]
 
 
 def terminate(grace: float) -> list[Step]:
-    """As `kill`, which reaches the program alone, so that it can wind up what it has started."""
+    """Starts with SIGTERM, which only the program gets, so that it can stop what it started."""
     return [Step(0.0, signal.SIGTERM, False), *_after(grace, kill())]
 
 
 def kill() -> list[Step]:
-    """By force, at once."""
+    """Kills at once."""
     return [Step(0.0, _KILL, True)]
 
 
 def _after(seconds: float, steps: list[Step]) -> list[Step]:
-    first, *others = steps
-    return [Step(seconds, first.number, first.group), *others]
+    return [replace(steps[0], after=seconds), *steps[1:]]
 
 
 class Escalation:
-    """Where a stop has got to.
+    """The progress of a stop: which steps are still to be taken, and when.
 
     Example:
         >>> stop = Escalation(terminate(3.0), now=10.0)
@@ -54,19 +47,19 @@ class Escalation:
     """
 
     def __init__(self, steps: list[Step], now: float) -> None:
-        self.began = now
+        self.started_at = now
         self._steps = deque(steps)
-        self._at = now
+        self._last_at = now
 
     def due(self, now: float) -> list[Step]:
-        """Take the steps whose time has come."""
+        """Removes and returns the steps that are due."""
         taken = []
         while self._steps and self.next_at <= now:
-            self._at = self.next_at
+            self._last_at = self.next_at
             taken.append(self._steps.popleft())
         return taken
 
     @property
     def next_at(self) -> float:
-        """When the next step is due; infinity when all are taken."""
-        return self._at + self._steps[0].after if self._steps else float("inf")
+        """The time of the next step, or infinity if none is left."""
+        return self._last_at + self._steps[0].after if self._steps else float("inf")

@@ -1,4 +1,4 @@
-"""A warm fork server: pay for imports once, then start processes in milliseconds."""
+"""A warm fork server: pays for imports once, then starts processes in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .channel import MAX_DESCRIPTORS, Channel
-from .descriptors import output_of_child
-from .errors import LaunchError, ServerDied
-from .interpreter import BOOTSTRAP, find_zrpc, interpreter
-from .starter import DEFAULT_PRELOAD, Exit, Starter
-from .task import Task
+from zrpc.launch.channel import MAX_DESCRIPTORS, Channel
+from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.starter import (
+    DEFAULT_PRELOAD,
+    Exit,
+    LaunchError,
+    ServerDied,
+    Starter,
+    Streams,
+    python_command,
+)
+from zrpc.launch.task import Task
 
-_REPLY_TIMEOUT = 60.0
+_START_SECONDS = 120.0  # for the server to start and import
+_REPLY_SECONDS = 60.0
 
 _SERVE = """\
 from zrpc.launch.server import serve
-serve({requests}, {exits}, {owner}, {preload!r}, at_startup)()
+serve({}, {}, {owner}, {preload!r}, startup_modules)()
 """
 
 
@@ -32,21 +39,17 @@ class ForkServer(Starter):
     """A clean process that has imported the heavy modules and forks a child per request.
 
     The server is a fresh interpreter with a single thread, so that forking it is safe whatever
-    threads its owner runs. It ends when its owner closes it or dies, and takes all its children
-    and their children with it.
+    threads its owner runs. It exits when its owner closes it or dies, and kills all its
+    descendants first.
 
     Args:
-        preload: Modules to import ahead. One that can't be imported is skipped: the child that
-            needs it gets the error.
+        preload: Modules to import before forking. One that can't be imported is skipped: the
+            child that needs it gets the error.
         env: Environment of the server and the default for its children; None for a copy of this
-            process's. What modules and libraries read when they are loaded, such as
-            ``OMP_NUM_THREADS``, has to be right here.
-        sys_path: ``sys.path`` for the imports and by default for the children; None for what a
-            fresh interpreter has.
-        start_timeout: Seconds for the server to start and import.
+            process's. Variables that libraries read when they are loaded, such as
+            ``OMP_NUM_THREADS``, must be set here.
 
     Attributes:
-        preloaded: The modules that were imported, once the server has started.
         pid: The server's process id, once it has started.
 
     Example:
@@ -56,20 +59,12 @@ class ForkServer(Starter):
     """
 
     def __init__(
-        self,
-        *,
-        preload: Sequence[str] = DEFAULT_PRELOAD,
-        env: Mapping[str, str] | None = None,
-        sys_path: Sequence[str] | None = None,
-        start_timeout: float = 120.0,
+        self, *, preload: Sequence[str] = DEFAULT_PRELOAD, env: Mapping[str, str] | None = None
     ) -> None:
         super().__init__()
-        self.preloaded: list[str] = []
         self.pid = 0
         self._preload = list(preload)
         self._env = None if env is None else dict(env)
-        self._sys_path = None if sys_path is None else list(sys_path)
-        self._start_timeout = start_timeout
         self._lock = threading.RLock()  # guards everything below
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
@@ -78,13 +73,13 @@ class ForkServer(Starter):
         self._directories: list[str] = []
 
     def start(self) -> None:
-        """Start the server and wait until its imports are done. See `Starter.start`."""
+        """Starts the server and waits until its imports are done. See `Starter.start`."""
         with self._lock:
             if self._process is not None:
                 return
             self._launch()
             try:
-                self.preloaded = self._reply(self._start_timeout)
+                self._reply(_START_SECONDS)
             except BaseException:
                 self.close(timeout=0)
                 raise
@@ -92,23 +87,24 @@ class ForkServer(Starter):
     def _launch(self) -> None:
         requests, exits = socket.socketpair(), socket.socketpair()
         # Numbers above those of the standard streams, which may be closed in this process.
-        theirs = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
+        server_fds = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
+        code = _SERVE.format(*server_fds, owner=os.getpid(), preload=self._preload)
         try:
             self._process = subprocess.Popen(
-                [*interpreter(), "-c", self._code(*theirs)],
+                python_command(code),
                 stdin=subprocess.DEVNULL,
                 stdout=output_of_child(1),
                 stderr=output_of_child(2),
                 env=self._env,
-                pass_fds=theirs,
-                start_new_session=True,  # a Ctrl-C at the terminal is the owner's business
+                pass_fds=server_fds,
+                start_new_session=True,  # the owner handles a Ctrl-C at the terminal
             )
         except OSError as error:
             for sock in (requests[0], exits[0]):
                 sock.close()
             raise LaunchError(f"could not start the fork server: {error}") from error
         finally:
-            for fd in theirs:
+            for fd in server_fds:
                 os.close(fd)
             for sock in (requests[1], exits[1]):
                 sock.close()
@@ -116,43 +112,27 @@ class ForkServer(Starter):
         self._control, self._exit_socket = requests[0], exits[0]
         self._channel = Channel(self._control)
 
-    def _code(self, requests: int, exits: int) -> str:
-        return BOOTSTRAP.format(
-            path=find_zrpc(self._sys_path),
-            main=_SERVE.format(
-                requests=requests, exits=exits, owner=os.getpid(), preload=self._preload
-            ),
-        )
-
-    def spawn(
-        self,
-        task: Task,
-        *,
-        stdin: int | None = None,
-        stdout: int | None = None,
-        stderr: int | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> int:
-        """Fork a process. See `Starter.spawn`."""
+    def _spawn(self, task: Task, streams: Streams, pass_fds: Sequence[int]) -> int:
         if len(pass_fds) > MAX_DESCRIPTORS - 3 or any(fd < 3 for fd in pass_fds):
             raise ValueError(
-                f"pass_fds takes up to {MAX_DESCRIPTORS - 3} descriptors above 2, got {pass_fds}"
+                f"expected at most {MAX_DESCRIPTORS - 3} descriptors above 2 as pass_fds, but got "
+                f"{pass_fds}"
             )
         if task.cwd is not None and not os.path.isdir(task.cwd):
-            raise LaunchError(f"the working directory {task.cwd!r} isn't a directory")
-        streams = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
-        fds = [*streams.values(), *pass_fds]
+            raise LaunchError(f"expected a directory to work in, but got {task.cwd!r}")
+        given = {i: fd for i, fd in enumerate(streams) if fd is not None}
+        fds = [*given.values(), *pass_fds]
         with self._lock:
-            pid: int = self._ask(("spawn", task, list(streams), list(pass_fds)), fds)
+            pid: int = self._ask(("spawn", task, list(given), list(pass_fds)), fds)
             self._running.add(pid)
         return pid
 
     def send_signal(self, pid: int, number: int, *, group: bool = False) -> bool:
-        """Send a signal to a child that runs. See `Starter.send_signal`."""
+        """Sends a signal to a running child. See `Starter.send_signal`."""
         return bool(self._ask(("signal", pid, int(number), group)))
 
     def make_directory(self) -> str:
-        """Make a private directory that the server removes at its end. See `Starter`."""
+        """Makes a private directory that the server removes when it exits. See `Starter`."""
         path: str = self._ask(("directory",))
         self._directories.append(path)
         return path
@@ -164,8 +144,8 @@ class ForkServer(Starter):
             try:
                 self._channel.send(request, fds)
             except ConnectionError as error:
-                raise ServerDied("the fork server ended; was it killed?") from error
-            return self._reply(_REPLY_TIMEOUT)
+                raise ServerDied("the fork server has exited; was it killed?") from error
+            return self._reply(_REPLY_SECONDS)
 
     def _reply(self, timeout: float) -> Any:
         assert self._channel is not None
@@ -176,19 +156,19 @@ class ForkServer(Starter):
         except TimeoutError as error:
             raise LaunchError(f"the fork server did not answer within {timeout:g} s") from error
         except EOFError as error:
-            raise ServerDied("the fork server ended; its own output may tell why") from error
+            raise ServerDied("the fork server has exited; its own output may show why") from error
         if kind == "failed":
-            raise LaunchError(f"the fork server could not do it: {value}")
+            raise LaunchError(f"the fork server could not carry out a request: {value}")
         return value
 
     def _read_exits(self, timeout: float) -> list[Exit]:
-        found = super()._read_exits(timeout)
+        exits = super()._read_exits(timeout)
         with self._lock:
-            self._running.difference_update(each.pid for each in found)
-        return found
+            self._running.difference_update(found.pid for found in exits)
+        return exits
 
     def close(self, timeout: float = 10.0) -> None:
-        """Kill all children and end the server. See `Starter.close`."""
+        """Kills all children and stops the server. See `Starter.close`."""
         with self._lock:
             process, self._process = self._process, None
             if process is None:
@@ -208,7 +188,7 @@ class ForkServer(Starter):
             self._running.clear()
 
     def _clean_up_after_server(self) -> None:
-        # The children died with the server; what they had started did not.
+        # The children died with the server; the processes that they had started did not.
         for pid in self._running:
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)

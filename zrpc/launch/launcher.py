@@ -1,44 +1,37 @@
-"""Starting N workers, watching them, and stopping them together."""
+"""Starts N workers, watches them, and stops them together."""
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import escalation
-from .console import Console
-from .descriptors import open_standard_descriptors
-from .errors import LaunchError
-from .escalation import Escalation, Step
-from .method import make_starter
-from .output import Output
-from .port import ReservedPort
-from .signals import SignalInbox
-from .starter import DEFAULT_PRELOAD, Starter
-from .store import Place, StoreProcess, parse_place
-from .task import Task
-from .worker import (
-    SECRET,
-    SECRET_FILE,
-    Surroundings,
-    Worker,
-    base_environment,
-    check_name_prefix,
-)
+from zrpc.launch import escalation
+from zrpc.launch.console import Console
+from zrpc.launch.descriptors import open_standard_descriptors
+from zrpc.launch.escalation import Escalation, Step
+from zrpc.launch.output import Output
+from zrpc.launch.port import ReservedPort
+from zrpc.launch.signals import SignalInbox
+from zrpc.launch.starter import DEFAULT_PRELOAD, LaunchError, Starter, make_starter
+from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
+from zrpc.launch.task import Task
+from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
 
-TIMED_OUT = 124  # as coreutils' timeout
-_INTERRUPTED = 128 + signal.SIGINT
-_NOBODY_READS = 128 + 13  # as a program that SIGPIPE killed
-_ECHO = 0.3  # seconds in which a second signal is the first one's echo from a parent process
-_KILLED = 10.0  # seconds for killed workers to vanish
-_LONGEST_WAIT = 86400.0  # seconds at once: the system has a limit, of some weeks
-_STRAY = 2.0  # seconds for output of processes that outlived everything
+_TIMED_OUT_CODE = 124  # the same as coreutils' timeout
+_INTERRUPTED_CODE = 128 + signal.SIGINT
+_OUTPUT_CLOSED_CODE = 128 + 13  # the same as a program killed by SIGPIPE
+_ECHO_SECONDS = 0.3  # within this time a second signal is the first one, repeated by a parent
+_KILL_SECONDS = 10.0  # for killed workers to exit
+_MAX_SELECT_SECONDS = 86400.0  # the system has a limit of some weeks
+_DRAIN_SECONDS = 2.0  # for output of processes that outlived all workers
+_Steps = Callable[[float], list[Step]]  # makes them from the grace period
 
 
 @dataclass(frozen=True)
@@ -48,20 +41,20 @@ class Job:
     Attributes:
         target: Path of the script, or name of the module.
         argv: The script's own arguments.
-        nprocs: How many workers.
+        nprocs: The number of workers.
         module: Whether `target` is a module, as after ``python -m``.
-        name_prefix: Worker names are this and the rank.
-        env: Variables for all workers, on top of this process's.
-        log_dir: Where each worker's output is kept too; None for nowhere.
+        name_prefix: A worker's name is this prefix and its rank.
+        env: Variables for all workers, in addition to this process's.
+        log_dir: The directory in which each worker's output is also kept; None to keep none.
         timeout: Seconds, from the start of the workers, after which they are stopped.
         grace: Seconds between a gentle request to stop and force.
-        start_method: ``fork`` or ``spawn``; None for what suits the system.
+        start_method: ``fork`` or ``spawn``; None for the system's default.
         preload: Modules to import once, before the workers are forked.
-        max_restarts: How often each worker is started again where it fails.
+        max_restarts: How often each worker is started again if it fails.
         elastic: Whether workers may join and leave, so that there is no world size.
         listen: ``HOST:PORT`` where the workers of an elastic mesh meet; None for a free port
-            that only this machine reaches.
-        join: ``HOST:PORT`` of an elastic mesh that runs, to which the workers are added.
+            that only this machine can reach.
+        join: ``HOST:PORT`` of a running elastic mesh, to which the workers are added.
     """
 
     target: str
@@ -81,7 +74,7 @@ class Job:
     join: str | None = None
 
     def check(self) -> None:
-        """Refuse what can't be launched.
+        """Checks that the job can be launched.
 
         Raises:
             ValueError: A value is out of its range.
@@ -93,46 +86,48 @@ class Job:
             raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
         if self.max_restarts < 0:
             raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
-        self._check_place()
-        check_name_prefix(self.name_prefix)
+        self._check_address()
+        if not re.fullmatch(r"[A-Za-z0-9_:-]{0,120}", self.name_prefix):
+            raise ValueError(
+                "expected a name prefix of at most 120 letters, digits, '-', '_' and ':', but got "
+                f"{self.name_prefix!r}"
+            )
         if not self.module and not os.path.exists(self.target):
             raise FileNotFoundError(f"there is no script {self.target!r} in {os.getcwd()}")
 
-    def _check_place(self) -> None:
+    def _check_address(self) -> None:
         if (self.listen or self.join) and not self.elastic:
-            raise ValueError("only workers of an elastic mesh can listen somewhere or join others")
+            raise ValueError("listen and join are for workers of an elastic mesh: set elastic too")
         if self.listen and self.join:
-            raise ValueError("workers that join a mesh meet where it does: nobody can listen too")
-        if place := self.listen or self.join:
-            parse_place(place)
+            raise ValueError("expected listen or join, but got both: a mesh has one address")
+        if address := self.listen or self.join:
+            parse_address(address)
         env = {**os.environ, **self.env}
         if self.join and not (env.get(SECRET) or env.get(SECRET_FILE)):
             raise ValueError(
                 f"workers that join a mesh need its secret: set {SECRET_FILE} for both launches; "
-                "`zrpc secret FILE` makes a file for it"
+                "`zrpc secret FILE` creates that file"
             )
 
     @property
     def keeps_store(self) -> bool:
-        """Whether the store is hosted beside the workers, any of whom may end."""
+        """Whether the store has a process of its own, so that any worker may exit."""
         return self.elastic or self.max_restarts > 0
 
 
 def launch(job: Job) -> int:
-    """Run a job's workers on this machine until all have ended.
+    """Runs a job's workers on this machine until all have exited.
 
     Output goes to this process's descriptors 1 and 2, each line after its worker's rank.
-    Worker 0 reads this process's standard input, the others have none. Those of the three that are
-    closed are opened first, on the null device. In the main thread, SIGINT, SIGTERM and SIGHUP
-    stop the workers: first gently, after the grace period by force, and at once when a signal
-    comes again.
-
-    Args:
-        job: What to run.
+    Worker 0 reads this process's standard input, the others have none. Each of the three that is
+    closed is first opened on the null device. In the main thread, SIGINT, SIGTERM and SIGHUP
+    stop the workers: first gently, after the grace period by force, and at once when a second
+    signal arrives.
 
     Returns:
-        0 if all workers ended with 0; the code of the first one that failed (128 and the number
-        for a signal); 124 after the timeout; 128 and the number after a signal to this process.
+        0 if all workers exited with 0; the code of the first one that failed (128 plus the number
+        for a signal); 124 after the timeout; 128 plus the number after a signal to this process;
+        141 if the output was closed.
 
     Raises:
         ValueError: See `Job.check`.
@@ -156,67 +151,59 @@ def launch(job: Job) -> int:
         try:
             starter.start()
         except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
-            return _INTERRUPTED
+            return _INTERRUPTED_CODE
         stack.enter_context(inbox)
         run = _Run(job, starter, inbox, console, base, output)
-        if named := job.listen or job.join:
-            place = parse_place(named)
+        if text := job.listen or job.join:
+            address = parse_address(text)
         else:
             port = stack.enter_context(ReservedPort())
-            port.workers_start()
-            place = Place(port=port.number)
-        run.start(place)
+            port.hand_over()
+            address = StoreAddress(port=port.number)
+        run.start(address)
         code = run.watch()
         starter.close()
-        output.drain(_STRAY, give_up=lambda: bool(inbox.take()))
-        run.report(output)
+        output.drain(_DRAIN_SECONDS, cancelled=lambda: bool(inbox.take()))
+        run.report()
     return code
 
 
+@dataclass(eq=False)
 class _Run:
-    """The workers of one launch. One thread."""
+    """The workers of one launch. Used by one thread."""
 
-    def __init__(
-        self,
-        job: Job,
-        starter: Starter,
-        inbox: SignalInbox,
-        console: Console,
-        base: Mapping[str, str],
-        output: Output,
-    ) -> None:
-        self._job = job
-        self._base = base
-        self._output = output
-        self._store: StoreProcess | None = None
-        self._starter = starter
-        self._inbox = inbox
-        self._console = console
-        self._workers: dict[int, Worker] = {}
-        self._failed: Worker | None = None
-        self._code = 0
-        self._stop: Escalation | None = None
-        self._deadline = float("inf")
-        self._give_up = float("inf")
+    _job: Job
+    _starter: Starter
+    _inbox: SignalInbox
+    _console: Console
+    _base: Mapping[str, str]
+    _output: Output
+    _store: StoreProcess | None = None
+    _workers: dict[int, Worker] = field(default_factory=dict)
+    _first_failed: Worker | None = None
+    _exit_code: int = 0
+    _escalation: Escalation | None = None
+    _deadline: float = float("inf")  # of the job's timeout
+    _kill_deadline: float = float("inf")  # for killed workers to exit
 
-    def start(self, place: Place) -> None:
-        """Start all workers, which meet at this place, and the store there where it is ours."""
+    def start(self, address: StoreAddress) -> None:
+        """Starts all workers, which meet at this address, and before them a store if needed."""
         job = self._job
         first = 0
         if job.keeps_store:
             self._store = StoreProcess(self._starter, self._base, hosts=not job.join)
-            found = self._store.first_rank(place, job.nprocs, self._inbox)
+            found = self._store.first_rank(address, job.nprocs, self._inbox)
             if found is None:
-                return  # a signal came: `watch` sees to it
+                return  # a signal came, which `watch` handles
             first = found
         if job.elastic and not job.join:
-            self._console.notice(f"zrpc launch: the mesh can be joined at {place}")
-        self._surroundings = Surroundings(
+            self._console.notice(f"zrpc launch: the mesh can be joined at {address}")
+        self._environment = EnvironmentTemplate(
             job.nprocs,
             job.name_prefix,
-            place.host,
-            place.port,
-            # Workers of other launches have to find the sockets of these.
+            address.host,
+            address.port,
+            # Workers of other launches must find the sockets of these.
             None if job.elastic else self._starter.make_directory(),
             first,
             job.elastic,
@@ -228,15 +215,15 @@ class _Run:
             self._deadline = time.monotonic() + job.timeout
 
     def _start_worker(self, rank: int, restarts: int = 0) -> None:
-        job, surroundings = self._job, self._surroundings
+        job, template = self._job, self._environment
         make = Task.module if job.module else Task.script
-        env = surroundings.environment(self._base, rank, restarts)
+        env = template.for_worker(self._base, rank, restarts)
         task = make(job.target, job.argv).within(cwd=os.getcwd(), env=env, line_buffered=True)
         stdout, stderr = self._output.open(rank)
-        reads = rank == surroundings.first_rank and not restarts
+        reads_input = rank == template.first_rank and not restarts
         try:
             pid = self._starter.spawn(
-                task, stdin=0 if reads else None, stdout=stdout, stderr=stderr
+                task, stdin=0 if reads_input else None, stdout=stdout, stderr=stderr
             )
         finally:
             os.close(stdout)
@@ -247,10 +234,9 @@ class _Run:
         return [worker for worker in self._workers.values() if worker.returncode is None]
 
     def watch(self) -> int:
-        """Wait for all workers to end, and stop them where that is due.
+        """Waits for all workers to exit, and stops them on failure, timeout or signal.
 
-        Returns:
-            The exit code of the launch.
+        Returns the exit code of the launch.
         """
         with selectors.DefaultSelector() as selector:
             selector.register(self._starter, selectors.EVENT_READ)
@@ -258,87 +244,84 @@ class _Run:
             self._on_wakeup()  # a signal may have come before there were workers
             while alive := self._alive():
                 now = time.monotonic()
-                if now >= self._give_up:
+                if now >= self._kill_deadline:
                     ranks = [worker.rank for worker in alive]
-                    raise LaunchError(f"ranks {ranks} still run {_KILLED:g} s after SIGKILL")
+                    raise LaunchError(f"{_KILL_SECONDS:g} s after SIGKILL, ranks {ranks} still run")
                 selector.select(self._next_wakeup(now))
                 self._on_exits()
                 self._on_wakeup()
                 self._on_time(time.monotonic())
-        return self._code
+        return self._exit_code
 
     def _next_wakeup(self, now: float) -> float | None:
-        at = min(
-            self._deadline, self._give_up, self._stop.next_at if self._stop else self._deadline
-        )
-        return None if at == float("inf") else min(max(0.0, at - now), _LONGEST_WAIT)
+        step_at = self._escalation.next_at if self._escalation else float("inf")
+        at = min(self._deadline, self._kill_deadline, step_at)
+        return None if at == float("inf") else min(max(0.0, at - now), _MAX_SELECT_SECONDS)
 
     def _on_exits(self) -> None:
-        for ended in self._starter.exits():
-            if self._store is not None and ended.pid == self._store.pid:
-                self._on_store_end(self._store)
+        for found in self._starter.exits():
+            if self._store is not None and found.pid == self._store.pid:
+                self._on_store_exit(self._store)
                 continue
-            worker = self._workers[ended.pid]
-            worker.returncode = ended.returncode
-            if ended.returncode != 0 and self._stop is None:
+            worker = self._workers[found.pid]
+            worker.returncode = found.returncode
+            if found.returncode != 0 and self._escalation is None:
                 self._on_failure(worker)
 
     def _on_failure(self, worker: Worker) -> None:
-        text = f"rank {worker.rank} failed ({worker.end()})"
+        text = f"rank {worker.rank} failed ({worker.describe_end()})"
         if worker.restarts < self._job.max_restarts:
             count = f"restart {worker.restarts + 1} of {self._job.max_restarts}"
             self._console.notice(f"zrpc launch: {text}; starting it again ({count})")
             self._start_worker(worker.rank, worker.restarts + 1)
             return
-        self._failed = worker
-        self._begin_stop(worker.exit_code, text, escalation.terminate(self._job.grace))
+        self._first_failed = worker
+        self._begin_stop(worker.exit_code, text)
 
-    def _on_store_end(self, store: StoreProcess) -> None:
-        if store.hosts and self._stop is None:
-            steps = escalation.terminate(self._job.grace)
-            self._begin_stop(1, "the store of the workers has ended", steps)
+    def _on_store_exit(self, store: StoreProcess) -> None:
+        if store.hosts and self._escalation is None:
+            self._begin_stop(1, "the workers' store has exited")
 
     def _on_wakeup(self) -> None:
         signals = self._inbox.take()
         now = time.monotonic()
-        if self._console.closed and self._stop is None:
-            steps = escalation.terminate(self._job.grace)
-            self._begin_stop(_NOBODY_READS, "nobody reads the output any more", steps)
+        if self._console.closed and self._escalation is None:
+            self._begin_stop(_OUTPUT_CLOSED_CODE, "the output was closed by its reader")
         elif not signals:
             return
-        elif self._stop is None:
+        elif self._escalation is None:
             number = min(signals)
-            gentle = escalation.interrupt if number == signal.SIGINT else escalation.terminate
-            text = f"got {signal.Signals(number).name}"
-            self._begin_stop(128 + number, text, gentle(self._job.grace))
-        elif now - self._stop.began > _ECHO:
-            self._stop = Escalation(escalation.kill(), now)
+            steps = escalation.interrupt if number == signal.SIGINT else escalation.terminate
+            self._begin_stop(128 + number, f"got {signal.Signals(number).name}", steps)
+        elif now - self._escalation.started_at > _ECHO_SECONDS:
+            self._escalation = Escalation(escalation.kill(), now)
 
-    def _begin_stop(self, code: int, why: str, steps: list[Step]) -> None:
-        self._code = code
-        self._stop = Escalation(steps, time.monotonic())
+    def _begin_stop(self, code: int, reason: str, steps: _Steps = escalation.terminate) -> None:
+        self._exit_code = code
+        self._escalation = Escalation(steps(self._job.grace), time.monotonic())
         self._deadline = float("inf")
         if alive := len(self._alive()):
             workers = "worker" if alive == 1 else "workers"
-            self._console.notice(f"zrpc launch: {why}; stopping {alive} {workers}")
+            self._console.notice(f"zrpc launch: {reason}; stopping {alive} {workers}")
 
     def _on_time(self, now: float) -> None:
         if now >= self._deadline:
-            steps = escalation.terminate(self._job.grace)
-            self._begin_stop(TIMED_OUT, f"timed out after {self._job.timeout:g} s", steps)
-        for step in self._stop.due(now) if self._stop else ():
+            self._begin_stop(_TIMED_OUT_CODE, f"timed out after {self._job.timeout:g} s")
+        if self._escalation is None:
+            return
+        for step in self._escalation.due(now):
             for worker in self._alive():
                 self._starter.send_signal(worker.pid, step.number, group=step.group)
-            if self._stop is not None and self._stop.next_at == float("inf"):
-                self._give_up = now + _KILLED
+            if self._escalation.next_at == float("inf"):
+                self._kill_deadline = now + _KILL_SECONDS
 
-    def report(self, output: Output) -> None:
-        """Show the last words of the worker that failed first, below everything else."""
-        worker = self._failed
+    def report(self) -> None:
+        """Shows the error output of the worker that failed first, below everything else."""
+        worker = self._first_failed
         if worker is None:
             return
-        words = output.last_words(worker.rank)
-        tail = "its standard error ends with:" if words else "it wrote nothing to standard error"
-        heading = f"rank {worker.rank} (pid {worker.pid}) failed first, with {worker.end()}; {tail}"
-        self._console.notice(f"\nzrpc launch: {heading}")
-        self._console.raw(words)
+        lines = self._output.error_tail(worker.rank)
+        tail = "its standard error ends with:" if lines else "it wrote nothing to standard error"
+        head = f"rank {worker.rank} (pid {worker.pid}) failed first, with {worker.describe_end()}"
+        self._console.notice(f"\nzrpc launch: {head}; {tail}")
+        self._console.write_raw(lines)

@@ -1,4 +1,4 @@
-"""The workers' output: read from pipes, kept in log files, shown with the rank."""
+"""Reads the workers' output from pipes, keeps it in log files, and shows it with the rank."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from .console import Console
-from .errors import LaunchError
-from .lines import LineSplitter
+from zrpc.launch.console import Console
+from zrpc.launch.line_splitter import LineSplitter
+from zrpc.launch.starter import LaunchError
 
-_KEPT = 400  # lines of each worker's standard error kept for a report of its failure
+_MAX_TAIL_LINES = 400  # of each worker's standard error, kept for a report of its failure
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 
 
 class Output:
-    """Carries the output of all workers, with a thread per stream.
+    """Forwards the output of all workers, with a thread per stream.
 
     Args:
-        console: Where lines are shown.
-        log_dir: Where each worker's output is kept as it is, in ``rank0.out`` and
-            ``rank0.err``; None to keep none. It is made, and old files in it are replaced.
+        console: Shows them.
+        log_dir: The directory in which each worker's output is kept unchanged, in ``rank0.out``
+            and ``rank0.err``; None to keep none. It is created, and old files in it are replaced.
 
     Raises:
-        LaunchError: The directory can't be made.
+        LaunchError: The directory can't be created.
     """
 
     def __init__(self, console: Console, log_dir: Path | None = None) -> None:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
-        self._begun: set[str] = set()
+        self._begun: set[str] = set()  # names of log files
         self._tails: dict[int, deque[bytes]] = {}
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise LaunchError(
-                    f"the log directory {log_dir} can't be made: {error.strerror}"
+                    f"the log directory {log_dir} can't be created: {error.strerror}"
                 ) from error
 
     def open(self, rank: int) -> tuple[int, int]:
-        """Make the pipes of one worker.
+        """Creates the pipes of one worker; returns descriptors for its standard output and error.
 
-        Returns:
-            Descriptors for its standard output and error. The caller closes them once the
-            worker has its copies.
+        The caller must close them once the worker has its copies.
         """
-        tail = self._tails[rank] = deque(maxlen=_KEPT)
+        tail = self._tails[rank] = deque(maxlen=_MAX_TAIL_LINES)
         out = self._open(rank, error=False, tail=None)
         return out, self._open(rank, error=True, tail=tail)
 
@@ -61,7 +59,7 @@ class Output:
         log: BinaryIO | None = None
         if self._log_dir is not None:
             name = f"rank{rank}.{'err' if error else 'out'}"
-            if name not in self._begun:  # of a worker that is started again it goes on
+            if name not in self._begun:  # a restarted worker appends to it
                 (self._log_dir / name).write_bytes(b"")
                 self._begun.add(name)
             log = open(self._log_dir / name, "ab", buffering=0)  # noqa: SIM115
@@ -69,20 +67,16 @@ class Output:
         self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
         return writing
 
-    def last_words(self, rank: int) -> list[bytes]:
-        """The traceback that a worker's standard error ended with, or else its last lines."""
+    def error_tail(self, rank: int) -> list[bytes]:
+        """Returns the last traceback in a worker's standard error, or else its last lines."""
         return last_traceback(list(self._tails[rank]))
 
-    def drain(self, timeout: float, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until every stream has ended and was shown.
+    def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until every stream has ended and was shown; returns whether all have.
 
-        Args:
-            timeout: Seconds to wait for streams that a stray process holds open. A slow reader
-                of our own output doesn't count: it may take as long as it likes.
-            give_up: Asked now and then; true ends the wait.
-
-        Returns:
-            Whether all have ended.
+        A stray process may hold streams open for ``timeout`` seconds. Time in which a slow reader
+        of the launcher's own output blocks it doesn't count. ``cancelled`` is polled: the wait ends
+        when it returns true.
         """
         deadline = time.monotonic() + timeout
         for stream in self._streams:
@@ -90,7 +84,7 @@ class Output:
                 stream.join(0.05)
                 if self._console.blocked:
                     deadline = time.monotonic() + timeout
-                if time.monotonic() > deadline or give_up():
+                if time.monotonic() > deadline or cancelled():
                     return False
         return True
 
@@ -134,7 +128,7 @@ class _Stream(threading.Thread):
             return
         try:
             self._log.write(data)
-        except OSError as error:  # a full disk shouldn't stop the training
+        except OSError as error:  # a full disk must not stop the training
             self._console.notice(f"zrpc launch: {self._log.name}: {error}; no longer kept")
             with contextlib.suppress(OSError):
                 self._log.close()
@@ -148,7 +142,7 @@ class _Stream(threading.Thread):
 
 
 def last_traceback(lines: list[bytes]) -> list[bytes]:
-    """The last traceback in `lines` with those chained to it; the last 20 lines without one."""
+    """Returns the last traceback and those chained to it, or the last 20 lines if there is none."""
     starts = [i for i, line in enumerate(lines) if line.lstrip(b" +").startswith(_TRACEBACK)]
     if not starts:
         return lines[-20:]

@@ -1,4 +1,4 @@
-"""A free port for the workers' rendezvous."""
+"""Reserves a free port for the workers' rendezvous."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 
 
 class ReservedPort:
-    """A TCP port that the system gives to nobody else while this object is open.
+    """A TCP port that the system assigns to no other socket while this object is open.
 
-    The port is bound but not listened to. As both sides set ``SO_REUSEADDR``, as TCPStore does,
-    Linux lets worker 0 bind and listen to it all the same, while it is never handed out to a
-    socket that asks for any free port. So there is no moment between choosing the port and
-    using it in which another process could take it by chance. Other systems don't allow the
-    second bind; there the port has to be let go just before the workers start.
+    The port is bound, but nothing listens on it. Both sides set ``SO_REUSEADDR``, as TCPStore
+    does, so Linux still lets worker 0 bind it and listen on it. But Linux never assigns it to a
+    socket that asks for any free port, so no other process can take it by chance between the
+    choice and the use of it. Other systems don't allow the second bind; there the port must be
+    released just before the workers start.
 
     Attributes:
         number: The port.
@@ -28,13 +28,13 @@ class ReservedPort:
         self._sock = _bind_anywhere()
         self.number: int = self._sock.getsockname()[1]
 
-    def workers_start(self) -> None:
-        """Let go of the port if the system doesn't let workers share it."""
+    def hand_over(self) -> None:
+        """Releases the port if the system doesn't let workers share it."""
         if sys.platform != "linux":
             self.close()
 
     def close(self) -> None:
-        """Give the port back."""
+        """Releases the port."""
         self._sock.close()
 
     def __enter__(self) -> ReservedPort:
@@ -45,7 +45,7 @@ class ReservedPort:
 
 
 def _bind_anywhere() -> socket.socket:
-    # On both families where the machine has them: TCPStore listens on "::".
+    # On both families if the machine has them: TCPStore listens on "::".
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -54,11 +54,11 @@ def _bind_anywhere() -> socket.socket:
         try:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            if sys.platform != "win32":  # where the option means something else
+            if sys.platform != "win32":  # on Windows it means something else
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((address, 0))
         except OSError:
             sock.close()
             continue
         return sock
-    raise OSError("no TCP port could be bound, neither on IPv6 nor on IPv4")
+    raise OSError("could not bind a TCP port, neither on IPv6 nor on IPv4")

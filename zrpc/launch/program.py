@@ -1,7 +1,7 @@
-"""Running a task as the main program of this process, as a fresh interpreter would.
+"""Runs a task as the main program of this process, as a fresh interpreter would.
 
-Everything here leaves by returning or raising: the interpreter then ends as it always does, with
-its exit code, its traceback, its exit handlers and its wait for threads.
+Every function here returns or raises: the interpreter then exits as it always does, with its exit
+code, its traceback, its exit handlers and its wait for threads.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import sys
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from .task import Task
+from zrpc.launch.task import Task
 
 
 def run(task: Task) -> None:
-    """Run `task` as ``__main__``, and return or raise as it does.
+    """Runs `task` as ``__main__``, and returns or raises as it does.
 
-    To be called at the very bottom of the stack. An error's traceback is shown without the
+    Must be called at the very bottom of the stack. An error's traceback is shown without the
     frames of this package.
     """
     try:
@@ -53,7 +53,7 @@ def _run_script(task: Task) -> None:
     absolute = os.path.abspath(path)
     main.__file__ = absolute
     vars(main).update(__cached__=None)
-    if sys.version_info < (3, 14):  # from then on they come into being when asked for
+    if sys.version_info < (3, 14):  # newer ones create them on first use
         vars(main).update(__annotations__={})
     main.__loader__ = importlib.machinery.SourceFileLoader("__main__", absolute)
     _set_main(main)
@@ -61,7 +61,7 @@ def _run_script(task: Task) -> None:
 
 
 def _run_module(task: Task) -> None:
-    _set_arguments("-m", task.argv, ["-m", task.target])  # runpy puts the path in later
+    _set_arguments("-m", task.argv, ["-m", task.target])  # runpy replaces "-m" by the path
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())
     _set_main(ModuleType("__main__"))
@@ -92,7 +92,7 @@ def _set_main(main: ModuleType) -> None:
 
 
 def script_directory(path: str) -> str:
-    """What ``sys.path[0]`` is for the script `path`; links are followed."""
+    """Returns ``sys.path[0]`` for the script `path`, with links followed."""
     return os.path.dirname(os.path.realpath(path))
 
 
@@ -113,10 +113,10 @@ def _code_of(path: str, shown: str) -> CodeType:
 
 
 def _hide_our_frames() -> None:
-    """Show the error that is on its way out as if the user's code were at the bottom.
+    """Shows the error being raised as if the user's code were at the bottom of the stack.
 
-    The hook is in place only while the interpreter reports that one error. KeyboardInterrupt
-    and SystemExit thus keep their own ways out: death by SIGINT, the exit code.
+    The hook is installed only while the interpreter reports that one error. KeyboardInterrupt
+    and SystemExit thus keep their effects: death by SIGINT, the exit code.
     """
     hook = getattr(sys, "excepthook", sys.__excepthook__)
 

@@ -1,14 +1,14 @@
 """The fork server's own process: a single thread that forks, reaps and reports.
 
-It starts as ``python -c``, imports what workers need, then answers its owner's requests until
+It starts as ``python -c``, imports the modules to preload, then answers its owner's requests until
 the owner closes the connection or dies. Every child is a copy of this process; in the child,
 `serve` returns, so that the child's program runs at the bottom of the stack and the interpreter
-ends in its normal way.
+exits in its normal way.
 
 Requests and replies go over one socket, exits over another, so that the owner can wait for exits
-in a selector while nothing is hidden in a buffer:
+in a selector and none is hidden in a buffer:
 
-    ("spawn", task, given, passed)     fds: the given of stdin, stdout, stderr, then the passed
+    ("spawn", task, streams, passed)   fds: those for the streams (of 0 to 2), then those passed on
     ("signal", pid, number, group)
     ("directory",)
 """
@@ -20,6 +20,7 @@ import fcntl
 import gc
 import importlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -30,59 +31,53 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any
 
-from . import child, prctl
-from .channel import Channel
-from .descriptors import is_open
-from .starter import EXIT, short_directory
-from .task import Task
+from zrpc.launch import child
+from zrpc.launch.channel import Channel
+from zrpc.launch.descriptors import is_open
+from zrpc.launch.signals import SignalInbox
+from zrpc.launch.starter import EXIT_RECORD, short_directory
+from zrpc.launch.task import Task
 
-_GRACE = 1.0  # seconds for what workers left behind, such as multiprocessing's resource tracker
-_KILL = 5.0  # seconds for killed processes to vanish
+_ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
+_KILL_SECONDS = 5.0  # for killed processes to exit
+_POLL_SECONDS = 0.02
 _Program = Callable[[], None]
 
 
 def serve(
-    requests: int, exits: int, owner: int, preload: Sequence[str], at_startup: Collection[str]
+    requests: int, exits: int, owner: int, preload: Sequence[str], startup_modules: Collection[str]
 ) -> _Program:
-    """Answer requests until the owner is gone; then end this process.
+    """Answers requests until the owner is gone; then exits. Returns, in a child, its program.
 
-    Args:
-        requests: Descriptor of the socket for requests and replies.
-        exits: Descriptor of the socket for exits.
-        owner: The owner's process id.
-        preload: Modules to import before the first fork.
-        at_startup: Names of the modules that every fresh interpreter has.
-
-    Returns:
-        Only in a child: what to run there.
+    The first two are descriptors of sockets, and ``owner`` is the owner's process id. The modules
+    in ``preload`` are imported before the first fork; a fresh interpreter has the startup modules.
     """
     channel = Channel(socket.socket(fileno=requests))
     loaded = [name for name in preload if _import(name)]
-    # Only Python's threads count. OpenBLAS, which numpy brings, ends its own before each fork.
+    # Only Python's threads count. OpenBLAS, which numpy loads, ends its own before each fork.
     if (threads := threading.active_count()) > 1:
-        _tell(channel, "failed", f"{threads - 1} thread(s) were started by importing {loaded}")
+        _reply(channel, "failed", f"{threads - 1} thread(s) were started by importing {loaded}")
         os._exit(1)
-    # Collect once, here; what is alive now is then left alone by the children's collectors,
-    # so that their memory stays shared with this process.
+    # Collect once, here. The children's collectors then don't touch the objects alive now, so
+    # that their memory stays shared with this process.
     gc.collect()
     gc.freeze()
     server = _Server(channel, socket.socket(fileno=exits), owner)
-    _tell(channel, "done", loaded)
-    return partial(child.become, server.run(), at_startup)
+    _reply(channel, "done", None)
+    return partial(child.become, server.run(), startup_modules)
 
 
-def _tell(channel: Channel, kind: str, value: object) -> None:
-    # An owner that ended during the imports is no error: `run` sees it, and ends.
+def _reply(channel: Channel, kind: str, value: object) -> None:
+    # If the owner exited during the imports, that is no error: `run` notices it, and exits.
     with contextlib.suppress(ConnectionError):
         channel.send((kind, value))
 
 
 def _import(name: str) -> bool:
-    # A module that can't be imported is left to the workers: the one that needs it shows the
-    # error with its own traceback, and those that don't aren't disturbed.
+    # A module that can't be imported is left to the workers: one that needs it shows the error
+    # with its own traceback, and the others are not affected.
     try:
         importlib.import_module(name)
     except Exception:
@@ -91,7 +86,7 @@ def _import(name: str) -> bool:
 
 
 class _Server:
-    """The loop. All state belongs to the process's only thread."""
+    """The server's loop. All state belongs to the process's only thread."""
 
     def __init__(self, channel: Channel, exits: socket.socket, owner: int) -> None:
         self._channel = channel
@@ -100,54 +95,40 @@ class _Server:
         self._unsent = bytearray()  # exits that the owner's socket had no room for
         self._running: set[int] = set()
         self._directories: list[str] = []
-        self._ended = False
-        self._handlers: dict[int, Any] = {}
-        self._wakeups, self._wakeup_end = socket.socketpair()
+        self._stopping = False
+        self._inbox = SignalInbox(("SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP"))
         self._owner_fd = _process_descriptor(owner)
         self._selector = selectors.DefaultSelector()
-        for source in (channel, self._wakeups, self._owner_fd):
+        for source in (channel, self._inbox, self._owner_fd):
             if source is not None:
                 self._selector.register(source, selectors.EVENT_READ)
-        self._catch_signals()
-        prctl.adopt_orphans()
-
-    def _catch_signals(self) -> None:
-        # Each signal writes its number to the wakeup socket, so that none is lost between a
-        # check and the wait. The handlers exist only because a default action would come first.
-        for end in (self._wakeups, self._wakeup_end):
-            end.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup_end.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, _only_wake)
+        self._inbox.__enter__()
+        child.adopt_orphans()
 
     def run(self) -> Task:
-        """Loop until the owner is gone, and end the process. Returns only in a child."""
-        while not self._ended:
+        """Loops until the owner is gone, then exits. Returns only in a child."""
+        while not self._stopping:
             ready = {key.fileobj for key, _ in self._selector.select()}
             if self._owner_fd in ready:
-                self._ended = True
-            if self._wakeups in ready:
+                self._stopping = True
+            if self._inbox in ready:
                 self._on_signals()
             if self._exits in ready:
                 self._send_exits()
             if self._channel in ready and (task := self._on_request()) is not None:
                 return task
-        self._end()
+        self._kill_all()
         os._exit(0)
 
     def _on_signals(self) -> None:
-        numbers: set[int] = set()
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                numbers.update(self._wakeups.recv(4096))
+        numbers = self._inbox.take()
         if signal.SIGTERM in numbers:
-            self._ended = True
+            self._stopping = True
         if signal.SIGCHLD in numbers:
             for pid, status in _reap():
                 if pid in self._running:
                     self._running.discard(pid)
-                    self._unsent += EXIT.pack(pid, os.waitstatus_to_exitcode(status))
+                    self._unsent += EXIT_RECORD.pack(pid, os.waitstatus_to_exitcode(status))
             self._send_exits()
 
     def _send_exits(self) -> None:
@@ -156,24 +137,24 @@ class _Server:
                 while self._unsent:
                     del self._unsent[: self._exits.send(self._unsent)]
             except ConnectionError:
-                self._unsent.clear()  # the owner is gone; its end of `requests` tells
-        waiting = self._exits in self._selector.get_map()
-        if self._unsent and not waiting:
+                self._unsent.clear()  # the owner is gone; `_on_request` notices
+        registered = self._exits in self._selector.get_map()
+        if self._unsent and not registered:
             self._selector.register(self._exits, selectors.EVENT_WRITE)
-        elif waiting and not self._unsent:
+        elif registered and not self._unsent:
             self._selector.unregister(self._exits)
 
     def _on_request(self) -> Task | None:
         try:
             request, fds = self._channel.receive()
         except EOFError:
-            self._ended = True
+            self._stopping = True
             return None
         reply: tuple[Any, ...]
         try:
             match request:
-                case ("spawn", task, given, passed):
-                    pid = self._fork(fds, given, passed)
+                case ("spawn", task, streams, passed):
+                    pid = self._fork(fds, streams, passed)
                     if pid == 0:
                         assert isinstance(task, Task)
                         return task
@@ -194,32 +175,32 @@ class _Server:
         return None
 
     def _signal(self, pid: int, number: int, group: bool) -> bool:
-        # A child is in the table until this thread reaps it, so its number can't be another's.
+        # A child is in `_running` until this thread reaps it, so its pid can't be another's.
         if pid not in self._running:
             return False
         if group:
-            with contextlib.suppress(ProcessLookupError):  # too young to have its own group
+            with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
                 os.killpg(pid, number)
                 return True
         os.kill(pid, number)
         return True
 
-    def _fork(self, fds: list[int], given: list[int], passed: list[int]) -> int:
-        ours = {self._channel.fileno(), self._exits.fileno(), self._selector.fileno(), *fds}
-        ours |= {self._wakeups.fileno(), self._wakeup_end.fileno(), self._owner_fd or -1}
+    def _fork(self, fds: list[int], streams: list[int], passed: list[int]) -> int:
+        own = {self._channel.fileno(), self._exits.fileno(), self._selector.fileno(), *fds}
+        own |= {*self._inbox.fds, self._owner_fd or -1}
         for target in passed:
-            if target not in ours and is_open(target):
+            if target not in own and is_open(target):
                 raise OSError(
-                    f"descriptor {target} can't be passed on under its own number, which a "
-                    "preloaded module uses in the server; pass a copy made by os.dup"
+                    f"descriptor {target} can't be passed on under its own number, because a "
+                    "preloaded module uses it in the server; pass a copy made by os.dup"
                 )
-        # No signal may run a handler of the server in the child, nor wake the server from there.
+        # In the child, no signal may run a handler of the server or wake the server.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         server = os.getpid()
         try:
             pid = os.fork()
             if pid == 0:
-                self._become_child(server, fds, [*given, *passed])
+                self._become_child(server, fds, [*streams, *passed])
             else:
                 self._running.add(pid)
         finally:
@@ -228,56 +209,52 @@ class _Server:
 
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
         try:
-            self._leave(server)
-            _place(fds, targets)
+            self._shed_server_state(server)
+            _move_descriptors(fds, targets)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # whatever happens, a child never goes on as a second server
+            os._exit(1)  # a child must never continue as a second server
 
-    def _leave(self, server: int) -> None:
-        """Stop being the server, in a new child."""
-        prctl.die_with_parent(server)
+    def _shed_server_state(self, server: int) -> None:
+        """Drops the server's signal handlers and descriptors, in a new child."""
+        child.die_with_parent(server)
         os.setsid()
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        self._selector.close()
-        self._channel.close()
-        for end in (self._exits, self._wakeups, self._wakeup_end):
-            end.close()
+        self._inbox.__exit__()
+        for resource in (self._selector, self._channel, self._exits, self._inbox):
+            resource.close()
         if self._owner_fd is not None:
             os.close(self._owner_fd)
 
-    def _end(self) -> None:
-        """Kill all children and theirs, then remove the directories."""
+    def _kill_all(self) -> None:
+        """Kills all descendants, then removes the directories."""
         for pid in self._running:
             self._signal(pid, signal.SIGKILL, group=True)
-        # Orphans come to this process as children. Some of them tidy up when their parent is
-        # gone, so they get a moment.
-        deadline = time.monotonic() + _GRACE
+        # Orphans become children of this process. Some of them clean up when their parent is
+        # gone, so they get some time.
+        deadline = time.monotonic() + _ORPHAN_SECONDS
         while _children() and time.monotonic() < deadline:
-            _wait_for_signal(self._wakeups, 0.02)
-            _reap()
-        deadline = time.monotonic() + _KILL
+            self._reap_later()
+        deadline = time.monotonic() + _KILL_SECONDS
         while (pids := _children()) and time.monotonic() < deadline:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-            _wait_for_signal(self._wakeups, 0.02)
-            _reap()
+            self._reap_later()
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
 
-
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    pass
+    def _reap_later(self) -> None:
+        """Waits a moment for a signal, and reaps."""
+        select.select([self._inbox], [], [], _POLL_SECONDS)
+        self._inbox.take()
+        _reap()
 
 
 def _process_descriptor(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends, where the kernel has such."""
+    """Returns a descriptor that becomes readable when the process exits; None without pidfds."""
     try:
         return os.pidfd_open(pid)
     except OSError:
-        return None  # the end of the connection has to do
+        return None  # then only the end of the connection shows it
 
 
 def _reap() -> list[tuple[int, int]]:
@@ -293,15 +270,8 @@ def _children() -> list[int]:
         return [int(pid) for pid in file.read().split()]
 
 
-def _wait_for_signal(wakeups: socket.socket, seconds: float) -> None:
-    with selectors.DefaultSelector() as selector:
-        selector.register(wakeups, selectors.EVENT_READ)
-        if selector.select(seconds):
-            wakeups.recv(4096)
-
-
-def _place(fds: list[int], targets: list[int]) -> None:
-    """Move each descriptor to its number, whatever the overlap between the two lists."""
+def _move_descriptors(fds: list[int], targets: list[int]) -> None:
+    """Moves each descriptor to its target number, even if the two lists overlap."""
     lifted = []
     for fd in fds:
         lifted.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max([63, *targets]) + 1))

@@ -1,8 +1,7 @@
-"""The store of a mesh that outlives its workers: hosted by a process beside them.
+"""The store of a mesh that outlives its workers, hosted by a separate process.
 
-The launcher itself does not import torch, so the store has a process of its own. Where the
-launcher adds workers to a mesh that runs already, such a process only asks that mesh's store for
-ranks.
+The launcher itself does not import torch, so the store has its own process. If the launcher adds
+workers to a running mesh, this process only asks that mesh's store for ranks.
 """
 
 from __future__ import annotations
@@ -13,59 +12,48 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import LaunchError
-from .signals import SignalInbox
-from .starter import Starter
-from .task import Task
+from zrpc.launch.signals import SignalInbox
+from zrpc.launch.starter import LaunchError, Starter
+from zrpc.launch.task import Task
 
-__all__ = ["Place", "StoreProcess", "parse_place"]
+__all__ = ["StoreAddress", "StoreProcess", "parse_address"]
 
-_FIRST = struct.Struct("=q")
-# Seconds: torch is to be imported first, where there is no fork server.
-_READY_WITHIN = 120.0
+_FIRST_RANK = struct.Struct("=q")
+_READY_SECONDS = 120.0  # without a fork server, the process imports torch first
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the workers of a mesh meet.
-
-    Attributes:
-        host: A name or an address.
-        port: 0 stands for any that is free.
-    """
+class StoreAddress:
+    """The address where the workers of a mesh meet: a host name or IP address, and a TCP port."""
 
     host: str = "127.0.0.1"
-    port: int = 0
+    port: int = 0  # stands for any free one
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
         return f"{host}:{self.port}"
 
 
-def parse_place(text: str) -> Place:
-    """Read ``HOST:PORT``.
+def parse_address(text: str) -> StoreAddress:
+    """Parses ``HOST:PORT``.
 
     Raises:
-        ValueError: It is none.
+        ValueError: `text` is not of that form.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"expected HOST:PORT, but got {text!r}")
-    return Place(host, int(port))
+    return StoreAddress(host, int(port))
 
 
 class StoreProcess:
     """A process that hosts a store, or asks one for ranks.
 
-    Args:
-        starter: What starts it.
-        env: Its environment.
-        hosts: Whether it hosts the store.
-
     Attributes:
-        pid: Its process id.
-        hosts: Whether the mesh can be joined only as long as it lives.
+        pid: The process id.
+        hosts: Whether the process hosts the store. If so, the mesh can be joined only while it
+            runs.
     """
 
     def __init__(self, starter: Starter, env: Mapping[str, str], hosts: bool) -> None:
@@ -74,42 +62,41 @@ class StoreProcess:
         self.hosts = hosts
         self.pid = 0
 
-    def first_rank(self, place: Place, nprocs: int, inbox: SignalInbox) -> int | None:
-        """Start it; return the first of so many ranks that nobody else gets.
+    def first_rank(self, address: StoreAddress, nprocs: int, inbox: SignalInbox) -> int | None:
+        """Starts the process, which reserves `nprocs` consecutive ranks; returns the first of them.
 
-        Args:
-            place: Where the store is.
-            nprocs: How many ranks.
-            inbox: A signal ends the wait.
-
-        Returns:
-            None where a signal came first.
+        Returns None if a signal in the inbox came before it.
 
         Raises:
-            LaunchError: There is no store, or none can be hosted there.
+            LaunchError: There is no store at the address, or none can be hosted there.
         """
         reading, writing = os.pipe()
         try:
             try:
                 task = Task.function(
-                    "zrpc.store_host:serve", place.host, place.port, self.hosts, nprocs, writing
+                    "zrpc.membership.store_server:serve",
+                    address.host,
+                    address.port,
+                    self.hosts,
+                    nprocs,
+                    writing,
                 ).within(env=self._env)
                 self.pid = self._starter.spawn(task, pass_fds=[writing])
             finally:
                 os.close(writing)
             fds = [reading, inbox.fileno()]
-            ready, _, _ = select.select(fds, [], [], _READY_WITHIN)
+            ready, _, _ = select.select(fds, [], [], _READY_SECONDS)
             if ready and reading not in ready:
                 return None
-            data = os.read(reading, _FIRST.size) if ready else b""
+            data = os.read(reading, _FIRST_RANK.size) if ready else b""
         finally:
             os.close(reading)
-        if len(data) != _FIRST.size:
+        if len(data) != _FIRST_RANK.size:
             text = (
-                f"could not host a store for the workers at {place}: see above"
+                f"could not host a store for the workers at {address}: see above"
                 if self.hosts
-                else f"could not find the workers' store at {place}: see above. The launch that "
-                "--join names must run still, and have been started with --elastic"
+                else f"could not find the workers' store at {address}: see above. The launch that "
+                "--join names must still be running, and must have been started with --elastic"
             )
             raise LaunchError(text)
-        return int(_FIRST.unpack(data)[0])
+        return int(_FIRST_RANK.unpack(data)[0])

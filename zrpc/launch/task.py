@@ -1,4 +1,4 @@
-"""What a new worker process is to run: a script, a module or a function."""
+"""The program of a new worker process: a script, a module or a function."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Task:
-    """One program for a new process, and the surroundings that it finds.
+    """One program for a new process, and the environment it runs in.
 
     Make one with `script`, `module` or `function`.
 
     Attributes:
-        kind: Which of the three ways `target` is to be read.
+        kind: What `target` names.
         target: Path of the script, name of the module, or ``module:qualname``.
         argv: The program's own arguments, without its name.
         payload: Pickled ``(args, kwargs)`` of a function. Only the new process unpickles it.
-        cwd: Working directory; None for the one of the server.
-        env: The whole environment; None for the one of the server.
-        sys_path: ``sys.path`` without the entry of the script itself; None for what a fresh
-            interpreter has.
-        line_buffered: Whether standard output is flushed after each line, though it is no
+        cwd: Working directory; None for the server's.
+        env: The whole environment; None for the server's.
+        sys_path: ``sys.path`` without the script's own entry; None for a fresh interpreter's.
+        line_buffered: Whether standard output is flushed after each line, even if it isn't a
             terminal.
 
     Example:
@@ -42,23 +41,23 @@ class Task:
 
     @classmethod
     def script(cls, path: str, argv: Sequence[str] = ()) -> Task:
-        """A task that runs the file `path` as ``python path argv…`` would."""
+        """Makes a task that runs the file `path` as ``python path argv…`` would."""
         return cls("script", path, tuple(argv))
 
     @classmethod
     def module(cls, name: str, argv: Sequence[str] = ()) -> Task:
-        """A task that runs the module `name` as ``python -m name argv…`` would."""
+        """Makes a task that runs the module `name` as ``python -m name argv…`` would."""
         return cls("module", name, tuple(argv))
 
     @classmethod
     def function(cls, target: str, *args: Any, **kwargs: Any) -> Task:
-        """A task that ends the process with ``sys.exit(function(*args, **kwargs))``.
+        """Makes a task that runs ``sys.exit(function(*args, **kwargs))``.
 
         Args:
-            target: The function, as ``module:qualname``. It goes by name, so that the server
-                needs not have imported it.
-            *args: Its arguments; they must pickle.
-            **kwargs: Its keyword arguments; they must pickle.
+            target: The function, as ``module:qualname``. It is sent by name, so that the server
+                doesn't have to import it.
+            *args: Its arguments, which must be picklable.
+            **kwargs: Its keyword arguments, which must be picklable.
 
         Raises:
             ValueError: `target` is not of that form.
@@ -76,7 +75,7 @@ class Task:
         sys_path: Sequence[str] | None = None,
         line_buffered: bool = False,
     ) -> Task:
-        """The same program in other surroundings; see the class for their meaning."""
+        """Returns the same program in another environment; see the class for the arguments."""
         return replace(
             self,
             cwd=cwd,

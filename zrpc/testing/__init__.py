@@ -1,9 +1,10 @@
 """Meshes of zrpc workers for tests: as threads of one process, or as processes.
 
-In pytest, the plugin (`zrpc.testing.plugin`, loaded by itself) has the fixtures ``mesh``,
-``make_mesh`` and ``no_leaks``, and the marker ``zrpc``. Elsewhere, use `local_mesh`.
+pytest loads the plugin `zrpc.testing.plugin` automatically. It provides the fixtures ``mesh``,
+``make_mesh`` and ``no_leaks``, and the marker ``zrpc``. Outside of pytest, use `local_mesh`.
 
 Importing this package imports neither torch nor zmq; its names are imported when first used.
+Other rooms may import these names, `startup`, `watchdog`, `procfs` and `faults`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The worker's side of a mesh of processes: does what comes over a socket, one by one.
+"""The worker's side of a mesh of processes: serves the requests from a socket, one by one.
 
-The requests, and the replies, one for each, in order:
+The requests, and the replies in the order of the requests:
 
     ("start",)             join the mesh
-    ("call", pickled)      pickled is (fn, args, kwargs)
+    ("call", pickled)      call a function; pickled is (fn, args, kwargs)
     ("shutdown", graceful, search)
-                           leave it; the value is a list of what is left behind, where that
-                           is to be searched for
-    ("exit",)              end the process; no reply
+                           leave the mesh; if search is true, the value lists what is left
+                           behind
+    ("exit",)              exit; no reply
 
     (True, value)
     (False, error, traceback as text)
@@ -35,21 +35,21 @@ from zrpc.testing.leaks import Resources
 
 __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
 
-# Has the stacks of all threads written, whatever they are doing.
+# Makes the process write the stacks of all threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker process has to know.
+    """The settings of a worker process.
 
     Args:
-        name: its name.
-        rank: its rank.
-        world_size: how many workers there are; None in an elastic mesh.
+        name: the worker's name.
+        rank: the worker's rank.
+        world_size: the number of workers; None in an elastic mesh.
         options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
         socket: the descriptor of the socket for requests and replies.
-        stacks_path: the file for stacks, written on `STACKS_SIGNAL`.
+        stacks_path: the file to which stacks are written on `STACKS_SIGNAL`.
     """
 
     name: str
@@ -61,23 +61,23 @@ class WorkerSettings:
 
 
 def main(settings: WorkerSettings) -> NoReturn:
-    """The life of a worker process, until the test is over or the test's process is gone."""
+    """Runs a worker process, until the test is over or the test's process is dead."""
     worker = _WorkerProcess(settings)
     connection = Connection(settings.socket)
     with contextlib.suppress(EOFError, ConnectionError):
         while (request := pickle.loads(connection.recv_bytes()))[0] != "exit":
             connection.send_bytes(worker.do(*request))
-            del request  # it would live until the next one
+            del request  # otherwise it would live until the next one
     _exit()
 
 
 def _exit() -> NoReturn:
-    """Ends the process as multiprocessing ends its own: all but the interpreter's teardown.
+    """Exits as multiprocessing's children do: without the interpreter's teardown.
 
-    That frees torch, module by module, in memory shared with the server: 0.2 s of copying
-    for each worker, and nothing to learn from it.
+    The teardown frees torch module by module, in memory shared with the server. That costs
+    each worker 0.2 s of copying and tests nothing.
     """
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that aren't daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,21 +85,21 @@ def _exit() -> NoReturn:
 
 
 class _WorkerProcess:
-    """One worker. All of it runs in the process's main thread."""
+    """One worker. All its methods run in the process's main thread."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
-        # What kills the process says where in its output.
+        # After a crash the output shows where it happened.
         faulthandler.enable()
         stacks = os.open(settings.stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         self._before = Resources.now()
 
     def do(self, request: str, *args: Any) -> bytes:
-        """Does what is requested; returns the reply."""
+        """Serves a request and returns the reply."""
         try:
             value = getattr(self, f"_{request}")(*args)
-        except BaseException as error:  # SystemExit and pytest's outcomes too: all the test's
+        except BaseException as error:  # SystemExit and pytest's outcomes too go to the test
             return _failure(error)
         try:
             data: bytes = cloudpickle.dumps((True, value))
@@ -133,7 +133,7 @@ def _failure(error: BaseException) -> bytes:
     text = traceback_of(without_frames(error, 2))
     try:
         data: bytes = cloudpickle.dumps((False, error, text))
-        pickle.loads(data)  # many exceptions can be pickled, but not be made anew
+        pickle.loads(data)  # many exceptions can be pickled, but not unpickled
     except Exception as reason:
         substitute = WorkerFailed(f"{type(error).__name__}: {error} (it can't be sent: {reason})")
         data = cloudpickle.dumps((False, substitute, text))

@@ -1,4 +1,4 @@
-"""How a worker's failure looks in the test that it fails."""
+"""How a worker's failure is shown in the test."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ E = TypeVar("E", bound=BaseException)
 
 
 class WorkerExited(ConnectionError):
-    """A worker's process ended while it was needed; the message says how it ended."""
+    """A worker's process exited while it was needed; the message says how it exited."""
 
 
 class WorkerFailed(RuntimeError):
-    """A worker's exception or result that can't be sent; the message tells it as text."""
+    """A worker's exception or result can't be sent; the message describes it."""
 
 
 class WorkerTraceback(Exception):
-    """The cause of an exception that came from a worker: whose, and its traceback there."""
+    """The cause of a worker's exception: the worker's name and the traceback there."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def attribute(error: E, worker: str, text: str) -> E:
-    """Makes ``error`` say which worker it comes from, as the last of its causes.
+    """Adds a `WorkerTraceback` to ``error``, as the last of its causes.
 
     Args:
-        error: the exception as it is raised in the test, of its own type.
-        worker: the worker, as a reader knows it: ``worker1 (pid 4711)``.
-        text: its traceback there.
+        error: the exception that is raised in the test, with its own type.
+        worker: the worker's label: ``worker1 (pid 4711)``.
+        text: the traceback on the worker.
 
     Returns:
         ``error``, changed.
@@ -52,7 +52,7 @@ def attribute(error: E, worker: str, text: str) -> E:
 
 
 def add_others(error: E, others: Mapping[str, BaseException]) -> E:
-    """Makes ``error``, of the worker that failed first, tell which others failed, and how.
+    """Adds to the first worker's ``error`` which others failed, and how.
 
     Returns:
         ``error``, changed.
@@ -77,7 +77,7 @@ def _last_cause(error: BaseException) -> BaseException:
 
 
 def without_frames(error: E, count: int) -> E:
-    """``error`` without the ``count`` outermost frames of its traceback, which are ours."""
+    """Removes the ``count`` outermost frames, which are zrpc's, from the traceback of ``error``."""
     tb = error.__traceback__
     for _ in range(count):
         tb = tb.tb_next if tb is not None else None
@@ -85,5 +85,5 @@ def without_frames(error: E, count: int) -> E:
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of ``error`` as text, with those of its causes."""
+    """Returns the traceback of ``error`` and its causes as text."""
     return "".join(traceback.format_exception(error))

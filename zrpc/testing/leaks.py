@@ -1,4 +1,4 @@
-"""What code leaves behind in this process: threads, processes, descriptors, socket files."""
+"""Finds leaks of this process: threads, child processes, descriptors, socket files."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zrpc.testing.proc import children, command_of, descriptors, native_threads, socket_names
+from zrpc.testing.procfs import children, command_of, descriptors, native_threads, socket_names
 from zrpc.transport.address import PrivateDirectory
 
 __all__ = ["LeakError", "Resources", "files_in", "lasting", "no_leaks", "runtime_directory"]
 
-# What is ending has this long to be gone, in seconds.
-_ENDS_WITHIN = 2.0
-_LOOK_EVERY = 0.01
+# What is stopping has this long to be gone.
+_WAIT_SECONDS = 2.0
+_POLL_SECONDS = 0.01
 
-# Descriptors that are opened once, by a library, when first needed, and kept until exit.
+# Descriptors that a library opens once, when it first needs them, and keeps until exit.
 _LASTING_DESCRIPTORS = (
     "/dev/urandom",  # the random number generators of libraries
     "/dev/random",
     "/dev/nvidia",  # the CUDA driver, from its first use on
-    "/dev/shm/torch_",  # a tensor in shared memory has it as long as the tensor lives
-    "/memfd:libffi",  # where ctypes puts the machine code of callbacks
+    "/dev/shm/torch_",  # kept by a tensor in shared memory while the tensor lives
+    "/memfd:libffi",  # holds the machine code of ctypes callbacks
 )
-# Processes of that kind.
+# Processes that a library starts once, and keeps until exit.
 _LASTING_PROCESSES = (
-    "multiprocessing.resource_tracker",  # watches the shared memory of multiprocessing
-    "multiprocessing.forkserver",  # multiprocessing's own way to start processes
-    "torch_shm_manager",  # the same for torch's file_system sharing strategy
+    "multiprocessing.resource_tracker",  # tracks the shared memory of multiprocessing
+    "multiprocessing.forkserver",  # starts multiprocessing's processes
+    "torch_shm_manager",  # tracks that of torch's file_system sharing strategy
 )
-# The threads of a ZeroMQ context. They are no Python threads, and those of other libraries
-# (torch's autograd and OpenMP threads stay until exit once they were needed) don't count.
+# The threads of a ZeroMQ context aren't Python threads. The native threads of other libraries
+# don't count: torch's autograd and OpenMP threads, once started, stay until exit.
 _NATIVE_THREADS = "ZMQbg/"
 
 
@@ -46,7 +46,7 @@ class LeakError(AssertionError):
     """Something was left behind; the message lists it.
 
     Args:
-        left: a line for each thing.
+        left: one line for each thing.
     """
 
     def __init__(self, left: list[str]) -> None:
@@ -56,10 +56,10 @@ class LeakError(AssertionError):
 
 @dataclass(frozen=True)
 class Resources:
-    """What this process has at one moment.
+    """The resources of this process at one moment.
 
-    Descriptors, processes and ZeroMQ's threads are known on Linux only; elsewhere nothing is
-    reported of them.
+    Descriptors, processes and ZeroMQ's threads are known on Linux only, and not reported on
+    other systems.
 
     Example:
         >>> before = Resources.now()
@@ -74,7 +74,7 @@ class Resources:
 
     @classmethod
     def now(cls) -> Resources:
-        """What there is now."""
+        """Returns the current resources."""
         return cls(
             threads=frozenset(threading.enumerate()),
             processes=frozenset(children()),
@@ -83,24 +83,24 @@ class Resources:
         )
 
     def left_behind(self, within: float | None = None) -> list[str]:
-        """What there is beyond this, described, a line for each thing.
+        """Returns a description of each resource made since then that still exists.
 
         Args:
-            within: how long to wait for what is ending, in seconds; default: two. Where
-                nothing is left, nothing is waited for.
+            within: how many seconds to wait for resources that are going away; default: two.
+                Returns at once if nothing is left.
 
-        What was made inside `lasting` does not count.
+        Resources made inside `lasting` do not count.
         """
-        end = time.monotonic() + (_ENDS_WITHIN if within is None else within)
+        deadline = time.monotonic() + (_WAIT_SECONDS if within is None else within)
         for thread in self._new_threads():
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         left = self._differences()
         if left:
-            # What only a reference cycle holds is as good as gone.
+            # Objects that only a reference cycle holds don't count.
             gc.collect()
             left = self._differences()
-        while left and time.monotonic() < end:
-            time.sleep(_LOOK_EVERY)  # no event tells of a descriptor that is closed
+        while left and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # closing a descriptor raises no event
             left = self._differences()
         return left
 
@@ -118,8 +118,8 @@ class Resources:
 
     def _new_threads(self) -> list[threading.Thread]:
         known = self.threads | _lasting.threads
-        # What was there before may start further threads: the agents of a mesh that several
-        # tests share do, when their pools grow.
+        # What existed before may start further threads: the pools of agents grow, in a mesh that
+        # several tests share.
         owners = {id(getattr(thread, "owner", thread)) for thread in known}
         return [
             thread
@@ -127,8 +127,8 @@ class Resources:
             if thread not in known
             and thread is not threading.current_thread()
             and id(getattr(thread, "owner", None)) not in owners
-            # A thread of native code that has run Python code once, as torch's autograd
-            # threads do for Python hooks: nothing in Python could end it.
+            # A native thread that has run Python code once, as torch's autograd threads do for
+            # Python hooks. Nothing in Python could stop it.
             and not isinstance(thread, threading._DummyThread)
         ]
 
@@ -143,8 +143,8 @@ class Resources:
 
     def _new_descriptors(self) -> dict[int, str]:
         now = descriptors()
-        # By what they point to: a file that was closed and opened again, as logs are, is the
-        # same though its number differs, and a number that is in use again is not.
+        # Compare targets, not numbers: a file that was closed and reopened, as logs are, is the
+        # same under another number, and a number that was reused is not.
         surplus = Counter(now.values())
         surplus.subtract(Counter(self.descriptors.values()))
         surplus.subtract(Counter(_lasting.descriptors.values()))
@@ -163,15 +163,16 @@ class Resources:
         return new
 
 
-# What `lasting` has seen being made. Replaced as a whole, hence safe to read in any thread.
+# The resources made inside `lasting`. Replaced as a whole, and so safe to read in any thread.
 _lasting = Resources(frozenset(), frozenset(), {}, frozenset())
 
 
 @contextlib.contextmanager
 def lasting() -> Iterator[None]:
-    """What is made inside is meant to outlive a test, and is never reported as left behind.
+    """Exempts resources that are made inside from the search for leaks.
 
-    For what is made once, when first needed, and then kept: a server that tests share.
+    For resources that are made once, when first needed, and then kept, like a server that
+    tests share.
 
     Example:
         >>> with lasting():
@@ -199,14 +200,14 @@ def lasting() -> Iterator[None]:
 def no_leaks() -> Iterator[None]:
     """Checks that the statements inside leave nothing behind in this process.
 
-    Inside, the sockets of agents lie in a directory of their own (``ZRPC_RUNTIME_DIR``).
-    After an error nothing is checked: its traceback keeps alive what they were using.
+    Inside, the sockets of agents are in a directory of their own (``ZRPC_RUNTIME_DIR``).
+    After an error nothing is checked, because the traceback keeps the statements' objects alive.
 
     Raises:
         LeakError: threads, child processes, open descriptors, ZeroMQ contexts or socket files
-            were left behind, and were still there two seconds later.
+            were left behind, and still existed two seconds later.
 
-    For one thread at a time: what other threads make meanwhile counts too.
+    For one thread at a time: resources that other threads make meanwhile count too.
 
     Example:
         >>> with no_leaks():
@@ -222,13 +223,13 @@ def no_leaks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def runtime_directory() -> Iterator[Path]:
-    """A private directory, and as long as it exists the one for the sockets of new agents.
+    """Creates a private directory, in which new agents put their sockets until it is removed.
 
-    Should this process be killed, it is removed by whoever makes the next one.
+    If this process is killed, the next process that creates such a directory removes it.
     """
     name = "ZRPC_RUNTIME_DIR"
     private = PrivateDirectory("zrpc-tests-")
-    path = private.path / "run"  # beside the lock, which is nothing that was left behind
+    path = private.path / "run"  # beside the lock, which would count as a leak
     previous = os.environ.get(name)
     try:
         path.mkdir()
@@ -243,7 +244,7 @@ def runtime_directory() -> Iterator[Path]:
 
 
 def files_in(directory: Path) -> list[str]:
-    """The sockets and other files under a directory, described, a line for each."""
+    """Returns a description of each socket and other file under a directory."""
     return [
         f"{'socket file' if path.is_socket() else 'file'} {path}"
         for path in sorted(directory.rglob("*"))
@@ -255,7 +256,7 @@ def _describe_thread(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     where = ""
     if frame is not None:
-        # Innermost last; the last that is not threading's own says most.
+        # The innermost call that isn't in the module threading says most.
         stack = traceback.extract_stack(frame)
         last = next((f for f in reversed(stack) if f.filename != threading.__file__), stack[-1])
         where = f", in {last.name} at {last.filename}:{last.lineno}"
@@ -263,7 +264,7 @@ def _describe_thread(thread: threading.Thread) -> str:
 
 
 def _resource_tracker() -> int | None:
-    """The descriptor by which multiprocessing talks to its tracker, once there is one."""
+    """Returns multiprocessing's descriptor for its resource tracker, if there is one."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     tracker = getattr(module, "_resource_tracker", None)
     fd: int | None = getattr(tracker, "_fd", None)

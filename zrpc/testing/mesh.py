@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from zrpc.testing.failure import add_others
+from zrpc.testing.faults.proxy import Relays
 from zrpc.testing.leaks import LeakError
-from zrpc.testing.relays import Relays
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker
 
 if TYPE_CHECKING:
-    from zrpc.agent import Agent
+    from zrpc.agent.agent import Agent
     from zrpc.testing.processes import ProcessWorker
 
 __all__ = ["Mesh"]
@@ -25,26 +25,27 @@ __all__ = ["Mesh"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# One worker's failure often makes the others fail: how long to wait for theirs, in seconds.
-_OTHERS_FAIL_WITHIN = 0.5
-# How long a worker may take to end, in seconds: once it has been told to, and by force.
-_ENDS_WITHIN = 5.0
-_DIES_WITHIN = 1.0
+# One worker's failure often makes the others fail: wait this long for their errors.
+_OTHER_FAILURES_SECONDS = 0.5
+# How long a worker may take to stop: when it was asked to, and when it was killed.
+_STOP_SECONDS = 5.0
+_KILL_SECONDS = 1.0
 
 
 class Mesh:
-    """N workers that are connected with each other, for a test.
+    """N connected workers, for a test.
 
     Get one from the fixtures ``mesh`` and ``make_mesh``, or outside of pytest from
-    `local_mesh`. Each worker runs the functions that it is given one after another: in a
-    thread of this process with the worker's agent as the current one, or in the main thread
-    of the worker's own process. How a function gets there has nothing to do with zrpc, so
-    that a mesh also serves to find out why zrpc is broken.
+    `local_mesh`. Each worker runs the functions submitted to it one after another. It runs
+    them in a thread of this process, with its agent as the current one, or in the main thread
+    of its own process. Functions reach the workers without zrpc, so a mesh also helps to
+    find out why zrpc is broken.
 
-    No wait outlives the deadline of the test: then the stacks of all workers are printed,
-    the workers are ended, and what waits raises `MeshTimeout`.
+    No wait outlives the deadline of the test. At the deadline the stacks of all workers are
+    printed, the workers are stopped, and every wait raises `MeshTimeout`.
 
-    All methods may be called from any thread.
+    All methods may be called from any thread. Those with an underscore are for this package:
+    the watchdog and the pytest plugin call some of them.
 
     Example:
         >>> import zrpc
@@ -86,20 +87,21 @@ class Mesh:
         """Runs ``fn(*args, **kwargs)`` on a worker and returns the result.
 
         Args:
-            worker: its name or its rank.
-            fn: a plain function; one that is ``async def`` can be called from the worker, by
-                `zrpc.rpc_sync`. In a mesh of processes it is pickled, by value where it comes from
-                the test's module or can't be imported. Each time its module's globals go with it:
-                keep a worker's state elsewhere, as in an attribute of a module that is imported.
-            args: its arguments.
-            kwargs: its keyword arguments.
+            worker: the worker's name or rank.
+            fn: a plain function. To run an ``async def`` function, call it from a worker with
+                `zrpc.rpc_sync`. In a mesh of processes ``fn`` is pickled: by value if it comes
+                from the test's module or can't be imported. The globals of its module then
+                travel with each call, so keep a worker's state elsewhere, for example in an
+                attribute of an imported module.
+            args: the arguments of ``fn``.
+            kwargs: the keyword arguments of ``fn``.
 
         Raises:
             MeshTimeout: the test's deadline passed.
-            WorkerExited: the worker's process ended.
+            WorkerExited: the worker's process exited.
             LookupError: there is no such worker.
-            Exception: what ``fn`` raised, of its own type; a `WorkerTraceback` as the last
-                of its causes tells the worker and the traceback there.
+            Exception: what ``fn`` raised, with its own type. The last of its causes is a
+                `WorkerTraceback` with the worker's name and the traceback there.
         """
         __tracebackhide__ = True
         return _result(self.submit(worker, fn, *args, **kwargs))
@@ -111,9 +113,9 @@ class Mesh:
             The results, by rank.
 
         Raises:
-            Exception: as `run` does, of the worker that failed first. The `WorkerTraceback`
-                names the others that failed. A worker that still runs ``fn`` is not waited
-                for.
+            Exception: what `run` raises, from the worker that failed first. The
+                `WorkerTraceback` names the others that failed. Workers that are still
+                running ``fn`` are not waited for.
         """
         __tracebackhide__ = True
         return _gather(self._workers, [w.submit(fn, args, kwargs) for w in self._workers])
@@ -121,12 +123,13 @@ class Mesh:
     def submit(
         self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Has ``fn(*args, **kwargs)`` run on a worker, after what it was given before.
+        """Queues ``fn(*args, **kwargs)`` on a worker, behind what was submitted before.
 
-        Args: see `run`.
+        Takes the arguments of `run`.
 
         Returns:
-            A future with the result, or with what `run` would raise. It can't be cancelled.
+            A ``concurrent.futures.Future`` of the result, or of what `run` would raise. It can't
+            be cancelled.
 
         Raises:
             LookupError: there is no such worker.
@@ -134,10 +137,10 @@ class Mesh:
         return self._worker(worker).submit(fn, args, kwargs)
 
     def agent(self, worker: str | int) -> Agent:
-        """The agent of a worker of a mesh of threads.
+        """Returns the agent of a worker, in a mesh of threads.
 
         Raises:
-            TypeError: the mesh is one of processes.
+            TypeError: the workers are processes.
             RuntimeError: the agent is shut down.
         """
         from zrpc.testing.threads import ThreadWorker
@@ -145,75 +148,77 @@ class Mesh:
         found = self._worker(worker)
         if not isinstance(found, ThreadWorker):
             raise TypeError(
-                f"the agent of {found.label} is in another process; expected a mesh of threads. "
-                "Use mesh.run(worker, fn) and find it there"
+                f"expected a mesh of threads, but {found.label} is another process: use "
+                "mesh.run(worker, fn) to reach its agent there"
             )
         return found.agent
 
     def pid(self, worker: str | int) -> int:
-        """The process id of a worker of a mesh of processes.
+        """Returns the process id of a worker, in a mesh of processes.
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
         """
         return self._process(worker).pid
 
     def kill(self, worker: str | int) -> None:
-        """Kills a worker of a mesh of processes (SIGKILL), and waits until it is dead.
+        """Kills a worker's process (SIGKILL), and waits until it is dead.
 
-        What waits for it, and what it is given later, fails with `WorkerExited`. The mesh is
+        Pending and later `run` and `submit` calls for it fail with `WorkerExited`. The mesh is
         then not shut down gracefully.
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
         """
-        self._process(worker).kill(_DIES_WITHIN)
+        self._process(worker).kill(_KILL_SECONDS)
 
     def restart(self, worker: str | int) -> None:
-        """Starts a worker that was killed again, in a new process, as ``zrpc launch`` does.
+        """Restarts a killed worker in a new process, as ``zrpc launch`` does.
 
-        It joins the mesh under its name and rank, of the next incarnation; returns when the
-        others know it.
+        The worker joins the mesh under its old name and rank, as the next incarnation. Returns
+        when the others know it.
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
             RuntimeError: the worker was not killed, or the mesh was made without
                 ``restarts=True``.
-            Exception: what it failed to join with.
+            Exception: the error with which the worker failed to join.
         """
         __tracebackhide__ = True
         dead = self._process(worker)
         if not self._spec.restarts:
-            raise RuntimeError("expected a mesh made with restarts=True: this one has a fixed end")
+            raise RuntimeError(
+                "expected a mesh made with restarts=True: this one allows no restarts"
+            )
         if not dead.killed:
             raise RuntimeError(f"{dead.label} was not killed: expected mesh.kill({worker!r}) first")
-        dead.close(_DIES_WITHIN)
+        dead.close(_KILL_SECONDS)
         new = dead.successor()
         self._workers[self._workers.index(dead)] = new
         _gather([new], [new.start()])
 
     def pause(self, worker: str | int) -> None:
-        """Stops the process of a worker of a mesh of processes (SIGSTOP).
+        """Pauses a worker's process (SIGSTOP).
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
         """
         found = self._process(worker)
         self._paused.add(found.name)
         found.pause()
 
     def resume(self, worker: str | int) -> None:
-        """Lets a worker that is paused go on (SIGCONT).
+        """Resumes a paused worker's process (SIGCONT).
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
         """
         found = self._process(worker)
         self._paused.discard(found.name)
         found.resume()
 
     def rank(self, worker: str | int) -> int:
-        """The rank of a worker, by its name or rank.
+        """Returns the rank of a worker, given its name or rank.
 
         Raises:
             LookupError: there is no such worker.
@@ -222,52 +227,52 @@ class Mesh:
 
     @property
     def relays(self) -> Relays:
-        """What `zrpc.testing.faults` works with.
+        """The relays that `zrpc.testing.faults` uses.
 
         Raises:
             RuntimeError: the mesh was made without ``faults=True``.
         """
         if self._relays is None:
             raise RuntimeError(
-                "expected a mesh made with faults=True, in the marker zrpc or of local_mesh: the "
-                "connections of this one can't be disturbed"
+                "expected a mesh made with faults=True, but this one has no relays: pass it to the "
+                "marker zrpc or to local_mesh"
             )
         return self._relays
 
     def output(self, worker: str | int) -> str:
-        """What a worker process has written to stdout and stderr, where that is captured.
+        """Returns what a worker process has written to stdout and stderr, if that is captured.
 
         Raises:
-            TypeError: the mesh is one of threads.
+            TypeError: the workers are threads.
         """
         return self._process(worker).output()
 
     def start(self) -> None:
-        """Starts the workers; returns once all of them are connected.
+        """Starts the workers; returns when all have joined. The fixtures and `local_mesh` call it.
 
         Raises:
-            Exception: what a worker failed with; the mesh is to be shut down.
+            Exception: what a worker failed with; the caller must shut the mesh down.
         """
         __tracebackhide__ = True
         _gather(self._workers, [worker.start() for worker in self._workers])
         if self._spec.faults:
-            # Nobody has connected to anybody yet: workers do when they first send.
+            # No worker has connected to another yet: it does so when it first sends.
             found = self.run_all(_inbox_and_token)
             inboxes = [Path(inbox) for inbox, _ in found]
             self._relays = Relays(inboxes, {token: i for i, (_, token) in enumerate(found)})
 
     def shutdown(self, graceful: bool = True) -> None:
-        """Ends the mesh; what it does after the first call is nothing.
+        """Shuts the mesh down. Later calls do nothing.
 
         Args:
-            graceful: have the workers agree on the end and look for what they leave behind.
-                Else their processes are killed, and their agents in this process closed.
+            graceful: shut the workers down together, and check what they leave behind.
+                Otherwise kill their processes, and close their agents in this process.
 
         Raises:
             MeshTimeout: the test's deadline passed meanwhile.
-            WorkerExited: a process ended that should not have.
-            LeakError: a worker process had something left after its shutdown.
-            Exception: what the agent's shutdown raised.
+            WorkerExited: a process exited that the test did not kill.
+            LeakError: a worker process left something behind after its shutdown.
+            Exception: what an agent's shutdown raised.
         """
         if self._shut_down:
             return
@@ -288,32 +293,35 @@ class Mesh:
             try:
                 left = self._leave()
             except BaseException:
-                self._end(by_force=True)
+                self._stop(by_force=True)
                 raise
-        left += self._end(by_force=not graceful)
+        left += self._stop(by_force=not graceful)
         if graceful and left and self._spec.leaks:
-            # A process that outlives its worker was there at the worker's shutdown already.
+            # A process that outlives its worker was already listed at the worker's shutdown.
             raise LeakError(list(dict.fromkeys(left)))
 
-    def new_output(self) -> list[tuple[str, str]]:
-        """The name and new output of each worker process that wrote some since the last call."""
+    def _new_output(self) -> list[tuple[str, str]]:
+        """Returns the name and new output of each worker process that wrote any.
+
+        For the pytest plugin. New is what was written since the last call.
+        """
         outputs = [(worker.name, worker.new_output()) for worker in self._workers]
         return [(name, text) for name, text in outputs if text]
 
-    # What the watchdog calls, in its own thread.
+    # -- for the watchdog, in its thread -------------------------------------------------
 
-    def busy(self) -> list[str]:
-        """What is under way on which worker, a line for each."""
-        return [f"{w.label} {what}" for w in self._workers for what in w.busy()[:1]]
+    def _work_in_progress(self) -> list[str]:
+        """Returns what each busy worker is doing, one line per worker."""
+        return [f"{w.label} {what}" for w in self._workers for what in w.pending_work()[:1]]
 
-    def stacks(self) -> str:
-        """The stacks of all threads of all workers; takes a second at most."""
+    def _stacks(self) -> str:
+        """Returns the stacks of all threads of all workers, within a second."""
         for worker in self._workers:
             worker.ask_for_stacks()
         return "\n".join(f"---- stacks of {w.label} ----\n{w.stacks()}" for w in self._workers)
 
-    def pids(self) -> set[int]:
-        """The processes in which its workers are."""
+    def _process_ids(self) -> set[int]:
+        """Returns the processes in which the workers run."""
         if not self._spec.processes:
             return {os.getpid()}
         found = set()
@@ -322,32 +330,34 @@ class Mesh:
                 found.add(self._process(worker.name).pid)
         return found
 
-    def fail(self, error: BaseException) -> None:
-        """Fails all that waits for the workers, now and later, with ``error``."""
+    def _fail_waits(self, error: BaseException) -> None:
+        """Fails all current and later waits for the workers with ``error``."""
         for worker in self._workers:
-            worker.fail(error)
+            worker.fail_waits(error)
 
-    def end(self) -> None:
-        """Ends what the workers are doing, by force where possible; does not block."""
+    def _abort(self) -> None:
+        """Stops what the workers are doing, by force if possible; does not block."""
         for worker in self._workers:
-            worker.end()
+            worker.abort()
+
+    # ------------------------------------------------------------------------------------
 
     def _leave(self) -> list[str]:
         workers = [worker for worker in self._workers if not worker.killed]
-        # A graceful shutdown is agreed upon by all, which the dead can't.
+        # All workers have to agree on a graceful shutdown, and a dead one can't.
         graceful = len(workers) == len(self._workers)
         futures = [worker.shutdown(graceful) for worker in workers]
         left = _gather(workers, futures)
         return _labelled(workers, left)
 
-    def _end(self, by_force: bool) -> list[str]:
-        end = time.monotonic() + (_DIES_WITHIN if by_force else _ENDS_WITHIN)
-        self.fail(RuntimeError("the mesh is shut down"))
+    def _stop(self, by_force: bool) -> list[str]:
+        deadline = time.monotonic() + (_KILL_SECONDS if by_force else _STOP_SECONDS)
+        self._fail_waits(RuntimeError("the mesh is shut down"))
         if by_force:
-            self.end()
+            self._abort()
         for worker in self._workers:
-            worker.dismiss()
-        left = [worker.close(max(0.0, end - time.monotonic())) for worker in self._workers]
+            worker.stop_when_idle()
+        left = [worker.close(max(0.0, deadline - time.monotonic())) for worker in self._workers]
         return _labelled(self._workers, left) + (self._clean_up() if self._clean_up else [])
 
     def _worker(self, worker: str | int) -> Worker:
@@ -365,24 +375,24 @@ class Mesh:
         found = self._worker(worker)
         if not isinstance(found, ProcessWorker):
             raise TypeError(
-                f"{found.label} has no process of its own; expected a mesh of processes. "
-                "Mark the test with @pytest.mark.zrpc(processes=True)"
+                f"expected a mesh of processes, but {found.label} has no process of its own: mark "
+                "the test with @pytest.mark.zrpc(processes=True)"
             )
         return found
 
 
 def _inbox_and_token() -> tuple[str, bytes]:
-    """On a worker: its Unix socket, and what its routing ids end in."""
-    from zrpc.current import current_agent
+    """On a worker: returns its Unix socket, and the end of its routing ids."""
+    from zrpc.agent.current import current_agent
 
     membership = current_agent().membership
-    card = membership.cards[membership.rank]
-    if not card.ipc:
+    record = membership.records[membership.own_id]
+    if not record.ipc:
         raise ValueError(
-            "faults between workers need their Unix sockets: expected the option transport='auto' "
-            "or 'ipc', found 'tcp'"
+            "expected the option transport='auto' or 'ipc', found 'tcp': faults between workers "
+            "need their Unix sockets"
         )
-    return f"{card.directory}/inbox", card.identity[1:]
+    return f"{record.directory}/inbox", record.identity[1:]
 
 
 def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -390,25 +400,25 @@ def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list
 
 
 def _gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
-    """The results of all futures, or the first failure, which tells of the others."""
+    """Returns the results of all futures; raises the first failure, which names the others."""
     __tracebackhide__ = True
     done, rest = wait(futures, return_when=FIRST_EXCEPTION)
     first = next((f for f in futures if f in done and f.exception() is not None), None)
     if first is not None:
-        wait(rest, timeout=_OTHERS_FAIL_WITHIN)
+        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
         others = {
             worker.label: error
             for worker, future in zip(workers, futures, strict=True)
             if future is not first and future.done() and (error := future.exception())
         }
         error = first.exception()
-        assert error is not None  # it is what makes it the first
+        assert error is not None  # that is how it was chosen
         raise add_others(error, others)
     return [future.result() for future in futures]
 
 
 def _result(future: Future[T]) -> T:
-    """What ``future.result()`` is, with a traceback that holds nothing but the worker's."""
+    """Returns ``future.result()``; an error's traceback shows the worker's frames only."""
     __tracebackhide__ = True
     error = future.exception()
     if error is not None:

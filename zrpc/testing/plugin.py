@@ -1,7 +1,7 @@
 """The pytest plugin: meshes of zrpc workers as fixtures.
 
-pytest imports this module in every run on a machine where zrpc is installed, so it imports
-neither torch nor zmq, nor zrpc's core: the fixtures do, when a test first asks for one.
+pytest imports this module in every run in an environment with zrpc. So it imports neither
+torch nor zmq, nor zrpc's core: the fixtures do, when a test first uses one.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ __all__ = ["MakeMesh", "make_mesh", "mesh", "no_leaks"]
 
 _MARKER = (
     "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True, faults=False, "
-    "restarts=False, elastic=False): how many workers the test's mesh has, whether they are "
-    "processes (else threads), how many seconds the test may take, arguments for "
-    "ZmqRpcBackendOptions, whether to report what is left behind, whether there can be faults "
-    "between the workers, whether those that were killed can be started again, and whether the "
-    "mesh is elastic."
+    "restarts=False, elastic=False): the number of workers in the test's mesh, whether they are "
+    "processes (otherwise threads), the seconds that the test may take, arguments for "
+    "ZmqRpcBackendOptions, whether leaks are errors, whether connections between the workers can "
+    "be disturbed, whether killed workers can be restarted, and whether the mesh is elastic."
 )
-# Of a session that can't go on, as pytest's own for an internal error.
+# The exit status of a session that can't continue: pytest's own for an internal error.
 _EXIT_STATUS = 3
 
 _failed = pytest.StashKey[bool]()
@@ -38,7 +37,7 @@ _watchdog: pytest.StashKey[Watchdog] = pytest.StashKey()
 
 
 class MakeMesh(Protocol):
-    """What the fixture ``make_mesh`` is."""
+    """The type of the fixture ``make_mesh``."""
 
     def __call__(
         self,
@@ -47,14 +46,14 @@ class MakeMesh(Protocol):
         processes: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Mesh:
-        """Starts a mesh; what is None is as the test's marker says, options are added."""
+        """Starts a mesh; the marker gives what is None, and its options are merged."""
 
 
 @pytest.fixture
 def mesh(make_mesh: MakeMesh) -> Mesh:
-    """The test's mesh of workers; ``@pytest.mark.zrpc(...)`` says what it is like.
+    """The test's mesh of workers, as specified by ``@pytest.mark.zrpc(...)``.
 
-    See `zrpc.testing.Mesh` for what it can do, and `make_mesh` for when it ends.
+    See `zrpc.testing.Mesh` for its methods, and `make_mesh` for when it is shut down.
 
     Example::
 
@@ -69,9 +68,9 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
 def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
     """A function that starts a mesh, for tests that need several, or none at first.
 
-    At the end of the test the meshes are shut down: gracefully where it passed, else by
-    force. Then what is left behind in this process is an error of the test, unless its
-    marker says ``leaks=False``.
+    At the end of the test the meshes are shut down: gracefully if it passed, otherwise by
+    force. Then anything left behind in this process is an error of the test, unless its
+    marker has ``leaks=False``.
 
     Example::
 
@@ -89,9 +88,9 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
     if spec.leaks:
         request.getfixturevalue("no_leaks")
 
-    with Watchdog(spec.timeout, give_up=lambda report: _exit(item, report)) as watchdog:
+    with Watchdog(spec.timeout, last_resort=lambda report: _exit(item, report)) as watchdog:
         item.stash[_watchdog] = request.config.stash[_watchdog] = watchdog
-        # Until the end of this phase of the test; the hooks below do the same for the others.
+        # Until this phase of the test ends; the hooks below do the same for the other phases.
         watchdog.allow_interrupt()
 
         def make(
@@ -116,7 +115,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
                 for mesh in watchdog.meshes:
                     stack.callback(mesh.shutdown, graceful=passed)
             if watchdog.timed_out is not None and passed:
-                raise watchdog.timed_out  # the test has caught it, but that is no success
+                raise watchdog.timed_out  # the test has caught it, but must not pass
         except BaseException as error:
             item.stash[_failed] = True
             if isinstance(error, LeakError):
@@ -126,11 +125,11 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes it an error of a passing test if it leaves something behind in this process.
+    """Makes it an error if a passing test leaves something behind in this process.
 
-    That is: threads, child processes, descriptors, ZeroMQ contexts, and socket files of
-    agents that were made after this fixture was set up, and are still there two seconds after
-    it was torn down. Tests with a mesh have it already.
+    Reported are threads, child processes, descriptors, ZeroMQ contexts, and socket files of
+    agents, if they were made after this fixture was set up and still exist two seconds after
+    it was torn down. Tests with a mesh use it already.
 
     Example::
 
@@ -143,7 +142,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         with no_leaks():
             yield
             if request.node.stash.get(_failed, False):
-                raise _Failed  # its traceback keeps alive what the test was using
+                raise _Failed  # the failure's traceback keeps the test's objects alive
     except _Failed:
         pass
     except LeakError as error:
@@ -151,7 +150,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class _Failed(Exception):
-    """The test has failed, which is all that is to be said."""
+    """The test has failed, so leaks are not checked."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -165,15 +164,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _spec_of(item)
 
 
-# Of the wrappers of a phase ours are the innermost, so that an interruption hits nothing but
-# the fixtures and the test.
+# Our wrappers of a phase are the innermost ones, so that an interruption hits nothing but the
+# fixtures and the test.
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Ends what the fixture `make_mesh` has begun."""
+    """Ends the interruptible section that the fixture `make_mesh` has begun."""
     __tracebackhide__ = True
-    item.stash[_failed] = False  # which it may have the last time, where plugins run it again
+    item.stash[_failed] = False  # True if a plugin reruns a test that failed
     try:
         return (yield)
     except BaseException:
@@ -194,7 +193,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Lets the deadline of a test with a mesh interrupt the fixtures that end before it."""
+    """Lets the deadline of a test with a mesh interrupt the teardown of other fixtures."""
     __tracebackhide__ = True
     with _interruptible(item):
         return (yield)
@@ -204,14 +203,14 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Notes whether the test has failed, and adds what its workers have to say."""
+    """Records whether the test has failed, and adds its workers' output to the report."""
     report = yield
     if call.excinfo is not None:
         item.stash[_failed] = True
     if _watchdog in item.stash:
         watchdog = item.stash[_watchdog]
         for mesh in watchdog.meshes:
-            for name, text in mesh.new_output():
+            for name, text in mesh._new_output():
                 report.sections.append((f"Captured stdout and stderr of {name} {call.when}", text))
         if call.excinfo is not None and watchdog.timed_out not in (None, call.excinfo.value):
             report.sections.append(("Past the deadline", str(watchdog.timed_out)))
@@ -223,7 +222,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_enter_pdb(config: pytest.Config) -> None:
-    """Lets whoever debugs a test with a mesh take as long as he likes."""
+    """Lifts the deadline of a test with a mesh while it is debugged."""
     if _watchdog in config.stash:
         config.stash[_watchdog].suspend()
 
@@ -237,14 +236,14 @@ def _interruptible(item: pytest.Item) -> Iterator[None]:
         with item.stash[_watchdog].interruptible():
             yield
     except BaseException:
-        # After Ctrl-C and pytest.exit there is no report that could note it, and the meshes
-        # would be shut down gracefully: that is, wait for the very call that was interrupted.
+        # After Ctrl-C and pytest.exit no report records the failure. The meshes would be shut
+        # down gracefully, and so wait for the very call that was interrupted.
         item.stash[_failed] = True
         raise
 
 
 def _error(error: BaseException) -> BaseException:
-    """The error as pytest shows it without our stack, which tells nothing of it."""
+    """Returns the error in a form that pytest shows without zrpc's stack, which says nothing."""
     return pytest.fail.Exception(str(error), pytrace=False)
 
 
@@ -256,7 +255,7 @@ def _spec_of(item: pytest.Item) -> MeshSpec:
 
 
 def _exit(item: pytest.Item, report: str) -> None:
-    """Ends the session, whose main thread nothing can interrupt. In the watchdog's thread."""
+    """Ends the session if nothing can interrupt its main thread. In the watchdog's thread."""
     capture = item.config.pluginmanager.getplugin("capturemanager")
     if capture is not None:
         capture.suspend_global_capture(in_=True)

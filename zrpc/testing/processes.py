@@ -1,4 +1,4 @@
-"""A mesh of processes, forked from a server that has imported torch once."""
+"""A mesh of processes, forked from a server that has already imported torch."""
 
 from __future__ import annotations
 
@@ -15,38 +15,40 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from zrpc.launch.errors import LaunchError
 from zrpc.launch.forkserver import ForkServer
+from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
 from zrpc.launch.worker import run_secret
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
-from zrpc.testing.proc import command_of, session_members, state_of
+from zrpc.testing.procfs import command_of, read_text, session_members, state_of
 from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Worker, described
+from zrpc.testing.worker import Worker, name_of
 
 __all__ = ["ProcessWorker", "process_workers"]
 
-# Above the numbers that a preloaded module could have open in the server.
-_SOCKETS_FROM = 200
-# Variables by which a worker knows that it may be started again, and how often it was.
+# Above the descriptor numbers that a preloaded module could have open in the server.
+_FIRST_SOCKET_FD = 200
+# Variables that tell a worker whether it may be restarted, and how often it was.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
-# Seconds: for the stacks of a process, for them to stop growing, for a killed one to be gone.
-_STACKS_WITHIN = 1.0
-_STACKS_SETTLE = 0.05
-_DIES_WITHIN = 5.0
+# Time for the stacks of a process to appear, for them to stop growing, and for a process to
+# react to a signal.
+_STACKS_SECONDS = 1.0
+_STACKS_SETTLE_SECONDS = 0.05
+_SIGNAL_SECONDS = 5.0
 
-# The outermost calls, as faulthandler writes them, which are the same in all stacks.
-_BOTTOM = re.compile(
+# The outermost calls, as faulthandler writes them. They are the same in all stacks.
+_OUTERMOST = re.compile(
     r'^  File "(<string>|.*/threading\.py|.*/zrpc/launch/(program|child)\.py)", line \d+ '
     r"in (<module>|become|run|_run_function|_bootstrap|_bootstrap_inner)\n",
     re.MULTILINE,
@@ -59,30 +61,26 @@ _by_value_lock = threading.Lock()
 def process_workers(
     spec: MeshSpec, *, by_value: Iterable[str] = (), capture: bool = False
 ) -> tuple[list[Worker], Callable[[], list[str]]]:
-    """The workers of a mesh of processes; none is started yet.
+    """Returns the workers of a mesh of processes; none is started yet.
 
     Args:
-        spec: what the mesh is like.
+        spec: the specification of the mesh.
         by_value: the modules whose functions are sent by value.
-        capture: whether to keep the workers' output; else it goes where this process's goes.
+        capture: whether to keep the workers' output; otherwise they share this process's stdout
+            and stderr.
 
     Returns:
-        The workers, and what to call once all are closed; it returns what they left behind.
+        The workers, and a function to call when all are closed. It returns what they left behind.
     """
     server = warm_server()
-    # For the store, the workers' sockets, output and stacks. Should this process be killed, the
-    # server removes it.
+    # If this process is killed, the server removes the directory.
     home = Path(server.make_directory())
     (home / "run").mkdir()
-    modules = tuple(by_value)
-    secret = run_secret(os.environ)
-    workers = [
-        ProcessWorker(name, rank, spec, server, home, modules, capture, secret)
-        for rank, name in enumerate(spec.names)
-    ]
+    shared = _Shared(spec, server, home, tuple(by_value), capture, run_secret(os.environ))
+    workers = [ProcessWorker(name, rank, shared) for rank, name in enumerate(spec.names)]
 
     def clean_up() -> list[str]:
-        # A killed worker can't remove its socket; that is the next agent's business.
+        # A killed worker can't remove its socket; the next agent will.
         left = [] if any(worker.killed for worker in workers) else files_in(home / "run")
         shutil.rmtree(home, ignore_errors=True)
         return left
@@ -90,43 +88,49 @@ def process_workers(
     return list(workers), clean_up
 
 
+@dataclass(frozen=True)
+class _Shared:
+    """What the workers of a mesh have in common.
+
+    Args:
+        spec: the specification of the mesh.
+        server: the server that forks the workers.
+        home: a directory for the store, and for the workers' sockets, output and stacks.
+        by_value: the modules whose functions are sent by value.
+        capture: whether to keep the workers' output.
+        secret: the variables that hold the mesh's secret.
+    """
+
+    spec: MeshSpec
+    server: ForkServer
+    home: Path
+    by_value: Sequence[str]
+    capture: bool
+    secret: Mapping[str, str]
+
+
 class ProcessWorker(Worker):
     """A worker that is a process; see `Worker`.
 
-    Its functions go over a socket pair. One thread of ours waits for the answers, and for the
-    process's end.
+    Functions are sent to it over a socket pair. A thread of this process waits for the replies,
+    and for the exit of the worker's process.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        spec: MeshSpec,
-        server: ForkServer,
-        home: Path,
-        by_value: Sequence[str],
-        capture: bool,
-        secret: Mapping[str, str],
-        restarts: int = 0,
-    ) -> None:
+    def __init__(self, name: str, rank: int, shared: _Shared, restarts: int = 0) -> None:
         super().__init__(name, rank)
-        self._secret = secret
+        self._shared = shared
         self._restarts = restarts
-        self._spec = spec
-        self._server = server
-        self._home = home
-        self._by_value = by_value
-        self._output_path = home / f"{name}.output" if capture else None
-        self._stacks_path = home / f"{name}.stacks"
+        self._output_path = shared.home / f"{name}.output" if shared.capture else None
+        self._stacks_path = shared.home / f"{name}.stacks"
         self._pid: int | None = None
-        # What signals are sent to: unlike a process id, it can't come to mean another process.
-        # -1 where there is none; guarded by self._lock, as it is closed when the process ends.
+        # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
+        # there is none. Guarded by self._lock, since it is closed when the process exits.
         self._process = -1
         self._killed = False
         self._shown = 0  # how much of the output new_output() has returned
-        self._kept_output = ""  # all of it, once the file is gone
+        self._kept_output = ""  # all of the output, after its file was removed
         self._exit: int | None = None
-        # Held from a future's entry until its request is sent: replies come in that order.
+        # Held from entering a future until its request is sent: replies come in that order.
         self._sending = threading.Lock()
         self._reader = threading.Thread(
             target=self._read, name=f"zrpc-test-{name}-reader", daemon=True
@@ -134,7 +138,7 @@ class ProcessWorker(Worker):
 
     @property
     def label(self) -> str:
-        """The worker as a reader knows it."""
+        """The worker's name and process, for a reader."""
         return f"{self.name} (pid {self._pid})"
 
     @property
@@ -144,36 +148,26 @@ class ProcessWorker(Worker):
 
     @property
     def pid(self) -> int:
-        """Its process id.
+        """The worker's process id.
 
         Raises:
-            RuntimeError: it was not started.
+            RuntimeError: the worker was not started.
         """
         if self._pid is None:
             raise RuntimeError(f"{self.name} has no process: it was not started")
         return self._pid
 
     def successor(self) -> ProcessWorker:
-        """Another one of the same name and rank, of the next incarnation; not started yet."""
-        return ProcessWorker(
-            self.name,
-            self.rank,
-            self._spec,
-            self._server,
-            self._home,
-            self._by_value,
-            self._output_path is not None,
-            self._secret,
-            self._restarts + 1,
-        )
+        """Returns the next incarnation, with the same name and rank; it is not started yet."""
+        return ProcessWorker(self.name, self.rank, self._shared, self._restarts + 1)
 
     def start(self) -> Future[Any]:
-        """Forks the process and has it join the mesh."""
+        """Forks the process and makes it join the mesh."""
         ours, theirs = socket.socketpair()
         with ours, theirs, self._streams() as streams:
-            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _SOCKETS_FROM)
+            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_SOCKET_FD)
             try:
-                pid = self._server.spawn(
+                pid = self._shared.server.spawn(
                     self._task(fd), stdout=streams[0], stderr=streams[1], pass_fds=[fd]
                 )
             finally:
@@ -181,7 +175,7 @@ class ProcessWorker(Worker):
             try:
                 self._process = os.pidfd_open(pid)
             except ProcessLookupError:
-                raise WorkerExited(f"{self.name} (pid {pid}) ended as it was started") from None
+                raise WorkerExited(f"{self.name} (pid {pid}) exited as it was started") from None
             self._pid = pid
             self._connection = Connection(ours.detach())
         self._reader.start()
@@ -190,43 +184,43 @@ class ProcessWorker(Worker):
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run in the main thread of the process."""
-        with _pickling_by_value(self._by_value):
+        """Queues ``fn(*args, **kwargs)`` for the main thread of the process."""
+        with _pickling_by_value(self._shared.by_value):
             pickled = cloudpickle.dumps((fn, args, kwargs))
-        return self._request(f"runs {described(fn)}", "call", pickled)
+        return self._request(f"runs {name_of(fn)}", "call", pickled)
 
     def shutdown(self, graceful: bool) -> Future[list[str]]:
-        """Has the worker leave its mesh; its process goes on."""
-        return self._request("shuts down", "shutdown", graceful, self._spec.leaks)
+        """Makes the worker leave its mesh; its process keeps running."""
+        return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
     def ask_for_stacks(self) -> None:
-        """Has the process write its stacks, for `stacks` to read; does not block."""
+        """Makes the process write its stacks, for `stacks` to read; does not block."""
         self._signal(STACKS_SIGNAL)
 
     def stacks(self) -> str:
-        """The stacks of its threads, innermost call first; takes a second at most."""
+        """Returns the stacks of its threads, innermost call first, within a second."""
         if self._pid is None or self._process == -1:
-            return f"none: it {'was not started' if self._pid is None else self._ended()}\n"
-        end = time.monotonic() + _STACKS_WITHIN
+            return f"none: it {'was not started' if self._pid is None else self._exit_text()}\n"
+        deadline = time.monotonic() + _STACKS_SECONDS
         text, size = "", -1
-        # faulthandler writes bit by bit, in a signal handler, and does not say when it is done.
-        while time.monotonic() < end and (not text or len(text) != size):
+        # faulthandler writes bit by bit, in a signal handler, and doesn't signal the end.
+        while time.monotonic() < deadline and (not text or len(text) != size):
             size = len(text)
-            time.sleep(_STACKS_SETTLE)
-            text = _text(self._stacks_path)
+            time.sleep(_STACKS_SETTLE_SECONDS)
+            text = read_text(self._stacks_path)
         return (
-            _BOTTOM.sub("", text)
-            or f"none within {_STACKS_WITHIN:g} s; state: {state_of(self._pid)}\n"
+            _OUTERMOST.sub("", text)
+            or f"none within {_STACKS_SECONDS:g} s; state: {state_of(self._pid)}\n"
         )
 
     def output(self) -> str:
-        """What it has written to stdout and stderr, where that is captured."""
+        """Returns what it has written to stdout and stderr, if that is captured."""
         if self._output_path is not None and self._output_path.exists():
-            return _text(self._output_path)
+            return read_text(self._output_path)
         return self._kept_output
 
     def new_output(self) -> str:
-        """What it has written since the last call, where that is captured."""
+        """Returns what it has written since the last call, if that is captured."""
         text = self.output()
         new, self._shown = text[self._shown :], len(text)
         return new
@@ -234,46 +228,46 @@ class ProcessWorker(Worker):
     def kill(self, timeout: float) -> None:
         """Kills the process and waits until it is dead, at most ``timeout`` seconds."""
         self._killed = True
-        self.end()
+        self.abort()
         self._reader.join(timeout)
 
     def pause(self) -> None:
-        """Stops the process, and waits until it is."""
+        """Pauses the process, and waits until it is paused."""
         self._signal(signal.SIGSTOP)
-        end = time.monotonic() + _DIES_WITHIN
-        while state_of(self.pid) not in ("T", "Z", "") and time.monotonic() < end:
-            time.sleep(0.001)  # no event tells of it to whoever is not its parent
+        deadline = time.monotonic() + _SIGNAL_SECONDS
+        while state_of(self.pid) not in ("T", "Z", "") and time.monotonic() < deadline:
+            time.sleep(0.001)  # only its parent, the fork server, could wait for an event
 
     def resume(self) -> None:
-        """Lets the process go on."""
+        """Resumes the process."""
         self._signal(signal.SIGCONT)
 
-    def end(self) -> None:
+    def abort(self) -> None:
         """Kills the process; does not wait for its death."""
         self._signal(signal.SIGKILL)
 
-    def dismiss(self) -> None:
-        """Ends the process once it has done what it was told to."""
+    def stop_when_idle(self) -> None:
+        """Tells the process to exit after the work submitted so far."""
         if self._pid is not None:
             with contextlib.suppress(OSError), self._sending:
                 self._connection.send_bytes(pickle.dumps(("exit",)))
 
     def close(self, timeout: float) -> list[str]:
-        """Waits for the process's end, by force after ``timeout`` seconds; frees what it holds.
+        """Waits until the process exits, and kills it after ``timeout`` seconds.
 
         Returns:
-            What the worker's end has left behind.
+            A description of each thing that the worker left behind.
         """
         if self._pid is None:
             return []
         self._reader.join(timeout)
         left = []
         if self._reader.is_alive():
-            left.append(f"it did not end within {timeout:g} s of its shutdown")
-            self.end()
-            self._reader.join(_DIES_WITHIN)
+            left.append(f"it did not exit within {timeout:g} s of its shutdown")
+            self.abort()
+            self._reader.join(_SIGNAL_SECONDS)
         elif self._exit not in (0, -signal.SIGKILL):
-            left.append(f"it {self._ended()} after its shutdown")
+            left.append(f"it {self._exit_text()} after its shutdown")
         for pid in session_members(self._pid):
             left.append(f"process {pid}: {command_of(pid)}")
             with contextlib.suppress(OSError):
@@ -282,13 +276,14 @@ class ProcessWorker(Worker):
         return left
 
     def _task(self, fd: int) -> Task:
+        spec, home = self._shared.spec, self._shared.home
         settings = WorkerSettings(
             name=self.name,
             rank=self.rank,
-            world_size=None if self._spec.elastic else self._spec.workers,
-            # A store that is a file: no port to be taken, no server thread in this process,
-            # and it survives the death of any worker.
-            options={"init_method": f"file://{self._home}/store", **self._spec.options},
+            world_size=None if spec.elastic else spec.workers,
+            # A store that is a file needs no port and no server thread in this process, and it
+            # survives the death of any worker.
+            options={"init_method": f"file://{home}/store", **spec.options},
             socket=fd,
             stacks_path=str(self._stacks_path),
         )
@@ -296,8 +291,8 @@ class ProcessWorker(Worker):
             cwd=os.getcwd(),
             env={
                 **os.environ,
-                **self._secret,
-                "ZRPC_RUNTIME_DIR": str(self._home / "run"),
+                **self._shared.secret,
+                "ZRPC_RUNTIME_DIR": str(home / "run"),
                 **self._restart_variables(),
             },
             sys_path=[os.path.abspath(entry) for entry in sys.path],
@@ -305,8 +300,8 @@ class ProcessWorker(Worker):
         )
 
     def _restart_variables(self) -> dict[str, str]:
-        """As ``zrpc launch --max-restarts`` sets them."""
-        if not self._spec.restarts or self._spec.elastic:
+        """Returns the variables that ``zrpc launch --max-restarts`` would set."""
+        if not self._shared.spec.restarts or self._shared.spec.elastic:
             return {}
         return {_MAX_RESTARTS: "1000", _RESTART_COUNT: str(self._restarts)}
 
@@ -324,15 +319,15 @@ class ProcessWorker(Worker):
 
     def _request(self, what: str, *request: Any) -> Future[Any]:
         with self._sending:
-            future = self._enter(what)
+            future = self._new_future(what)
             if not future.done():
-                # Where the process is dead, the reader fails the future.
+                # If the process is dead, the reader fails the future.
                 with contextlib.suppress(OSError):
                     self._connection.send_bytes(pickle.dumps(request))
         return future
 
     def _read(self) -> None:
-        """The life of the reader thread: until the process is dead."""
+        """Runs in the reader thread, until the process is dead."""
         while self._connection in (ready := wait([self._connection, self._process])):
             try:
                 reply = self._connection.recv_bytes()
@@ -343,12 +338,12 @@ class ProcessWorker(Worker):
         del ready
         try:
             with server_lock:
-                self._exit = self._server.wait(self.pid, _DIES_WITHIN)
+                self._exit = self._shared.server.wait(self.pid, _SIGNAL_SECONDS)
         except (LaunchError, TimeoutError):  # the server died, and its children with it
             self._exit = None
         finally:
-            self.fail(WorkerExited(f"{self.label} {self._ended()}"))
-            with self._sending:  # nobody is using it
+            self.fail_waits(WorkerExited(f"{self.label} {self._exit_text()}"))
+            with self._sending:  # no other thread uses the connection now
                 self._connection.close()
             with self._lock:
                 os.close(self._process)
@@ -357,25 +352,25 @@ class ProcessWorker(Worker):
     def _on_reply(self, data: bytes) -> None:
         with self._lock:
             future = next(iter(self._pending), None)
-        if future is None:  # failed meanwhile, with all that was asked of this worker
+        if future is None:  # `fail_waits` has failed it meanwhile
             return
         try:
             reply = pickle.loads(data)
         except Exception as error:
-            self._settle(future, error=error)
+            self._complete(future, error=error)
             return
         if reply[0]:
-            self._settle(future, reply[1])
+            self._complete(future, reply[1])
         else:
-            self._settle(future, error=attribute(reply[1], self.label, reply[2]))
+            self._complete(future, error=attribute(reply[1], self.label, reply[2]))
 
     def _signal(self, number: int) -> None:
         with self._lock, contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._process, number)
 
-    def _ended(self) -> str:
+    def _exit_text(self) -> str:
         if self._exit is None:
-            return "is gone, and so is its exit code"
+            return "is dead; its exit status is unknown"
         if self._exit >= 0:
             return f"exited with status {self._exit}"
         return f"was killed by {signal.Signals(-self._exit).name}"
@@ -383,10 +378,10 @@ class ProcessWorker(Worker):
 
 @contextlib.contextmanager
 def _pickling_by_value(modules: Sequence[str]) -> Iterator[None]:
-    """Has functions and classes of these modules pickled by value.
+    """Makes cloudpickle pickle functions and classes of these modules by value.
 
-    A test module can be imported only where pytest has put its directory on the path, and
-    without pytest its assertions say nothing.
+    A worker can import a test module only if pytest has put its directory on the path, and
+    assertions that pytest has not rewritten don't show the compared values.
     """
     with _by_value_lock, contextlib.ExitStack() as stack:
         for name in modules:
@@ -395,10 +390,3 @@ def _pickling_by_value(modules: Sequence[str]) -> Iterator[None]:
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
         yield
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""The warm fork server that all meshes of processes of this process share."""
+"""The warm fork server that is shared by all meshes of processes that this process starts."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Sequence
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.testing.leaks import lasting
-from zrpc.testing.proc import state_of
+from zrpc.testing.procfs import state_of
 
 __all__ = ["server_lock", "warm_server"]
 
-# Functions of a test module call pytest's assertion rewriting when they are unpickled.
+# Unpickling the functions of a test module imports pytest's assertion rewriting.
 _PRELOAD = (*DEFAULT_PRELOAD, "zrpc.testing.child", "_pytest.assertion.rewrite")
-# The lock guards the server, which one thread at a time may start or ask for exits.
+# The lock guards the server: one thread at a time may start it, or ask it for exit codes.
 server_lock = threading.Lock()
 _server: ForkServer | None = None
 
 
 def warm_server(preload: Sequence[str] = ()) -> ForkServer:
-    """The process's fork server, started (some seconds) when first asked for.
+    """Returns the process's fork server, and starts it (a few seconds) on the first call.
 
-    It ends with this process. May be called from any thread.
+    The server exits with this process. May be called from any thread.
 
     Args:
-        preload: modules that it imports as well, where this call starts it.
+        preload: further modules for it to import, if this call starts it.
 
     Raises:
-        LaunchError: it could not be started.
+        LaunchError: the server could not be started.
     """
     global _server
     with server_lock:

@@ -1,4 +1,4 @@
-"""What a mesh for a test is like: the arguments of the marker, checked."""
+"""The specification of a mesh for a test: the marker's arguments, checked."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ class _Mark(Protocol):
 
 @dataclass(frozen=True)
 class MeshSpec:
-    """How many workers a mesh has, of what kind, and what a test with it may take.
+    """The specification of a mesh, and the timeout of the test that uses it.
 
     Args:
-        workers: how many workers; they are named ``worker0``, ``worker1``, …
-        processes: whether each worker is a process; else it is a thread of this process.
-        timeout: seconds that the whole test may take, the mesh's start and end included.
+        workers: the number of workers; they are named ``worker0``, ``worker1``, …
+        processes: whether each worker is a process; otherwise it is a thread of this process.
+        timeout: seconds that the whole test may take, including the mesh's start and shutdown.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
-        leaks: whether a passing test becomes an error where it leaves something behind.
-        restarts: whether workers that were killed can be started again, see ``Mesh.restart``.
-        elastic: whether workers may join and leave, as where `zrpc.init_rpc` gets no world size.
+        leaks: whether it is an error if a passing test leaves something behind.
+        restarts: whether killed workers can be restarted, see ``Mesh.restart``.
+        elastic: whether workers may join and leave, as in a mesh that `zrpc.init_rpc` makes
+            without a world size.
         faults: whether the workers' connections go through relays, for `zrpc.testing.faults`.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a number out of its range.
+        TypeError: an argument has the wrong type.
+        ValueError: a number is out of its range.
 
-    Immutable, hence safe in any thread.
+    Immutable, and so safe in any thread.
     """
 
     workers: int = DEFAULT_WORKERS
@@ -70,29 +71,29 @@ class MeshSpec:
                 raise TypeError(f"{name} must be {wanted}, but got {value!r}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, but got {self.workers}")
-        # Above a year it is no deadline, and what waits for it in C overflows.
+        # Longer than a year is no deadline, and overflows in waits in C.
         if not 0 < self.timeout < 3e7:
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
 
     @classmethod
     def from_marks(cls, marks: Iterable[_Mark]) -> MeshSpec:
-        """The spec that a test's markers ask for, the nearest marker first.
+        """Returns the specification that a test's markers give, the nearest marker first.
 
-        What the nearest marker does not say is taken from the next one: a class or module
-        can set a timeout for tests that set their own number of workers.
+        An argument that the nearest marker does not set is taken from the next one. So a class
+        or module can set a timeout for tests that set their own number of workers.
 
         Raises:
-            TypeError: a positional or unknown argument, or one of the wrong type.
-            ValueError: a number out of its range.
+            TypeError: an argument is positional, unknown or of the wrong type.
+            ValueError: a number is out of its range.
         """
         asked: dict[str, Any] = {}
         known = [f.name for f in fields(cls)]
         for mark in marks:
             if mark.args:
-                raise TypeError(f"it takes keyword arguments only, but got {mark.args!r}")
+                raise TypeError(f"expected keyword arguments only, but got {mark.args!r}")
             for name, value in mark.kwargs.items():
                 if name not in known:
-                    raise TypeError(f"it takes {', '.join(known)}, but got {name!r}")
+                    raise TypeError(f"expected one of {', '.join(known)}, but got {name!r}")
                 asked.setdefault(name, value)
         return cls(**asked)
 
@@ -102,7 +103,7 @@ class MeshSpec:
         processes: bool | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> MeshSpec:
-        """This spec with other values for what is not None; ``options`` are added to."""
+        """Returns a copy with the values that aren't None; ``options`` are merged."""
         return replace(
             self,
             workers=self.workers if workers is None else workers,

@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, as text."""
+"""The stacks of this process's threads, as text."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 
-from zrpc.inspection.stack_text import stack_text
+from zrpc.services.inspection.report import stack_text
 
 __all__ = ["other_stacks", "stacks_of"]
 
-# Where a test's stack begins with.
+# The files of the calls with which a test's stack begins.
 _RUNNERS = r"[/\\](_pytest|pluggy)[/\\]"
 
 
 def stacks_of(worker: str) -> str:
-    """The stacks of the threads whose names hold the worker's name as a word.
+    """Returns the stacks of the threads whose names contain the worker's name as a word.
 
     Args:
-        worker: the worker's name; ``worker1`` does not find the threads of ``worker10``.
+        worker: the worker's name; ``worker1`` does not match the threads of ``worker10``.
 
     May be called from any thread.
     """
@@ -28,10 +28,10 @@ def stacks_of(worker: str) -> str:
 
 
 def other_stacks(workers: Iterable[str]) -> str:
-    """The stacks of all other threads, save the calling one, which only looks.
+    """Returns the stacks of all other threads except the calling one.
 
     Args:
-        workers: the names whose threads are left out.
+        workers: the workers whose threads are left out.
 
     May be called from any thread.
     """
@@ -59,7 +59,7 @@ def _format(wanted: Callable[[threading.Thread], bool]) -> str:
 
 
 def _without_runners(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """The stack without the outermost calls, which are the same in every thread and test."""
+    """Removes the outermost calls, which are the same in every thread and test."""
     frames = list(stack)
     outer = [i for i, frame in enumerate(frames) if re.search(_RUNNERS, frame.filename)]
     for_threads = [i for i, frame in enumerate(frames[:3]) if frame.filename == threading.__file__]

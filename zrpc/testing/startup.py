@@ -1,4 +1,4 @@
-"""Starting a mesh: for the pytest plugin, and for a ``with`` statement elsewhere."""
+"""Starts meshes: for the pytest plugin, and for ``with`` statements elsewhere."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any
 
 from zrpc.testing.mesh import Mesh
 from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
-from zrpc.testing.watchdog import Watchdog, print_and_go_on
+from zrpc.testing.watchdog import Watchdog, print_report
 
 __all__ = ["local_mesh", "start_mesh", "warm_up"]
 
-# A worker that fails to start is reported at once, but in a mesh of threads the others wait
-# for it until the end of init_timeout: keep that short. In seconds.
-_INIT_TIMEOUT = 10.0
+# A worker that fails to start is reported at once. But in a mesh of threads the others wait for
+# it until init_timeout has passed, so that is kept short.
+_INIT_TIMEOUT_SECONDS = 10.0
 
 
 def warm_up(processes: bool, preload: Sequence[str] = ()) -> None:
-    """Does what a process does once for all its meshes, and which takes seconds.
+    """Does the slow work that a process does once for all its meshes.
 
-    It imports zrpc and torch, or has the fork server do it; before a test's time begins.
+    It imports zrpc and torch, or starts a fork server that does. That takes seconds, so call it
+    before a test's deadline is set.
 
     Args:
-        processes: whether for meshes of processes; else for meshes of threads.
-        preload: modules that are imported for processes, once for all of them.
+        processes: whether the meshes are of processes; otherwise they are of threads.
+        preload: further modules for the fork server to import.
 
     Raises:
         LaunchError: the fork server could not be started.
@@ -42,20 +43,20 @@ def warm_up(processes: bool, preload: Sequence[str] = ()) -> None:
 def start_mesh(
     spec: MeshSpec, watchdog: Watchdog, *, by_value: Iterable[str] = (), capture: bool = False
 ) -> Mesh:
-    """Starts a mesh and returns it once all workers have joined.
+    """Starts a mesh and returns it when all workers have joined.
 
     Args:
-        spec: what it is like; its ``timeout`` is the watchdog's business.
-        watchdog: ends the mesh at its deadline.
+        spec: the specification of the mesh; its ``timeout`` is left to the watchdog.
+        watchdog: stops the mesh at its deadline.
         by_value: the modules whose functions are sent to worker processes by value.
         capture: whether the output of worker processes is kept for `Mesh.output`.
 
     Raises:
         MeshTimeout: the deadline passed.
-        Exception: what a worker failed with; the others are ended.
+        Exception: what a worker failed with; the others are stopped.
     """
     __tracebackhide__ = True
-    timeout = max(0.1, min(_INIT_TIMEOUT, 0.8 * watchdog.remaining()))
+    timeout = max(0.1, min(_INIT_TIMEOUT_SECONDS, 0.8 * watchdog.remaining()))
     spec = spec.replace(options={"init_timeout": timeout, **spec.options})
     if spec.processes:
         from zrpc.testing.processes import process_workers
@@ -83,21 +84,22 @@ def local_mesh(
     options: Mapping[str, Any] | None = None,
     faults: bool = False,
 ) -> Iterator[Mesh]:
-    """A mesh for the length of a ``with`` statement, for scripts, notebooks and doctests.
+    """Provides a mesh for a ``with`` statement, in scripts, notebooks and doctests.
 
     It is shut down gracefully at the end of the statement, and by force after an error.
 
     Args:
-        workers: how many workers; they are named ``worker0``, ``worker1``, …
-        processes: whether each worker is a process; else it is a thread of this process.
-        timeout: seconds that the whole statement may take, less those for the first import
-            of torch.
+        workers: the number of workers; they are named ``worker0``, ``worker1``, …
+        processes: whether each worker is a process; otherwise it is a thread of this process.
+        timeout: seconds that the whole statement may take. The first import of torch does not
+            count.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
-        faults: whether there can be faults between the workers, see `zrpc.testing.faults`.
+        faults: whether connections between the workers can be disturbed, see
+            `zrpc.testing.faults`.
 
     Raises:
-        MeshTimeout: the statement was not over within ``timeout``.
-        LeakError: a worker process had something left after its shutdown.
+        MeshTimeout: the statement did not finish within ``timeout``.
+        LeakError: a worker process left something behind after its shutdown.
         Exception: what a worker failed with.
 
     Example:
@@ -108,7 +110,7 @@ def local_mesh(
     """
     spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
     warm_up(processes)
-    with Watchdog(timeout, give_up=print_and_go_on) as watchdog:
+    with Watchdog(timeout, last_resort=print_report) as watchdog:
         with watchdog.interruptible():
             mesh = start_mesh(spec, watchdog)
         try:
@@ -117,6 +119,6 @@ def local_mesh(
         except BaseException as error:
             mesh.shutdown(graceful=False)
             if watchdog.timed_out not in (None, error):
-                raise watchdog.timed_out from error  # of which it is a consequence
+                raise watchdog.timed_out from error  # error is a consequence of it
             raise
         mesh.shutdown()

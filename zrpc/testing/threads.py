@@ -1,4 +1,4 @@
-"""A mesh inside of this process: each worker is an agent and a thread of its own."""
+"""A mesh inside this process: each worker has an agent and a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from zrpc.testing.failure import attribute, traceback_of, without_frames
 from zrpc.testing.leaks import lasting
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.stacks import stacks_of
-from zrpc.testing.worker import Worker, described
+from zrpc.testing.worker import Worker, name_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from zrpc.agent import Agent
-    from zrpc.secret import ClusterSecret
+    from zrpc.agent.agent import Agent
+    from zrpc.membership.secret import ClusterSecret
 
 __all__ = ["ThreadWorker", "import_core", "thread_workers"]
 
@@ -27,18 +27,21 @@ _Task = tuple[Future[Any], Callable[[], Any]]
 
 
 def thread_workers(spec: MeshSpec) -> list[Worker]:
-    """The workers of a mesh that meet in a store of this process; none is started yet."""
+    """Returns workers that meet in a store of this process; none is started yet."""
     import_core()
     import torch.distributed as dist
 
-    from zrpc.secret import ClusterSecret, new_secret
+    from zrpc.membership.secret import ClusterSecret, new_secret
 
     store, secret = dist.HashStore(), ClusterSecret(new_secret())
     return [ThreadWorker(name, rank, spec, store, secret) for rank, name in enumerate(spec.names)]
 
 
 def import_core() -> None:
-    """Imports it here, not in N threads at once; what libraries keep open is theirs."""
+    """Imports zrpc here, not in N threads at once.
+
+    What libraries keep open from then on does not count as a leak.
+    """
     if "zrpc.api" not in sys.modules:
         with lasting():
             import zrpc.api  # noqa: F401
@@ -64,7 +67,7 @@ class ThreadWorker(Worker):
 
     @property
     def label(self) -> str:
-        """The worker as a reader knows it."""
+        """The worker's name and kind, for a reader."""
         return f"{self.name} (a thread)"
 
     @property
@@ -72,27 +75,27 @@ class ThreadWorker(Worker):
         """The worker's agent.
 
         Raises:
-            RuntimeError: it has not started, or is shut down.
+            RuntimeError: the worker has not started, or is shut down.
         """
         if self._agent is None:
             raise RuntimeError(f"{self.name} has no agent: it is not started, or is shut down")
         return self._agent
 
     def start(self) -> Future[Any]:
-        """Starts the worker's thread and has it join the mesh."""
+        """Starts the worker's thread and makes it join the mesh."""
         self._thread.start()
-        return self._do("starts", self._start)
+        return self._enqueue("starts", self._start)
 
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run in the worker's thread, its agent current."""
+        """Queues ``fn(*args, **kwargs)`` for the worker's thread, with its agent current."""
 
         def call() -> Any:
             with self.agent.as_current():
                 return fn(*args, **kwargs)
 
-        return self._do(f"runs {described(fn)}", call)
+        return self._enqueue(f"runs {name_of(fn)}", call)
 
     def shutdown(self, graceful: bool) -> Future[list[str]]:
         """Shuts the agent down, in the worker's thread."""
@@ -103,53 +106,53 @@ class ThreadWorker(Worker):
                 agent.shutdown(graceful=graceful)
             return []
 
-        return self._do("shuts down", leave)
+        return self._enqueue("shuts down", leave)
 
     def stacks(self) -> str:
-        """The stacks of the worker's and its agent's threads, innermost call last."""
+        """Returns the stacks of the threads of worker and agent, innermost call last."""
         return stacks_of(self.name)
 
-    def end(self) -> None:
-        """Closes the agent, which fails its calls; a function that does no calls goes on."""
+    def abort(self) -> None:
+        """Closes the agent, which fails its calls; a function that makes no calls runs on."""
         with self._lock:
             agent = self._agent
             if agent is None or self._closer is not None:
                 return
-            # A thread of its own, since the worker's is busy and the caller's must not block.
+            # In a new thread: the worker's is busy and the caller's must not block.
             self._closer = threading.Thread(
                 target=agent.close, name=f"zrpc-test-{self.name}-close", daemon=True
             )
             self._closer.start()
 
-    def dismiss(self) -> None:
-        """Ends the worker's thread once it has done what it was told to."""
+    def stop_when_idle(self) -> None:
+        """Stops the worker's thread after the work submitted so far."""
         self._tasks.put(None)
 
     def close(self, timeout: float) -> list[str]:
-        """Waits for the end of the worker's thread.
+        """Waits until the worker's thread stops.
 
         Returns:
-            Nothing: what is left behind is left in this process, where the test looks.
+            An empty list: leaks are in this process, where the test's own check finds them.
         """
         for thread in (self._closer, self._thread):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout)
         if self._thread.is_alive():
-            # It runs on, as no thread can be killed: it must not pass for a later mesh's.
+            # A thread can't be killed. It must not be taken for one of a later mesh.
             self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
         return []
 
-    def _do(self, what: str, work: Callable[[], Any]) -> Future[Any]:
-        future = self._enter(what)
+    def _enqueue(self, what: str, work: Callable[[], Any]) -> Future[Any]:
+        future = self._new_future(what)
         if not future.done():
             self._tasks.put((future, work))
         return future
 
     def _start(self) -> None:
-        from zrpc.api import start_agent
+        from zrpc.bootstrap import join_mesh
         from zrpc.options import ZmqRpcBackendOptions
 
-        agent = start_agent(
+        agent = join_mesh(
             self.name,
             rank=self.rank,
             world_size=None if self._spec.elastic else self._spec.workers,
@@ -160,19 +163,19 @@ class ThreadWorker(Worker):
         with self._lock:
             self._agent = agent
             aborted = self._error is not None
-        if aborted:  # meanwhile; nobody else has seen the agent
+        if aborted:  # while it started, so nothing else has closed the agent
             agent.close()
 
     def _serve(self) -> None:
-        """The life of the worker's thread."""
+        """Runs in the worker's thread."""
         while (task := self._tasks.get()) is not None:
             future, work = task
             value, error = None, None
             try:
                 value = work()
-            except BaseException as e:  # also pytest's outcomes, SystemExit: all the test's
+            except BaseException as e:  # SystemExit and pytest's outcomes too go to the test
                 error = without_frames(e, 2)
                 attribute(error, self.label, traceback_of(error))
-            self._settle(future, value, error)
-            # What they refer to must not live on until the next task.
+            self._complete(future, value, error)
+            # Otherwise these objects would live until the next task.
             del task, future, work, value, error

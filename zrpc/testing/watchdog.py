@@ -1,4 +1,4 @@
-"""The end of a test that hangs: stacks, then the workers' end, then the test's."""
+"""Ends a test that hangs: reports the stacks, stops the workers, then interrupts the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from zrpc.testing.circles import circles
+from zrpc.testing.deadlocks import describe_deadlocks
 from zrpc.testing.stacks import other_stacks
 
 if TYPE_CHECKING:
@@ -20,53 +20,53 @@ if TYPE_CHECKING:
 
 __all__ = ["MeshTimeout", "Watchdog"]
 
-# What waits for a mesh has its error at once; only what is still stuck then is interrupted.
-_FIRST_INTERRUPT = 0.25
-_INTERRUPT_EVERY = 1.0
-_GIVE_UP_AFTER = 15.0
-# Seconds that stand for no deadline: as many as `MeshSpec` takes, what waits in C holds them.
-_NEVER = 3e7
+# A wait for a mesh fails at once. Only a thread that is still stuck after this is interrupted.
+_FIRST_INTERRUPT_SECONDS = 0.25
+_INTERRUPT_SECONDS = 1.0
+_LAST_RESORT_SECONDS = 15.0
+# Stands for no deadline. `MeshSpec` takes at most as much, and waits in C can hold it.
+_NO_DEADLINE_SECONDS = 3e7
 
-# Its default action is to do nothing, so that one that arrives late does no harm.
+# The default action of this signal is to do nothing, so a late one does no harm.
 _SIGNAL = signal.SIGURG
 
 
 class MeshTimeout(TimeoutError):
-    """A test with a mesh was not over by its deadline; the message holds all stacks.
+    """A test with a mesh did not finish by its deadline; the message holds all stacks.
 
-    See also `zrpc.testing.MeshSpec`, whose ``timeout`` it is.
+    The deadline is the ``timeout`` of `zrpc.testing.MeshSpec`.
     """
 
 
 class Watchdog:
-    """Lets no hang of a test, or of its meshes, outlive a deadline.
+    """Ensures that no hang of a test, or of its meshes, outlives a deadline.
 
-    At the deadline its thread collects the stacks of all workers, fails what waits for them,
-    and ends them. A main thread that waits for something else, inside `interruptible`, is
-    interrupted by a signal. Where even that does not help (it hangs in C code that no
-    signal ends), ``give_up`` is called.
+    At the deadline the watchdog's thread collects the stacks of all workers, fails all waits
+    for them, and stops them. If the main thread waits for something else, inside
+    `interruptible`, it is interrupted by a signal. If that does not help either, because the
+    main thread hangs in C code that no signal ends, ``last_resort`` is called.
 
     Args:
         seconds: the time until the deadline, from now.
-        give_up: called with the report, in the watchdog's thread, at the very end.
+        last_resort: called at the very end with the report, in the watchdog's thread.
 
-    Use it as a context manager, in the thread that is to be interrupted; that must be the
-    main thread, else there is no interrupting. The other methods may be called from any
-    thread.
+    Use it as a context manager, in the main thread: no other thread can be interrupted. The
+    other methods may be called from any thread.
     """
 
-    def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
+    def __init__(self, seconds: float, last_resort: Callable[[str], None]) -> None:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         # Set once, by the watchdog's thread, before it fails the meshes.
         self.timed_out: MeshTimeout | None = None
-        self._give_up = give_up
-        # The lock guards _meshes, and that no mesh comes in once timed_out is set.
+        self._last_resort = last_resort
+        # The lock guards _meshes, and that no mesh is added once timed_out is set.
         self._lock = threading.Lock()
         self._meshes: list[Mesh] = []
         self._closed = threading.Event()
-        # Written by the main thread only: which stretch may be interrupted; None for none.
-        self._stretch: object | None = None
+        # Identifies the code section that may be interrupted; None if there is none. Written by
+        # the main thread only.
+        self._section: object | None = None
         self._thread = threading.Thread(target=self._run, name="zrpc-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -85,19 +85,19 @@ class Watchdog:
             signal.signal(_SIGNAL, self._previous or signal.SIG_DFL)
 
     def remaining(self) -> float:
-        """Seconds until the deadline, 0 once it has passed."""
+        """Returns the seconds until the deadline; 0 if it has passed."""
         return max(0.0, self.deadline - time.monotonic())
 
     def suspend(self) -> None:
-        """Has the deadline pass without effect: somebody looks at the test in a debugger."""
-        self.deadline = time.monotonic() + _NEVER
+        """Lifts the deadline, because a debugger has been entered."""
+        self.deadline = time.monotonic() + _NO_DEADLINE_SECONDS
         self._closed.set()
 
     def watch(self, mesh: Mesh) -> None:
-        """Has the mesh ended at the deadline.
+        """Adds a mesh that is stopped at the deadline.
 
         Raises:
-            MeshTimeout: that has passed.
+            MeshTimeout: the deadline has passed.
         """
         with self._lock:
             if self.timed_out is not None:
@@ -106,13 +106,13 @@ class Watchdog:
 
     @property
     def meshes(self) -> list[Mesh]:
-        """The meshes that it watches, in the order of their making."""
+        """The meshes that it watches, oldest first."""
         with self._lock:
             return list(self._meshes)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """The stretch of code in which the deadline interrupts the main thread."""
+        """Lets the deadline interrupt the main thread within a ``with`` statement."""
         self.allow_interrupt()
         try:
             yield
@@ -120,78 +120,78 @@ class Watchdog:
             self.forbid_interrupt()
 
     def allow_interrupt(self) -> None:
-        """Begins such a stretch; without effect after the deadline.
+        """Begins a section of code in which the deadline interrupts the main thread.
 
-        What ends a test after its deadline must have its time.
+        Has no effect after the deadline: cleaning up after the test must have its time.
         """
-        self._stretch = object()
+        self._section = object()
 
     def forbid_interrupt(self) -> None:
-        """Ends such a stretch."""
-        self._stretch = None
+        """Ends the section that `allow_interrupt` began."""
+        self._section = None
 
     def _run(self) -> None:
         """Runs in the watchdog's thread."""
         if self._closed.wait(self.seconds):
             return
-        stuck = self._stretch
+        stuck = self._section
         with self._lock:
             meshes = list(self._meshes)
             try:
                 report = _report(self.seconds, meshes)
-            except Exception:  # nothing may keep the deadline from being one
+            except Exception:  # nothing may keep the deadline from taking effect
                 report = f"no report: {traceback.format_exc()}"
             self.timed_out = error = MeshTimeout(report)
         for mesh in meshes:
-            mesh.fail(error)
-        # A main thread that waited for a mesh is on its way out now. Any other is interrupted
-        # before the workers end, so that the test fails of this and not of what their end
-        # does to it.
-        if self._closed.wait(_FIRST_INTERRUPT):
+            mesh._fail_waits(error)
+        # A main thread that waited for a mesh is unwinding now. One that waits for something
+        # else is interrupted before the workers are stopped, so that the test fails with this
+        # error and not with a consequence of their end.
+        if self._closed.wait(_FIRST_INTERRUPT_SECONDS):
             return
         self._interrupt_main(stuck)
         for mesh in meshes:
-            mesh.end()
-        give_up_at = time.monotonic() + _GIVE_UP_AFTER
-        while not self._closed.wait(_INTERRUPT_EVERY):
-            if time.monotonic() > give_up_at:
-                self._give_up(report)
+            mesh._abort()
+        last_resort_at = time.monotonic() + _LAST_RESORT_SECONDS
+        while not self._closed.wait(_INTERRUPT_SECONDS):
+            if time.monotonic() > last_resort_at:
+                self._last_resort(report)
                 return
             self._interrupt_main(stuck)
 
     def _interrupt_main(self, stuck: object | None) -> None:
-        """Interrupts the main thread where it still is in that stretch of code."""
-        if self._in_main and stuck is not None and self._stretch is stuck:
+        """Interrupts the main thread if it is still in the section ``stuck``."""
+        if self._in_main and stuck is not None and self._section is stuck:
             ident = threading.main_thread().ident
             assert ident is not None  # the main thread runs
             signal.pthread_kill(ident, _SIGNAL)
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Runs in the main thread, between two instructions of whatever it does."""
+        """Runs in the main thread, between two instructions."""
         __tracebackhide__ = True
-        if self.timed_out is not None and self._stretch is not None:
-            # Once: what follows is the way out, which must have its time.
-            self._stretch = None
+        if self.timed_out is not None and self._section is not None:
+            # Only once: the clean-up that follows must have its time.
+            self._section = None
             raise self.timed_out
 
 
 def _report(seconds: float, meshes: Sequence[Mesh]) -> str:
-    busy = [line for mesh in meshes for line in mesh.busy()]
+    work = [line for mesh in meshes for line in mesh._work_in_progress()]
     names = {name for mesh in meshes for name in mesh.names}
-    waiting = circles({pid for mesh in meshes for pid in mesh.pids()})
+    deadlocks = describe_deadlocks({pid for mesh in meshes for pid in mesh._process_ids()})
     return "\n".join(
         [
-            f"not finished within {seconds:g} s (the timeout of the mesh's test)",
-            *(f"- {line}" for line in busy or ["no worker was running anything"]),
+            f"not finished within {seconds:g} s (the mesh's timeout)",
+            *(f"- {line}" for line in work or ["no worker was running anything"]),
             "",
-            *([waiting, ""] if waiting else []),
-            *(mesh.stacks() for mesh in meshes),
+            *([deadlocks, ""] if deadlocks else []),
+            *(mesh._stacks() for mesh in meshes),
             "---- other threads of this process ----",
             other_stacks(names),
         ]
     )
 
 
-def print_and_go_on(report: str) -> None:
-    """The ``give_up`` of a script: the report on stderr, as nothing more can be done."""
+def print_report(report: str) -> None:
+    """The ``last_resort`` of a script: prints the report on stderr and changes nothing."""
     print(report, file=sys.stderr, flush=True)

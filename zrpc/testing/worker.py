@@ -15,16 +15,16 @@ class Worker(ABC):
     """Runs functions one after another, in one thread that is the worker's own.
 
     Args:
-        name: its name in the mesh.
-        rank: its rank.
+        name: the worker's name in the mesh.
+        rank: the worker's rank.
 
-    All methods may be called from any thread. Subclasses say where the functions run.
+    All methods may be called from any thread. Subclasses decide where the functions run.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
         self.rank = rank
-        # The lock guards all that follows; no other lock is taken under it.
+        # The lock guards the attributes below; no other lock is taken while it is held.
         self._lock = threading.Lock()
         self._pending: dict[Future[Any], str] = {}
         self._error: BaseException | None = None
@@ -32,21 +32,21 @@ class Worker(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """The worker as a reader knows it: its name and where it runs."""
+        """The worker's name and where it runs, for a reader."""
 
     @abstractmethod
     def start(self) -> Future[Any]:
-        """Has the worker join its mesh; done once all workers have."""
+        """Makes the worker join its mesh; the future is done when all workers have joined."""
 
     @abstractmethod
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Future[Any]:
-        """Has ``fn(*args, **kwargs)`` run; an error comes with its traceback as cause."""
+        """Queues ``fn(*args, **kwargs)``; an error has its remote traceback as cause."""
 
     @abstractmethod
     def shutdown(self, graceful: bool) -> Future[list[str]]:
-        """Has the worker leave its mesh; the result lists what it left behind."""
+        """Makes the worker leave its mesh; the result lists what it left behind."""
 
     @property
     def killed(self) -> bool:
@@ -54,42 +54,42 @@ class Worker(ABC):
         return False
 
     def new_output(self) -> str:
-        """What it has written to stdout and stderr since the last call, where that is kept."""
+        """Returns what it wrote to stdout and stderr since the last call, if that is kept."""
         return ""
 
     def ask_for_stacks(self) -> None:  # noqa: B027  (most have nothing to ask for)
-        """Has the worker write its stacks, for `stacks` to read; does not block."""
+        """Makes the worker write its stacks, for `stacks` to read; does not block."""
 
     @abstractmethod
     def stacks(self) -> str:
-        """The stacks of its threads; bounded in time."""
+        """Returns the stacks of its threads, within a bounded time."""
 
     @abstractmethod
-    def end(self) -> None:
-        """Ends what the worker is doing, by force where that is possible; does not block."""
+    def abort(self) -> None:
+        """Stops what the worker is doing, by force if possible; does not block."""
 
     @abstractmethod
-    def dismiss(self) -> None:
-        """Tells the worker to end when it has done what it was told before; does not block."""
+    def stop_when_idle(self) -> None:
+        """Tells the worker to stop after the work submitted so far; does not block."""
 
     @abstractmethod
     def close(self, timeout: float) -> list[str]:
-        """Waits for its end, which has been asked for; frees what it holds.
+        """Waits until the worker, which was told to stop, has; frees its resources.
 
         Args:
-            timeout: seconds to wait; then it is ended by force where that is possible.
+            timeout: seconds to wait; then the worker is stopped by force if possible.
 
         Returns:
-            What its end has left behind, described.
+            A description of each thing that the worker left behind.
         """
 
-    def busy(self) -> list[str]:
-        """What it was told to do and has not done yet, in order."""
+    def pending_work(self) -> list[str]:
+        """Returns the work that it was told to do and has not finished, in order."""
         with self._lock:
             return list(self._pending.values())
 
-    def fail(self, error: BaseException) -> None:
-        """Fails all that waits for this worker, now and later, with ``error``."""
+    def fail_waits(self, error: BaseException) -> None:
+        """Fails all current and later waits for this worker with ``error``."""
         with self._lock:
             self._error = self._error or error
             pending = list(self._pending)
@@ -97,10 +97,10 @@ class Worker(ABC):
         for future in pending:
             future.set_exception(error)
 
-    def _enter(self, what: str) -> Future[Any]:
-        """A new future for something to be done; failed already where nothing can be."""
+    def _new_future(self, what: str) -> Future[Any]:
+        """Returns a new future for a piece of work; it has failed already if none can be done."""
         future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()  # what a worker has begun can't be taken back
+        future.set_running_or_notify_cancel()  # work that a worker has begun can't be cancelled
         with self._lock:
             error = self._error
             if error is None:
@@ -109,10 +109,10 @@ class Worker(ABC):
             future.set_exception(error)
         return future
 
-    def _settle(
+    def _complete(
         self, future: Future[Any], value: Any = None, error: BaseException | None = None
     ) -> None:
-        """Completes a future, unless `fail` came first."""
+        """Completes a future, unless `fail_waits` came first."""
         with self._lock:
             if self._pending.pop(future, None) is None:
                 return
@@ -122,6 +122,6 @@ class Worker(ABC):
             future.set_result(value)
 
 
-def described(fn: Callable[..., Any]) -> str:
-    """The name of a function, for a reader."""
+def name_of(fn: Callable[..., Any]) -> str:
+    """Returns the name of a function, for a reader."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))

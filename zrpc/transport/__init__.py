@@ -1,1 +1,13 @@
-"""How messages travel: one inbox a worker, one mailbox for each peer. No pickle in here."""
+"""Bytes between the processes of a mesh: one inbox for each worker, and mailboxes for its peers.
+
+A *peer* is a number that the caller chooses. This room knows neither ranks nor names, and does not
+look into messages: no pickle and no torch in here.
+
+Other rooms may import:
+
+- `network`: `Network`, all sockets of one worker;
+- `chunks`: large messages in chunks (`Assembler`, `is_chunk`);
+- `address`: private directories, and interfaces of this host;
+- `curve`: the keys of workers;
+- `listener_probe`: whether anything listens at an address.
+"""

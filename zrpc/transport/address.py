@@ -1,9 +1,9 @@
-"""Where a worker can be reached, and who can reach it there.
+"""Where a worker can be reached on its host, and by whom.
 
-A worker's Unix socket lies in a private directory of its own, beside a lock file that the
-worker holds as long as it lives: the system gives up the lock however the process ends. So a
-peer on the same host can ask at any time whether a worker lives, without a word to it, and
-what a killed worker left behind is known to be left behind.
+A worker's Unix socket is in a private directory of its own, beside a lock file that the worker
+holds as long as it lives. The system releases the lock however the process ends. So a peer on the
+same host can check at any time whether a worker lives, without a message to it, and the directory
+of a killed worker can be recognized and removed.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ DIRECT = "direct"
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"
-# A directory without a lock is of a worker that starts just now, or was killed then.
+# A directory without a lock belongs to a worker that is starting, or was killed while starting.
 _START_SECONDS = 60
 # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
 _LONGEST_PATH = 100
-# Where sockets go if the temporary directory is open to all.
+# The parent of private directories if the temporary directory is not safe.
 _SECOND_CHOICE = Path("/dev/shm")
 
 
 def supports_ipc() -> bool:
-    """Whether this system has Unix sockets and advisory locks."""
+    """Returns whether this system has Unix sockets and advisory locks."""
     return fcntl is not None and hasattr(socket, "AF_UNIX")
 
 
 def _parent() -> Path:
-    """The directory that the private ones are made in.
+    """Returns the directory in which the private ones are made.
 
-    That is ``ZRPC_RUNTIME_DIR`` or the temporary directory, unless that makes a socket's path too
-    long. A temporary directory in which others could replace what is ours, as a volume of
-    Kubernetes mounted there, is passed over.
+    It is ``ZRPC_RUNTIME_DIR`` or the temporary directory, unless that makes a socket's path too
+    long. A temporary directory in which others could replace our files is not used; a volume of
+    Kubernetes mounted there may be one.
     """
     named = os.environ.get("ZRPC_RUNTIME_DIR")
     places = [Path(named)] if named else [Path(tempfile.gettempdir()), _SECOND_CHOICE]
@@ -69,10 +69,10 @@ def _parent() -> Path:
 
 
 def host_key() -> str:
-    """A string that is equal for workers that can use each other's Unix sockets.
+    """Returns a string that is equal for workers that can use each other's Unix sockets.
 
-    It names the running system (its boot id) and the directory that holds the sockets, by
-    device and inode, so that containers with a /tmp each are told apart.
+    It names the running system (its boot id) and the directory that holds the sockets, by device
+    and inode. So containers that each have a /tmp of their own have different keys.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -85,22 +85,22 @@ def host_key() -> str:
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 for one worker's socket, with the lock that says it lives.
+    """A directory of mode 0700 for one worker's socket, with the lock that shows that it lives.
 
     Args:
-        prefix: what its name begins with. Directories of that kind whose owners were killed are
-            removed first.
+        prefix: the beginning of its name. Directories with this prefix whose workers were killed
+            are removed first.
     """
 
-    # Those of this process, for _after_fork.
+    # All of this process, for _after_fork.
     _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
     def __init__(self, prefix: str = _PREFIX) -> None:
         _check_parent(_parent())
         _remove_left_behind(_parent(), prefix)
         self.path = _make(_parent(), prefix)
-        # The file gets its name when it is locked already, or a peer could take it for the
-        # lock of a dead worker.
+        # The file gets its name after it is locked, or a peer could take it for the lock of a
+        # dead worker.
         new = self.path / "new"
         self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
@@ -113,13 +113,13 @@ class PrivateDirectory:
         return self.path / "inbox"
 
     def hide_socket(self, hidden: bool) -> None:
-        """Has nobody find the socket who is not connected yet, or has them find it again."""
-        there, away = self.socket_path, self.path / "hidden"
-        with contextlib.suppress(OSError):  # as it is to be already
-            os.rename(*((there, away) if hidden else (away, there)))
+        """Hides the socket from peers that are not connected yet, or shows it again."""
+        visible, invisible = self.socket_path, self.path / "hidden"
+        with contextlib.suppress(OSError):  # already done
+            os.rename(*((visible, invisible) if hidden else (invisible, visible)))
 
     def remove(self) -> None:
-        """Gives up the lock and removes the directory with all that is in it."""
+        """Removes the directory with everything in it, and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._release()
 
@@ -130,7 +130,7 @@ class PrivateDirectory:
 
     @classmethod
     def _after_fork(cls) -> None:
-        # A child would hold the lock on behalf of a parent that has died.
+        # Otherwise a child would still hold the lock when its parent has died.
         for directory in list(cls._open):
             directory._release()
 
@@ -150,18 +150,18 @@ def _make(parent: Path, prefix: str) -> Path:
 
 
 def private_directories() -> list[Path]:
-    """What lies where this process would make its own: of living workers, dead ones, others'."""
+    """Returns all private directories, of living and dead workers, of this user and others."""
     return sorted(_parent().glob(f"{_PREFIX}*"))
 
 
 def is_alive(directory: Path) -> bool:
-    """Whether the worker with this private directory lives; for workers of the same host."""
+    """Returns whether the worker of this host with this private directory lives."""
     try:
         fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # we can't look (out of descriptors, say), which is no sign of death
+        return True  # can't be opened (out of descriptors, for example): no sign of death
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -172,12 +172,12 @@ def is_alive(directory: Path) -> bool:
 
 
 def check_private(path: Path) -> None:
-    """Refuses a peer's directory that others than this user could have put there.
+    """Refuses a peer's directory that another user could have made.
 
-    One that isn't there any more is the business of those who look after the peer's life.
+    Accepts a directory that no longer exists: failure detection deals with that peer.
 
     Raises:
-        AuthenticationError: it is another user's, or open to others, or no directory.
+        AuthenticationError: it belongs to another user, is open to others, or is not a directory.
     """
     try:
         status = path.lstat()
@@ -193,7 +193,7 @@ def check_private(path: Path) -> None:
 
 
 def _is_safe(parent: Path) -> bool:
-    """Whether others can't put a directory of theirs in the place of ours there."""
+    """Returns whether other users can't replace our directories in it by theirs."""
     try:
         mode = parent.stat().st_mode
     except OSError:
@@ -202,7 +202,7 @@ def _is_safe(parent: Path) -> bool:
 
 
 def _check_parent(parent: Path) -> None:
-    """Refuses a directory that is not safe; that it isn't there shows when it is used."""
+    """Refuses an unsafe directory; a missing one is reported when it is used."""
     if parent.exists() and not _is_safe(parent):
         raise AuthenticationError(
             "expected a directory for sockets in which others can't replace anything, found "
@@ -218,19 +218,17 @@ def _remove_left_behind(parent: Path, prefix: str) -> None:
             status = path.stat()
             if status.st_uid != os.getuid():
                 continue
-            if (path / _LOCK).exists():
-                if not is_alive(path):
-                    shutil.rmtree(path, ignore_errors=True)
-            elif time.time() - status.st_mtime > _START_SECONDS:
+            has_lock, age = (path / _LOCK).exists(), time.time() - status.st_mtime
+            if not is_alive(path) if has_lock else age > _START_SECONDS:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def interface_towards(host: str) -> str:
-    """The address of the interface of this host that leads to ``host``."""
+    """Returns the address of this host's interface that leads to ``host``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of a datagram socket: sends nothing, chooses the route
+            probe.connect(address)  # for datagrams this sends nothing, and chooses the route
             name: str = probe.getsockname()[0]
             return name
     except OSError:

@@ -1,12 +1,12 @@
 """The connections by which a worker knows that its peers live, whatever these are doing.
 
-ZeroMQ's own heartbeats (ZMTP's PING and PONG) are answered by libzmq's I/O thread: also while
-Python holds the interpreter's lock for minutes. They go through connections on which nothing
-else travels. On a mailbox, a PING waits behind what is being sent, and its time-out begins only
-when it has left: a peer that is stopped in the midst of a large message would not be noticed, and
-on a slow network one that is well could be taken for dead (libzmq issue 2709). So the time to
-live that a PING can ask of the other side (ZMQ_HEARTBEAT_TTL) is not used either: each side looks
-for itself.
+ZeroMQ's own heartbeats (ZMTP's PING and PONG) are answered by libzmq's I/O thread, even while
+Python holds the interpreter's lock for minutes. They have connections of their own. On a mailbox's
+connection, a PING would wait behind what is being sent, and its time-out would begin only when it
+has left. A peer that is stopped in the middle of a large message would not be noticed, and on a
+slow network a healthy peer could be declared dead (libzmq issue 2709). For the same reason, the
+time to live that a PING can request of the other side (ZMQ_HEARTBEAT_TTL) is not used: each side
+checks the other one itself.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from zmq.utils.monitor import parse_monitor_message
 
 __all__ = ["Heartbeats"]
 
-# How often to connect anew, in milliseconds: a peer that goes on is to be seen soon.
+# The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
-_LONGEST_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two is one, too
+_MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
 
 
 class Heartbeats:
-    """One DEALER socket that sends nothing but heartbeats, to all peers that are watched.
+    """One DEALER socket that sends nothing but heartbeats, to all watched peers.
 
     Args:
-        context: the agent's.
-        identity: the worker's token, after a letter of the mailboxes'; here it follows another, so
-            that a peer's inbox can tell the two apart.
+        context: the context of all of the worker's sockets.
+        identity: the identity of the worker's mailboxes. Here its first letter is replaced, so that
+            the inbox of a peer can tell the two apart.
 
-    For one thread at a time: that which receives. `close` is for when no other does any more.
+    For one thread at a time, the one that receives. `close` may be called when none does.
     """
 
     def __init__(self, context: zmq.Context[Any], identity: bytes) -> None:
@@ -41,56 +41,49 @@ class Heartbeats:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._endpoints: dict[int, str] = {}
-        self._ranks: dict[str, int] = {}
-        # In milliseconds, see `set_pace`.
-        self._interval = 0
-        self._timeout = 0
+        self._peers: dict[str, int] = {}
+        # See `set_pace`.
+        self._interval_ms = 0
+        self._timeout_ms = 0
 
     def set_pace(self, interval: float, timeout: float) -> None:
-        """Says how often a peer is asked, and how long it may take to answer, in seconds.
+        """Sets how often a peer is sent a PING, and how long it may take to answer, in seconds.
 
-        To be called before the first `watch`.
+        Must be called before the first `watch`.
         """
-        self._interval = min(max(1, int(interval * 1000)), _LONGEST_MS)
-        self._timeout = min(max(1, int(timeout * 1000)), _LONGEST_MS)
+        self._interval_ms = min(max(1, int(interval * 1000)), _MAX_MS)
+        self._timeout_ms = min(max(1, int(timeout * 1000)), _MAX_MS)
 
     def watch(
-        self,
-        rank: int,
-        endpoint: str,
-        guard: Callable[[zmq.Socket[Any]], None] | None = None,
+        self, peer: int, endpoint: str, guard: Callable[[zmq.Socket[Any]], None] | None = None
     ) -> None:
-        """Begins to ask a peer.
-
-        Args:
-            rank: the peer's.
-            endpoint: its inbox.
-            guard: makes the socket's next connection one to that peer only, see `Mailbox`.
+        """Begins to send heartbeats to a peer, at the endpoint of its inbox; see `Mailbox`.
 
         Raises:
             zmq.ZMQError: there are no descriptors left.
         """
-        socket = self._opened()
-        # Each connection has the options of the moment it is made at. With IPv6, ZeroMQ would call
-        # an IPv4 address by another name when it connects anew.
+        socket = self._open_socket()
+        # A connection has the options that the socket has when it is made. With IPv6, ZeroMQ would
+        # report an IPv4 address under another name when it reconnects.
         socket.ipv6 = "[" in endpoint
-        socket.curve_server = False  # no keys, until the guard gives some
+        socket.curve_server = False  # no keys unless the guard sets some
         if guard is not None:
             guard(socket)
         socket.connect(endpoint)
-        self._endpoints[rank] = endpoint
-        self._ranks[endpoint] = rank
+        self._endpoints[peer] = endpoint
+        self._peers[endpoint] = peer
 
-    def forget(self, rank: int) -> None:
-        """Asks a peer no more; nothing happens where it isn't watched."""
-        endpoint = self._endpoints.pop(rank, None)
+    def forget(self, peer: int) -> None:
+        """Stops the heartbeats to a peer, if it is watched."""
+        endpoint = self._endpoints.pop(peer, None)
         if endpoint is not None and self._socket is not None:
-            del self._ranks[endpoint]
+            del self._peers[endpoint]
             self._socket.disconnect(endpoint)
 
     def events(self) -> list[tuple[int, bool]]:
-        """What has happened since the last call, in order: the peer's rank, and whether it
-        answers now (true), or its connection has broken or timed out (false).
+        """Returns the events since the last call, in order: a peer, and whether it answers now.
+
+        If it does not, its connection has broken or timed out.
         """
         events: list[tuple[int, bool]] = []
         while self._monitor is not None:
@@ -98,9 +91,9 @@ class Heartbeats:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 break
-            rank = self._ranks.get(event["endpoint"].decode())
-            if rank is not None:
-                events.append((rank, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED))
+            peer = self._peers.get(event["endpoint"].decode())
+            if peer is not None:
+                events.append((peer, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED))
         return events
 
     def close(self) -> None:
@@ -110,7 +103,7 @@ class Heartbeats:
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
 
-    def _opened(self) -> zmq.Socket[bytes]:
+    def _open_socket(self) -> zmq.Socket[bytes]:
         if self._socket is not None:
             return self._socket
         monitor = self._context.socket(zmq.PAIR)
@@ -121,15 +114,15 @@ class Heartbeats:
             raise
         socket.linger = 0
         socket.routing_id = self._identity
-        socket.heartbeat_ivl = self._interval
-        socket.heartbeat_timeout = self._timeout
+        socket.heartbeat_ivl = self._interval_ms
+        socket.heartbeat_timeout = self._timeout_ms
         socket.reconnect_ivl = _RECONNECT_MS
-        socket.connect_timeout = self._timeout
-        socket.handshake_ivl = self._interval + self._timeout
+        socket.connect_timeout = self._timeout_ms
+        socket.handshake_ivl = self._interval_ms + self._timeout_ms
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         address = f"inproc://zrpc-heartbeats-{id(self)}"
         socket.monitor(address, events)
-        # Without a limit: libzmq's I/O thread would wait for room, and answer nobody meanwhile.
+        # No limit: otherwise libzmq's I/O thread would wait for room, and answer nobody meanwhile.
         monitor.rcvhwm = 0
         monitor.connect(address)
         self._socket, self._monitor = socket, monitor

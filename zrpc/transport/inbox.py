@@ -1,47 +1,29 @@
-"""What a worker receives on."""
+"""The sockets that a worker receives on."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from zrpc.transport.chunks import LARGEST_FRAME
+from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
-from zrpc.transport.direct import BACKLOG, Delivered, DirectInbox, direct_path
 from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
-__all__ = ["Inbox", "OutOfMemory"]
-
-# The sender's identity, the first frame and the others.
-Received = tuple[bytes, bytes, Sequence[Any]]
-
-
-class OutOfMemory(MemoryError):
-    """There is no memory for a message, which is lost.
-
-    Attributes:
-        identity: the sender's.
-        first: its first frame, or the beginning of that; None where that is lost too.
-    """
-
-    def __init__(self, identity: bytes, first: bytes | memoryview | None = None) -> None:
-        super().__init__("there is no memory for a message that has come")
-        self.identity = identity
-        self.first = first
+__all__ = ["Inbox"]
 
 
 def _own_identity(frame: zmq.Frame) -> bytes | None:
-    """The routing id by which the sender of a frame connected; None where it gave none.
+    """Returns the routing id that the sender of a frame connected with, or None if it had none.
 
-    Once a sender has connected anew, ZeroMQ calls the old connection by an id of its own, which
-    begins with a zero byte; what came by it may still be unread.
+    When a sender has reconnected, ZeroMQ gives the old connection an id of its own, which begins
+    with a zero byte. Messages of the old connection may still be unread.
     """
     try:
         return str(frame.get("Identity")).encode()
@@ -49,7 +31,7 @@ def _own_identity(frame: zmq.Frame) -> bytes | None:
         return None
 
 
-# Lets another thread have this core, if one wants it.
+# Yields this core to another thread that wants it.
 _yield = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
@@ -57,28 +39,28 @@ class Inbox:
     """A ROUTER socket that only receives, and the direct connections; for one thread at a time.
 
     Args:
-        context: the agent's.
+        context: the context of all of the worker's sockets.
 
     Attributes:
-        poller: waits for all of these; None where there are no direct connections, and the socket
-            is waited for by itself, which is faster then.
+        poller: waits for all of them. None if there are no direct connections: then waiting for the
+            socket alone is faster.
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.rcvhwm = 0
-        # A peer whose connection broke without a word connects anew; its messages are to be
-        # read, though the old connection may seem to stand. Its routing id is a secret of the mesh.
+        # A peer whose connection has broken reconnects. Its messages must be read even if the old
+        # connection still seems to exist. Its routing id is a secret of the mesh.
         self._socket.router_handover = True
         self._socket.backlog = BACKLOG
         self._timeout_ms = -1
         self.poller: Poller | None = None
         self._direct: DirectInbox | None = None
-        # What direct connections have brought.
-        self._messages: deque[Delivered] = deque()
-        # Whether the ROUTER socket may have a message. Its descriptor tells only of changes, and
-        # whoever has looked must read until there is none.
+        # Messages of direct connections that `receive` has not returned yet.
+        self._messages: deque[Received] = deque()
+        # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
+        # socket must be read until it is empty.
         self._unread = True
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
@@ -87,28 +69,28 @@ class Inbox:
         """Listens on a Unix socket at ``path``, and for direct connections next to it.
 
         Returns:
-            The endpoint.
+            The endpoint of the Unix socket.
         """
         endpoint = f"ipc://{path}"
         self._socket.bind(endpoint)
         if supports_polling():
             self.poller = Poller()
-            self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._note_unread)
+            self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
             deliver = self._messages.append
             self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
         return endpoint
 
     def listen_again(self) -> None:
-        """Accepts direct connections again, after there were no descriptors for one."""
+        """Accepts direct connections again, after a lack of descriptors."""
         if self._direct is not None:
             self._direct.listen()
 
     def bind_tcp(self, address: str, curve: Curve | None) -> str:
         """Listens on a free port of one interface; returns the endpoint.
 
-        What is set here holds for what is bound from now on, not for the Unix socket.
+        The options set here hold for endpoints bound from now on, not for the Unix socket.
         """
-        self._socket.maxmsgsize = LARGEST_FRAME
+        self._socket.maxmsgsize = MAX_FRAME_BYTES
         if curve is not None:
             curve.guard_inbox(self._socket)
         if ":" in address:
@@ -119,49 +101,36 @@ class Inbox:
         return endpoint
 
     def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
-        """Waits for a message. Not to be interrupted by an exception, see `zrpc.interrupts`.
+        """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.
 
         Args:
             timeout: seconds, rounded up to milliseconds.
-            spin: seconds to look again and again before going to sleep; may outlast the timeout.
-                A thread that sleeps has to be woken, which takes 10 to 20 us where its core sleeps
-                too; ZeroMQ's message wakes several.
+            spin: seconds to poll before the thread sleeps; may be longer than the timeout. Waking a
+                sleeping thread takes 10 to 20 us if its core sleeps, too. A message of ZeroMQ
+                wakes several threads.
 
         Returns:
-            The sender's identity, the first frame and the buffers, or None where the timeout
-            passed first.
-
-        Raises:
-            OutOfMemory: a message is lost.
+            The sender's identity, the first frame and the buffers; None if the timeout passed
+            first.
         """
         if self.poller is None:
-            return self._receive_from_socket(timeout, spin)
+            return self._receive_router(timeout, spin)
         if not self._messages:
             if not self._wait(self.poller, timeout, spin):
                 return None
             if self._unread:
-                # First, or it might never be its turn where direct connections bring ever more.
-                return self._read()
-        return self._next()
+                # First, or direct connections could keep it waiting without limit.
+                return self._read_router()
+        return self._messages.popleft()
 
     def at_hand(self) -> Received | None:
-        """A message of a direct connection that has been read already, if there is one.
-
-        Raises:
-            OutOfMemory: a message is lost.
-        """
-        return self._next() if self._messages else None
-
-    def _next(self) -> Received:
-        identity, first, buffers = self._messages.popleft()
-        if first is None or buffers is None:
-            raise OutOfMemory(identity, first)
-        return identity, first, buffers
+        """Returns a message of a direct connection that has been read already, if any."""
+        return self._messages.popleft() if self._messages else None
 
     def _wait(self, poller: Poller, timeout: float, spin: float) -> bool:
-        """Waits for a message; whether there is one, from a direct connection or at the socket.
+        """Waits for a message and returns whether there is one.
 
-        In the latter case `_unread` is true, else it is not.
+        Afterwards `_unread` tells whether the ROUTER socket has one.
         """
         now = time.perf_counter()
         awake, deadline = now + spin, now + timeout
@@ -182,53 +151,52 @@ class Inbox:
             if now >= deadline and now >= awake:
                 return False
 
-    def _note_unread(self) -> None:
+    def _mark_unread(self) -> None:
         self._unread = True
 
     def _has_unread(self) -> bool:
         return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
 
-    def _receive_from_socket(self, timeout: float, spin: float) -> Received | None:
+    def _receive_router(self, timeout: float, spin: float) -> Received | None:
         if spin > 0:
             self._spin(spin)
         timeout_ms = int(timeout * 1000) + 1
         if timeout_ms != self._timeout_ms:
             self._timeout_ms = timeout_ms
             self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-        return self._read()
+        return self._read_router()
 
-    def _read(self) -> Received | None:
-        """The next message at the ROUTER socket."""
+    def _read_router(self) -> Received | None:
+        """Reads the next message of the ROUTER socket."""
         try:
             identity: bytes = self._socket.recv()
         except zmq.Again:
             return None
-        first: bytes | None = None
         try:
-            # After the identity there is always a frame.
+            # The identity is always followed by a frame.
             if identity[0]:
-                first = self._socket.recv()
+                first: bytes = self._socket.recv()
             else:
                 frame: zmq.Frame = self._socket.recv(copy=False)
                 identity, first = _own_identity(frame) or identity, frame.bytes
             buffers: list[Any] = []
             while self._socket.getsockopt(zmq.RCVMORE):
                 buffers.append(self._socket.recv(copy=False))
-        except MemoryError as error:
-            # To the end of the message, or the next one would begin with the rest of it.
+        except MemoryError:
+            # The message is lost. The next one must not begin with the rest of it.
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv(copy=False)
-            raise OutOfMemory(identity, first) from error
+            raise
         return identity, first, buffers
 
     def _spin(self, seconds: float) -> None:
-        """Returns once a message is there, or the time is over."""
+        """Polls the ROUTER socket until it has a message, or the time is over."""
         end = time.perf_counter() + seconds
         while not self._has_unread() and time.perf_counter() < end:
             _yield()
 
     def close(self) -> None:
-        """Closes all; unread messages are dropped."""
+        """Closes all sockets; unread messages are dropped."""
         if self._direct is not None and self.poller is not None:
             self._direct.close()
             self.poller.close()

@@ -1,4 +1,4 @@
-"""The sockets that a worker sends on, one for each peer."""
+"""The ZeroMQ sockets that a worker sends on, each to one peer."""
 
 from __future__ import annotations
 
@@ -8,31 +8,33 @@ from typing import Any
 
 import zmq
 
-from zrpc.transport.chunks import CHUNK, broken_off, chunks
+from zrpc.transport.chunks import CHUNK_BYTES, abort_chunk, chunks
 
 __all__ = ["Mailbox", "size_of"]
 
-
-# After so many seconds of silence the system asks the other side, so often, so many times.
-_KEEPALIVE_IDLE = 60
-_KEEPALIVE_INTERVAL = 10
-_KEEPALIVE_COUNT = 6
+# TCP keepalive: the first probe after this time without traffic, then at this interval.
+_KEEPALIVE_IDLE_SECONDS = 60
+_KEEPALIVE_INTERVAL_SECONDS = 10
+_KEEPALIVE_PROBES = 6
 
 
 class Mailbox:
     """A DEALER socket that only sends, to one peer.
 
-    ZeroMQ sockets are not thread-safe but may move between threads behind a full memory
-    fence, which the mutex is: so any thread sends directly, without waking another.
+    ZeroMQ sockets are not thread-safe, but may move between threads behind a full memory
+    fence. The mutex is one, so any thread sends directly, without waking another.
 
-    The bytes are copied when they are sent. What the caller does with a tensor afterwards
-    does not change what arrives, and no thread of pyzmq's has to watch over lent memory.
+    The bytes are copied when they are sent. So the caller may change a tensor afterwards, and no
+    thread of pyzmq has to track lent memory.
 
     Args:
-        context: the agent's.
-        identity: the sender's token, by which the peer's inbox knows whose message it is.
+        context: the context of all of the worker's sockets.
+        identity: the sender's identity, by which the peer's inbox recognizes its messages.
         endpoint: the peer's inbox.
-        guard: makes the socket connect to that peer and to nobody else, see `Curve`.
+        guard: makes the socket's connections succeed with that peer only, see `Curve`.
+
+    Attributes:
+        sent: the number of counted messages that were sent.
     """
 
     def __init__(
@@ -44,33 +46,33 @@ class Mailbox:
     ) -> None:
         self.endpoint = endpoint
         self._in_chunks = endpoint.startswith("tcp://")
-        # Held for one send at a time; guards the socket, `sent` and `_cut`.
+        # Held for one message at a time; guards the socket, `sent` and `_chunked`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.routing_id = identity
-        # What calls have under way bounds the queue, see Window; a limit on messages here
-        # would drop answers or block the I/O thread.
+        # No high-water mark: it would drop answers or block the receiving thread. The caller limits
+        # the bytes in flight instead.
         self._socket.sndhwm = 0
         self._socket.linger = 0
         self._socket.ipv6 = "[" in endpoint
         if self._in_chunks:
-            # So that no firewall forgets the connection while nothing is sent: it would lose what
-            # comes next. One that was forgotten all the same is made anew.
+            # Otherwise a firewall may forget an idle connection and drop the next message. If it
+            # does so regardless, the connection is made again.
             self._socket.tcp_keepalive = 1
-            self._socket.tcp_keepalive_idle = _KEEPALIVE_IDLE
-            self._socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL
-            self._socket.tcp_keepalive_cnt = _KEEPALIVE_COUNT
+            self._socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_SECONDS
+            self._socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL_SECONDS
+            self._socket.tcp_keepalive_cnt = _KEEPALIVE_PROBES
         if guard is not None:
             guard(self._socket)
         self._socket.connect(endpoint)
-        self._cut = 0  # how many messages went in chunks
+        self._chunked = 0  # messages sent in chunks
         self.sent = 0
 
-    def send(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
+    def transmit(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
         """Sends one message; never blocks for the peer.
 
-        Not to be interrupted by an exception (Ctrl-C), see `zrpc.interrupts`: half of a message
-        may be sent, or one that is not counted.
+        No exception (Ctrl-C) may interrupt it, see `zrpc.runtime.interrupts`: a message could be
+        sent in part, or without being counted.
 
         Args:
             first: the first frame.
@@ -81,41 +83,41 @@ class Mailbox:
             zmq.ZMQError: the mailbox is closed, or the system has no memory for the message.
         """
         with self._mutex:
-            if not buffers and len(first) <= CHUNK:
+            if not buffers and len(first) <= CHUNK_BYTES:
                 self._socket.send(first)
-            elif self._in_chunks and size_of(first, buffers) > CHUNK:
-                self._send_chunks(first, buffers, counted)
+            elif self._in_chunks and size_of(first, buffers) > CHUNK_BYTES:
+                self._transmit_chunks(first, buffers, counted)
             else:
-                self._send_parts([first, *buffers], counted)
+                self._transmit_frames([first, *buffers], counted)
             self.sent += counted
 
-    def _send_chunks(self, first: bytes, buffers: Sequence[Any], counted: bool) -> None:
-        """Sends a message in chunks; where that fails in its midst, the peer is told so.
+    def _transmit_chunks(self, first: bytes, buffers: Sequence[Any], counted: bool) -> None:
+        """Sends a message in chunks; if that fails halfway, tells the peer.
 
-        Then it tells whoever waits for an answer, and counts the message.
+        The peer then fails the call that waits for an answer, and counts the message.
         """
-        self._cut += 1
+        self._chunked += 1
         try:
-            for chunk in chunks(self._cut, [first, *buffers]):
-                self._send_parts(chunk, counted=False)
+            for chunk in chunks(self._chunked, [first, *buffers]):
+                self._transmit_frames(chunk, counted=False)
         except zmq.ZMQError:
             if not self._socket.closed:
-                self._socket.send(broken_off(self._cut, first))
+                self._socket.send(abort_chunk(self._chunked, first))
                 self.sent += counted
             raise
 
-    def _send_parts(self, parts: Sequence[Any], counted: bool) -> None:
-        """Sends a multipart message; where that fails in its midst, it ends there.
+    def _transmit_frames(self, frames: Sequence[Any], counted: bool) -> None:
+        """Sends a multipart message; if that fails halfway, ends the message there.
 
-        Else the next message would go on with it. The peer finds that it is too short, says so
-        where somebody waits for an answer, and counts it.
+        Otherwise the next message would continue it. The peer finds that it is too short, fails
+        the call that waits for an answer, and counts the message.
         """
         begun = False
         try:
-            for part in parts[:-1]:
-                self._socket.send(part, zmq.SNDMORE)
+            for frame in frames[:-1]:
+                self._socket.send(frame, zmq.SNDMORE)
                 begun = True
-            self._socket.send(parts[-1])
+            self._socket.send(frames[-1])
         except zmq.ZMQError:
             if begun and not self._socket.closed:
                 self._socket.send(b"")
@@ -123,11 +125,11 @@ class Mailbox:
             raise
 
     def close(self, linger: float) -> None:
-        """Closes the socket; what is queued has ``linger`` seconds to leave."""
+        """Closes the socket; queued messages have ``linger`` seconds to be sent."""
         with self._mutex:
             self._socket.close(linger=int(linger * 1000))
 
 
 def size_of(first: bytes, buffers: Sequence[Any]) -> int:
-    """How many bytes a message has, all frames together."""
+    """Returns the size of a message in bytes, all frames together."""
     return len(first) + sum(memoryview(buffer).nbytes for buffer in buffers)

@@ -1,4 +1,4 @@
-"""Waiting for several descriptors at once."""
+"""Waits for several descriptors at once."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Poller", "supports_polling"]
 
 
 def supports_polling() -> bool:
-    """Whether this system has what a `Poller` needs: it is Linux."""
+    """Returns whether this system has what a `Poller` needs: it is Linux."""
     return hasattr(select, "epoll")
 
 
 class Poller:
-    """Waits for descriptors by Linux's epoll, and calls what each is watched by.
+    """Waits for descriptors by Linux's epoll, and calls their callbacks.
 
-    `poll` is for one thread at a time; the other methods may be called from any thread, also while
-    one polls. What is called must put up with being called for nothing.
+    `poll` is for one thread at a time. The other methods may be called from any thread, even while
+    one polls. Callbacks may be called spuriously.
     """
 
     def __init__(self) -> None:
@@ -28,24 +28,19 @@ class Poller:
         """Has ``callback`` called whenever ``fd`` can be read.
 
         Raises:
-            OSError: the system can't watch any more; ``fd`` is not watched.
+            OSError: the system allows no more watches; ``fd`` is not watched.
         """
         self._epoll.register(fd, select.EPOLLIN)
-        # Should it be ready already, the next poll finds it again.
+        # If it is ready before this line, the next poll reports it again.
         self._callbacks[fd] = callback
 
     def watch_writable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``fd`` can be written.
-
-        Raises:
-            OSError: the system can't watch any more; ``fd`` is not watched.
-        """
+        """Has ``callback`` called whenever ``fd`` can be written; see `watch_readable`."""
         self._epoll.register(fd, select.EPOLLOUT)
-        # Should it be ready already, the next poll finds it again.
         self._callbacks[fd] = callback
 
     def forget(self, fd: int) -> None:
-        """Watches ``fd`` no more; to be called before it is closed."""
+        """Stops watching ``fd``. Must be called before ``fd`` is closed."""
         del self._callbacks[fd]
         self._epoll.unregister(fd)
 
@@ -57,6 +52,6 @@ class Poller:
                 callback()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """Stops watching all descriptors."""
         self._callbacks.clear()
         self._epoll.close()

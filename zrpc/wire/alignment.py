@@ -1,29 +1,29 @@
-"""Where the memory of large values begins: torch, and numpy, rely on that for some dtypes."""
+"""Aligns the memory of large values, which torch and numpy rely on for some dtypes."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
-from zrpc.malloc import uninitialized
+from zrpc.runtime.allocator import uninitialized
 
 __all__ = ["ALIGNMENT", "aligned"]
 
-# What the largest element (complex128) needs: code that the compiler has made for its copies ends
-# the process where it finds another address. It is what malloc gives.
+# In bytes, what the largest element (complex128) needs: the code that compilers generate for its
+# copies crashes the process at any other address. malloc aligns to this as well.
 ALIGNMENT = 16
 
 
 def aligned(buffer: Any) -> memoryview:
-    """The bytes of a buffer that has come, copied where they don't begin as they should.
+    """Returns the bytes of a received buffer, copied if they are not aligned.
 
-    ZeroMQ's frames begin 8 bytes after such an address.
+    ZeroMQ's frames begin 8 bytes after an aligned address.
 
     Args:
-        buffer: one that can be written to, or an empty one. The view keeps it.
+        buffer: a writable or empty buffer. The view keeps it alive.
 
     Raises:
-        MemoryError: there is none for a copy.
+        MemoryError: there is no memory left for a copy.
     """
     view = memoryview(buffer).cast("B")
     if not view.nbytes:
@@ -32,6 +32,6 @@ def aligned(buffer: Any) -> memoryview:
     if start % ALIGNMENT == 0:
         return view
     copy = uninitialized(view.nbytes)
-    # Other threads may run meanwhile, as they could not while Python copies.
+    # Unlike a copy by Python, this releases the interpreter's lock, so other threads may run.
     ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(copy)), start, view.nbytes)
     return memoryview(copy)

@@ -1,4 +1,4 @@
-"""Exceptions on the wire: the callee's own where it can travel, its text in any case."""
+"""Exceptions on the wire: the text always, and the callee's own exception if it can be pickled."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import cloudpickle
 
 from zrpc.errors import RemoteError
-from zrpc.exhaustion import advice
+from zrpc.runtime.resource_limits import advice
 
 __all__ = ["dump_exception", "load_exception"]
 
 
 def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
-    """The bytes that `load_exception` makes the error from, never failing.
+    """Returns bytes that `load_exception` makes the error from. Never fails.
 
     Args:
         error: what a handler raised.
-        where: who it was raised by, for the text.
+        where: the worker that it was raised on, for the text.
         same_main: whether a name in ``__main__`` means the same at the receiver.
     """
     try:
@@ -37,10 +37,9 @@ def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
 
 
 def load_exception(body: Any) -> Exception:
-    """The callee's error, with the remote traceback as its cause.
+    """Returns the callee's error, with the remote traceback as its cause.
 
-    It is a `RemoteError` where the callee's own can't be rebuilt here, or would end the
-    caller.
+    It is a `RemoteError` if the callee's own can't be rebuilt here or would stop the caller.
     """
     what, text, pickled = pickle.loads(body)
     if pickled is not None:
@@ -55,23 +54,21 @@ def load_exception(body: Any) -> Exception:
 
 
 def _pickled(error: BaseException, same_main: bool) -> bytes | None:
-    """The error as a pickle that is known to load; None where there is none."""
+    """Returns the error as a pickle that is known to load, or None."""
     if not isinstance(error, Exception):
-        return None  # SystemExit and its like are not to end the caller
-    return _by_reference(error, same_main) or _checked(error, cloudpickle.dumps)
-
-
-def _by_reference(error: Exception, same_main: bool) -> bytes | None:
+        return None  # SystemExit and its like must not stop the caller
     pickled = _checked(error, pickle.dumps)
-    return pickled if pickled is None or same_main or b"__main__" not in pickled else None
+    if pickled is None or (b"__main__" in pickled and not same_main):
+        return _checked(error, cloudpickle.dumps)
+    return pickled
 
 
 def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
     try:
         pickled = dumps(error)
-        # An exception pickles as its type and args, which need not fit its __init__.
+        # An exception pickles as its type and args, which may not fit its __init__.
         return pickled if type(pickle.loads(pickled)) is type(error) else None
-    except BaseException:  # SystemExit too: the next way, or the text alone
+    except BaseException:  # SystemExit too
         return None
 
 

@@ -1,37 +1,89 @@
-"""The kinds of messages."""
+"""The kinds of messages and of extensions, and what holds for each: one table.
+
+A new kind of message is one row of `Kind` and one handler (see `zrpc.agent.service`).
+"""
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
-__all__ = ["REQUESTS", "Kind"]
+__all__ = ["ANSWERS", "DROPPABLE", "METERED", "REQUESTS", "UNCOUNTED", "Kind", "Tag"]
+
+
+class Rules(NamedTuple):
+    """What holds for one kind of message.
+
+    Attributes:
+        answered: it is a request, answered by RESULT or ERROR.
+        metered: it waits until flow control has room for it.
+        droppable: it never runs if its caller stops waiting before it has begun. The value of a
+            REMOTE may be waited for by others than its creator, and a backward pass ends by rules
+            of its own.
+        counted: a collective shutdown counts it as sent and received. A shutdown ends when all
+            counted messages have arrived, so what may be sent during a shutdown is not counted.
+    """
+
+    answered: bool = False
+    metered: bool = False
+    droppable: bool = False
+    counted: bool = True
 
 
 class Kind(IntEnum):
-    """The kinds of messages, by the number in the header."""
+    """The kinds of messages, by the number in the header, with the rules of each."""
 
-    CALL = 1  # (function, args, kwargs): run it and answer
+    rules: Rules
+
+    def __new__(cls, number: int, rules: Rules = Rules()) -> Kind:  # noqa: B008, D102
+        kind = int.__new__(cls, number)
+        kind._value_ = number
+        kind.rules = rules
+        return kind
+
+    # (function, args, kwargs): run it and answer.
+    CALL = 1, Rules(answered=True, metered=True, droppable=True)
     RESULT = 2  # the answer
-    ERROR = 3  # the answer where the function failed
-    CANCEL = 4  # nobody waits any more for the answer to this call id
-    TERMINATION = 8  # of a graceful shutdown
-    LEAVE = 10  # the sender leaves the mesh now
-    BUSY = 11  # whether requests of the receiver have to wait for a thread of the sender
-    INSPECT = 12  # what does the receiver do?
-    SNAPSHOT = 13  # the answer, as JSON
-    ROLL_CALL = 14  # which of these calls does the receiver have?
-    MISSING = 15  # the answer: those that it does not have
-    SEGMENT = 9  # about shared memory
-    REMOTE = 16  # a call whose result stays with the callee, as an RRef
-    FETCH = 17  # the value of an RRef
-    METHOD = 18  # a call of a method of an RRef's value
+    ERROR = 3  # the answer if the function failed
+    CANCEL = 4  # the caller does not wait for the answer to this call id any more
+    TERMINATION = 8, Rules(counted=False)  # part of a graceful shutdown
+    SEGMENT = 9, Rules(counted=False)  # about shared memory
+    LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
+    # Whether the receiver's requests wait for a thread of the sender.
+    BUSY = 11, Rules(counted=False)
+    INSPECT = 12, Rules(counted=False)  # asks what the receiver does
+    SNAPSHOT = 13, Rules(counted=False)  # answers INSPECT, as JSON
+    ROLL_CALL = 14, Rules(counted=False)  # asks which of these calls the receiver has
+    MISSING = 15, Rules(counted=False)  # answers ROLL_CALL: the calls that the sender does not have
+    # A call whose result stays with the callee, as an RRef.
+    REMOTE = 16, Rules(answered=True, metered=True)
+    FETCH = 17, Rules(answered=True, droppable=True)  # asks for the value of an RRef
+    # A call of a method of an RRef's value.
+    METHOD = 18, Rules(answered=True, metered=True, droppable=True)
     REFERENCE = 19  # reference counting
-    BACKWARD = 24  # take part in a backward pass; answered when this worker's part is done
+    # Take part in a backward pass; answered when the receiver's part is done.
+    BACKWARD = 24, Rules(answered=True)
     GRADIENT = 25  # the gradients of the tensors that a message carried
     ABORT = 26  # a backward pass has failed
     RELEASE = 27  # an autograd context has ended
-    ENLIST = 28  # the sender takes part in a context of the receiver's, who may not know of it
+    ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
 
 
-# The kinds that are answered, by RESULT or ERROR.
-REQUESTS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH, Kind.METHOD, Kind.BACKWARD))
+class Tag(IntEnum):
+    """The kinds of extensions, by the number in front of each."""
+
+    FORKS = 1  # the RRef forks in a message
+    SUBJECT = 2  # the RRefs that a message is about
+    GRAPH = 3  # the autograd context of a message, and which of its tensors are in the graph
+    PASS = 4  # the backward pass that a message is about
+    SHARED = 5  # which buffers of a message are in shared memory, and where
+    RETURNED = 6  # the shared-memory segments that are returned with a message
+    UNREAD = 7  # answers a request of which only the header arrived: its forks have not
+
+
+# The rules as sets. A header may have a kind that is not here: it counts, and is no request.
+REQUESTS = frozenset(kind for kind in Kind if kind.rules.answered)
+METERED = frozenset(kind for kind in Kind if kind.rules.metered)
+DROPPABLE = frozenset(kind for kind in Kind if kind.rules.droppable)
+UNCOUNTED = frozenset(kind for kind in Kind if not kind.rules.counted)
+ANSWERS = frozenset((Kind.RESULT, Kind.ERROR))

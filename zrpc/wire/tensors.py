@@ -1,14 +1,14 @@
-"""Tensors on the wire: which bytes of a storage travel, and how they come back.
+"""Tensors on the wire: which bytes of a storage are sent, and how tensors are made from them.
 
-Tensors without anything special stand in the pickle itself, which is fastest, their bytes in it or,
-of large ones, in frames beside it. The others stand in a table; the pickle only says "tensor 3".
-The table is made when all tensors of the message are known, so that those that share memory share
-it on arrival (then those without anything special stand there too), while of a tensor that is
-alone only its own elements travel. Bytes of small storages stand in the table, large ones travel
-as frames of their own.
+Plain tensors are part of the pickle itself, which is fastest. Their bytes are in the pickle as well
+or, if they are large, in frames of their own. All other tensors have a row in the tensor table, and
+the pickle only says "tensor 3". The table is made when all tensors of the message are known, so
+tensors that share memory share it on arrival, too; in such a message plain tensors are in the table
+as well. If a tensor shares its memory with no other, only its own elements are sent. The bytes of
+small storages are in the table, and large storages are frames of their own.
 
-Sparse tensors are pickled as the dense tensors that they consist of. What is left (quantized
-tensors, subclasses) goes the way that torch pickles it, with its storages in the table.
+Sparse tensors are pickled as the dense tensors that they consist of. All others (quantized tensors,
+subclasses) are pickled as torch does, with their storages in the table.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zrpc.wire.alignment import ALIGNMENT, aligned
 
 __all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
-# Bytes of up to this size stand in the pickle or in the table. Above it, a frame of its own costs
-# less than copying them through these.
+# Up to this size, bytes are part of the pickle or the table. Above it, a frame of its own costs
+# less than these copies.
 INLINE_BYTES = 32 * 1024
 
-# The bytes of tensors up to this size are copied when they are pickled, which costs less than to
-# have the pickle read them.
+# Up to this size, the bytes of a tensor are copied before they are pickled. That costs less than
+# having the pickler read them.
 _COPIED_BYTES = 16 * 1024
-# The types of tensors that stand there, by the number that says so: a new one goes to the end.
+# The dtypes of plain tensors. Messages contain their indices, so a new one goes to the end.
 _PLAIN_DTYPES = (
     torch.float32,
     torch.float64,
@@ -52,7 +52,7 @@ _PLAIN_DTYPES = (
 _FIRST_COMPLEX = _PLAIN_DTYPES.index(torch.complex64)
 _PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
 
-# As `ctypes.string_at`, which calls it by way of a function of Python.
+# The function behind `ctypes.string_at`, called directly.
 _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _copy_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _copy_of.restype = ctypes.py_object
@@ -68,15 +68,15 @@ _META = 16
 
 _DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
-# Of one storage: its bytes, or the index of its frame.
+# One storage: its bytes, or the index of its frame.
 StorageRow = bytes | int
-# Of one tensor: its storage's index (-1: none), the offset there in bytes, dtype, shape,
-# stride, flags. Of one that is contiguous, and all of its storage that travels: the number of its
-# dtype, shape, the storage's row, flags.
+# One tensor: the index of its storage (-1: none), the offset there in bytes, dtype, shape, stride,
+# flags.
 TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
+# A contiguous tensor that shares no memory: the number of its dtype, shape, storage, flags.
 WholeRow = tuple[int, tuple[int, ...], StorageRow, int]
 _WHOLE_FIELDS = 4
-# Of a tensor in the pickle: the number of its dtype, shape, bytes.
+# A plain tensor: the number of its dtype, shape, bytes.
 PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
 
@@ -84,27 +84,24 @@ class TensorWriter:
     """Collects the tensors of one message. For one thread.
 
     Args:
-        plain: whether tensors may stand in the pickle.
+        plain: whether plain tensors are part of the pickle.
     """
 
     def __init__(self, plain: bool = True) -> None:
         self._tensors: list[tuple[torch.Tensor, int]] = []
-        # Those of the tensors that require grad, as they were given, by index.
+        # The tensors that require grad, as they were given, by index.
         self.requiring_grad: dict[int, torch.Tensor] = {}
 
-        # Where the tensors that stand in the pickle begin and end in memory; None where none may.
+        # The first address of each plain tensor in the pickle, and the one after its last; None if
+        # there may be no tensors in the pickle.
         self._plain: list[tuple[int, int]] | None = [] if plain else None
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     def add_plain(self, tensor: torch.Tensor) -> PlainRow | None:
-        """What of a tensor is to stand in the pickle, for `make_plain`.
-
-        Returns:
-            None where it can't stand there: the tensor is for `add`.
-        """
-        number = _PLAIN_NUMBERS.get(tensor.dtype)  # none of quantized ones
+        """Returns the arguments of `make_plain`, or None if the tensor is not plain: use `add`."""
+        number = _PLAIN_NUMBERS.get(tensor.dtype)  # None for quantized tensors
         if (
             number is None
             or self._plain is None
@@ -124,9 +121,9 @@ class TensorWriter:
         if not start:
             return None
         end = start + size
-        storage = tensor.untyped_storage()  # as in `add`; not a call more for each small tensor
+        storage = tensor.untyped_storage()  # as in `add`, but without its calls
         if end > storage.data_ptr() + storage.nbytes():
-            raise _memory_is_gone(tensor)
+            raise _freed_memory_error(tensor)
         self._plain.append((start, end))
         if size <= _COPIED_BYTES:
             return number, tuple(tensor.shape), _copy_of(start, size)
@@ -136,7 +133,7 @@ class TensorWriter:
     def overlapping(self) -> bool:
         """Whether a tensor in the pickle shares memory with another of the message.
 
-        Then the message is to be packed anew with all of them in the table.
+        If so, the message must be packed again, with all of its tensors in the table.
         """
         spans = self._plain
         if not spans or len(spans) + len(self._tensors) == 1:
@@ -148,7 +145,7 @@ class TensorWriter:
         return any(second[0] < first[1] for first, second in itertools.pairwise(ends))
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Takes a strided tensor into the table and returns its index."""
+        """Adds a strided tensor to the table and returns its index."""
         flags = 0
         plain = tensor
         if tensor.requires_grad:
@@ -168,17 +165,17 @@ class TensorWriter:
                 f"expected tensors on the CPU, found one on {plain.device}: zrpc moves no "
                 "device memory; send tensor.cpu() and move it on arrival"
             )
-        elif plain._is_zerotensor():  # which has no memory
+        elif plain._is_zerotensor():  # it has no memory
             plain = plain.clone()
         if plain.numel() and not flags & _META:
             storage = plain.untyped_storage()
             if _end(plain) > storage.data_ptr() + storage.nbytes():
-                raise _memory_is_gone(plain)
+                raise _freed_memory_error(plain)
         self._tensors.append((plain, flags))
         return len(self._tensors) - 1
 
     def table(self, buffers: list[Any]) -> bytes:
-        """The table of all tensors added; adds the large storages to ``buffers``."""
+        """Returns the table of all tensors added; appends the large storages to ``buffers``."""
         if not self._tensors:
             return b""
         storages: list[StorageRow] = []
@@ -204,7 +201,7 @@ class TensorWriter:
         return pickle.dumps((storages, rows), pickle.HIGHEST_PROTOCOL)
 
     def _groups(self) -> Iterable[list[int]]:
-        """The tensors that have any memory, in groups whose memory overlaps."""
+        """Returns the tensors that have any memory, in groups whose memory overlaps."""
         some = [i for i, (t, flags) in enumerate(self._tensors) if t.numel() and not flags & _META]
         if len(some) < 2:
             return [some] if some else []
@@ -234,31 +231,32 @@ class TensorWriter:
 
 
 def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
-    """Makes a tensor anew that stood in the pickle.
+    """Makes a plain tensor from its row.
 
     Args:
-        number: that of its dtype.
+        number: the number of its dtype.
         shape: its shape.
-        data: its bytes; of a large one a buffer, of which the tensor is a view: see `aligned`.
+        data: its bytes, which are copied; or another buffer, whose memory the tensor then shares:
+            see `aligned`.
     """
     dtype = _PLAIN_DTYPES[number]
-    if type(data) is bytes:  # not to be written to
+    if type(data) is bytes:  # read-only
         tensor = torch.frombuffer(bytearray(data), dtype=dtype)
     else:
         tensor = torch.frombuffer(data, dtype=dtype)
     if math.prod(shape) != tensor.numel():
         raise ProtocolError(f"expected the bytes of a tensor of {shape}, found {tensor.numel()}")
-    # Not by a view: what has arrived is nobody's view, as `detach_` asks.
+    # Not by a view: `detach_` refuses views.
     if len(shape) == 1:
         return tensor
-    # One by one they are read in two thirds of the time.
+    # torch parses the sizes in two thirds of the time if they are separate arguments.
     return tensor.resize_(*shape) if shape else tensor.resize_(shape)
 
 
 def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
-    """Makes the tensors of a message anew.
+    """Makes the tensors of a message.
 
-    Large ones are views of their frame in ``buffers``, without a copy.
+    Large ones share the memory of their frames in ``buffers``, without a copy.
     """
     storages, rows = pickle.loads(table)
     made: list[torch.UntypedStorage] = [_make_storage(row, buffers) for row in storages]
@@ -269,16 +267,16 @@ def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) ->
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements lie from the tensor's first to its last, both included."""
+    """Returns the number of elements from the tensor's first to its last in memory, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _end(tensor: torch.Tensor) -> int:
-    """The address after the tensor's last element."""
+    """Returns the address after the tensor's last element."""
     return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
 
 
-def _memory_is_gone(tensor: torch.Tensor) -> SerializationError:
+def _freed_memory_error(tensor: torch.Tensor) -> SerializationError:
     needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
     return SerializationError(
         f"expected a storage of {needed} bytes or more below a tensor of shape "
@@ -288,7 +286,7 @@ def _memory_is_gone(tensor: torch.Tensor) -> SerializationError:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its span of memory holds nothing else, otherwise a copy."""
+    """Returns the tensor itself if its span of memory holds nothing else, otherwise a copy."""
     if _extent(tensor) <= tensor.numel():
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)
@@ -299,7 +297,7 @@ def _row(tensor: torch.Tensor, flags: int, storage: int = -1, offset: int = 0) -
 
 
 def _whole_row(tensor: torch.Tensor, flags: int, buffers: list[Any]) -> WholeRow | None:
-    """The row of a tensor that shares memory with none; None where there is none so short."""
+    """Returns the short row of a tensor that shares no memory, or None if it needs a long one."""
     number = _PLAIN_NUMBERS.get(tensor.dtype)
     if number is None or not tensor.is_contiguous():
         return None
@@ -317,10 +315,10 @@ def _storage_row(
     return len(buffers) - 1
 
 
-def _window(start: int, size: int, holds: Any) -> ctypes.Array[ctypes.c_char]:
-    """Memory as a buffer, which holds what it is the memory of."""
+def _window(start: int, size: int, owner: Any) -> ctypes.Array[ctypes.c_char]:
+    """Returns memory as a buffer, which keeps the memory's owner alive."""
     window = (ctypes.c_char * size).from_address(start)
-    window.holds = holds  # type: ignore[attr-defined]
+    window.owner = owner  # type: ignore[attr-defined]
     return window
 
 

@@ -1,0 +1,1 @@
+"""The tests: a folder for each room of zrpc/, and `behaviour` for what programs see of calls."""

@@ -1,0 +1,66 @@
+"""When a worker may leave a mesh that goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zrpc.agent import shutdown
+from zrpc.agent.shutdown import ShutdownTiming, SoloShutdown
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A clock that stands still but for what a test adds."""
+
+    class Clock:
+        now = 100.0
+
+        def monotonic(self) -> Any:
+            return self.now
+
+    monkeypatch.setattr(shutdown, "time", Clock)
+    Clock.monotonic = staticmethod(lambda: Clock.now)
+    return Clock
+
+
+def test_it_waits_for_silence(clock: Any) -> None:
+    leaving = SoloShutdown(set, ShutdownTiming())
+    assert not leaving.in_progress
+    leaving.begin()
+    assert leaving.asked
+    leaving.idle(3, 5)
+    clock.now += 0.02
+    leaving.idle(3, 6)  # something has come in
+    assert leaving.asked
+    leaving.idle(3, 6)
+    assert leaving.asked
+    clock.now += 0.02
+    leaving.idle(3, 6)
+    assert (leaving.asked, leaving.settled, leaving.wait(1)) == (False, True, True)
+    assert not leaving.done
+
+
+def test_work_in_progress_at_first_is_waited_for_and_nothing_else(clock: Any) -> None:
+    in_progress = {"first", "other"}
+    leaving = SoloShutdown(lambda: set(in_progress), ShutdownTiming())
+    leaving.begin()
+    in_progress.add("later")
+    in_progress.discard("other")
+    clock.now += 0.9
+    leaving.look()
+    clock.now += 100
+    leaving.look()
+    assert not leaving.settled
+    in_progress.discard("first")
+    leaving.look()
+    assert leaving.settled
+
+
+def test_it_leaves_all_the_same(clock: Any) -> None:
+    leaving = SoloShutdown(lambda: {"endless"}, ShutdownTiming())
+    leaving.begin()
+    leaving.leave_anyway()
+    assert leaving.wait(0)
+    assert not leaving.settled

@@ -1,0 +1,391 @@
+"""The graceful shutdown's rules, against delay and loss."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zrpc.agent.termination import Step, Termination, TerminationMessage
+from zrpc.errors import ProtocolError
+
+
+class Violation(AssertionError):
+    """The protocol has broken one of its promises."""
+
+
+class Mesh:
+    """Workers that send each other work, and shut down.
+
+    A message of the program makes its receiver busy; a busy worker may send more, and becomes
+    idle. Messages between two workers stay in order, as they do on a socket; between different
+    pairs they overtake each other. The messages of a dead worker may be lost from some point on.
+    """
+
+    def __init__(self, size: Any, machine: Any = Termination) -> None:
+        self.machines = {rank: machine(rank, range(size)) for rank in range(size)}
+        self.channels = {(a, b): deque() for a in range(size) for b in range(size)}
+        self.busy = dict.fromkeys(range(size), 1)
+        self.begun = set()
+        self.left = set()
+        self.dead = set()
+        self.unaware = set()
+        self.lost_proceed = False
+        self.sent = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
+        self.received = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
+
+    @property
+    def living(self) -> Any:
+        return [rank for rank in self.machines if rank not in self.dead]
+
+    @property
+    def present(self) -> Any:
+        """The living that have not left yet."""
+        return [rank for rank in self.living if rank not in self.left]
+
+    # what programs do
+
+    def work(self, sender: Any, receiver: Any) -> None:
+        if self.busy[sender] and sender not in self.left:
+            self.sent[sender][receiver] += 1
+            self.channels[sender, receiver].append("work")
+
+    def rest(self, rank: Any) -> None:
+        self.busy[rank] = max(0, self.busy[rank] - 1)
+
+    def begin(self, rank: Any) -> None:
+        if rank not in self.begun:
+            self.begun.add(rank)
+            self._post(rank, self.machines[rank].begin())
+
+    # what the network does
+
+    def deliver(self, sender: Any, receiver: Any) -> None:
+        content = self.channels[sender, receiver].popleft()
+        if receiver in self.left or receiver in self.dead:
+            return
+        if content == "work":
+            self.received[receiver][sender] += 1
+            self.busy[receiver] += 1
+        else:
+            message = TerminationMessage.parse(content.pack())
+            self._post(receiver, self.machines[receiver].receive(sender, message))
+
+    def look(self, rank: Any) -> None:
+        """Answers the leader if the worker is idle, as an agent does now and then."""
+        machine = self.machines[rank]
+        if machine.asked is not None and not self.busy[rank]:
+            known = [other for other in self.machines if (rank, other) not in self.noticed]
+            sent = sum(self.sent[rank][other] for other in known)
+            received = sum(self.received[rank][other] for other in known)
+            self._post(rank, machine.idle(sent, received))
+
+    def kill(self, rank: Any) -> None:
+        self.dead.add(rank)
+        self.unaware |= {(other, rank) for other in self.living}
+
+    noticed: set[tuple[int, int]]
+
+    def notice(self, rank: Any, dead: Any) -> None:
+        self.unaware.remove((rank, dead))
+        self.noticed.add((rank, dead))
+        if rank not in self.left:
+            self._post(rank, self.machines[rank].on_member_lost(dead))
+
+    def lose_rest(self, sender: Any, receiver: Any) -> None:
+        if sender in self.dead:
+            self.channels[sender, receiver].clear()
+
+    def lose_word(self, sender: Any, receiver: Any) -> None:
+        """Loses the last message that was sent, if it is one of the protocol."""
+        channel = self.channels[sender, receiver]
+        if channel[-1] != "work":
+            # A worker that leaves is found gone, even if no message says so.
+            self.lost_proceed |= channel.pop().step is Step.PROCEED
+
+    def remind(self, rank: Any) -> None:
+        self._post(rank, self.machines[rank].remind())
+
+    # what must hold
+
+    def _post(self, rank: Any, outgoing: Any) -> None:
+        for to, message in outgoing:
+            assert to != rank, "messages to oneself are handled at once"
+            self.channels[rank, to].append(message)
+        if self.machines[rank].done and rank not in self.left:
+            self._check(rank)
+            self.left.add(rank)
+
+    def _check(self, rank: Any) -> None:
+        if rank not in self.begun:
+            raise Violation(f"{rank} has left though it did not shut down")
+        others = [other for other in self.living if other not in self.begun]
+        if others:
+            raise Violation(f"{rank} has left though {others} have not begun to shut down")
+        busy = [other for other in self.living if self.busy[other]]
+        in_flight = [
+            pair
+            for pair, channel in self.channels.items()
+            if "work" in channel and not self.dead & set(pair)
+        ]
+        # After a loss nobody can know which of the counted messages were the dead worker's.
+        if (busy or in_flight) and not self.dead:
+            raise Violation(f"{rank} has left though {busy} are busy, {in_flight} in flight")
+
+    def finish(self, order: Any, rounds: Any = 6000) -> None:
+        """Lets all workers become idle and shut down, and checks that they do."""
+        for rank in self.living:
+            self.begin(rank)
+        left_to_do = 10
+        for _ in range(rounds):
+            present = self.present
+            if not present:
+                return
+            moves = [(self.look, (rank,)) for rank in present]
+            moves += [(self.rest, (rank,)) for rank in present if self.busy[rank]]
+            moves += [(self.deliver, pair) for pair, queue in self.channels.items() if queue]
+            moves += [(self.notice, pair) for pair in sorted(self.unaware)]
+            moves += [(self.remind, (rank,)) for rank in present]
+            if self.lost_proceed:
+                pairs = {(rank, left) for rank in present for left in self.left} - self.noticed
+                self.unaware |= pairs
+            if left_to_do:
+                busy = [rank for rank in present if self.busy[rank]]
+                moves += [(self.work, (a, b)) for a in busy for b in self.living]
+            move, arguments = order.choice(moves)
+            move(*arguments)
+            left_to_do -= move == self.work
+        raise Violation(f"{self.present} never leave")
+
+
+STEPS = ("work", "work", "rest", "begin", "look", "look", "deliver", "deliver", "deliver")
+WITH_LOSSES = (*STEPS, "kill", "notice", "lose rest")
+WITH_LOST_WORDS = (*STEPS, "remind", "lose word", "lose word")
+
+
+def schedules(steps: Any) -> Any:
+    number = st.integers(0, 11)
+    step = st.tuples(st.sampled_from(steps), number, number)
+    return st.integers(0, 60).flatmap(lambda size: st.lists(step, min_size=size, max_size=size))
+
+
+def run(size: Any, schedule: Any, seed: Any, machine: Any = Termination) -> None:
+    mesh = Mesh(size, machine)
+    mesh.noticed = set()
+    for what, first, second in schedule:
+        present = mesh.present
+        if not present:
+            break
+        rank, other = present[first % len(present)], second % size
+        queued = [pair for pair, channel in mesh.channels.items() if channel]
+        unaware = sorted(mesh.unaware)
+        if what == "work":
+            mesh.work(rank, other)
+        elif what in ("rest", "begin", "look", "remind"):
+            getattr(mesh, what)(rank)
+        elif what == "lose word" and queued:
+            mesh.lose_word(*queued[second % len(queued)])
+        elif what == "deliver" and queued:
+            mesh.deliver(*queued[second % len(queued)])
+        elif what == "lose rest" and queued:
+            mesh.lose_rest(*queued[second % len(queued)])
+        elif what == "kill" and len(mesh.living) > 1:
+            mesh.kill(rank)
+        elif what == "notice" and unaware:
+            mesh.notice(*unaware[first % len(unaware)])
+    mesh.finish(random.Random(seed))
+
+
+thorough = settings(max_examples=200, deadline=None)
+
+
+@thorough
+@given(st.integers(1, 5), schedules(STEPS), st.integers(0, 2**16))
+def test_all_leave_but_not_before_all_work_is_done(size: Any, schedule: Any, seed: Any) -> None:
+    run(size, schedule, seed)
+
+
+@thorough
+@given(st.integers(2, 5), schedules(WITH_LOSSES), st.integers(0, 2**16))
+def test_living_workers_leave_after_any_deaths(size: Any, schedule: Any, seed: Any) -> None:
+    run(size, schedule, seed)
+
+
+@thorough
+@given(st.integers(2, 5), schedules(WITH_LOST_WORDS), st.integers(0, 2**16))
+def test_all_leave_after_any_lost_messages(size: Any, schedule: Any, seed: Any) -> None:
+    run(size, schedule, seed)
+
+
+class LooksOnce(Termination):
+    """Mistakes one balanced round for the end."""
+
+    def _evaluate(self) -> Any:
+        self._last_counts = self._counts
+        return super()._evaluate()
+
+
+class CountsNothing(Termination):
+    def idle(self, sent: Any, received: Any) -> Any:
+        return super().idle(0, 0)
+
+
+class WaitsForNobody(Termination):
+    @property
+    def _leads(self) -> Any:
+        return self.leader == self._own_id and not self.done
+
+
+class RemindsNobody(Termination):
+    def remind(self) -> Any:
+        return []
+
+
+class AsksOnce(Termination):
+    """As leader, ignores reminders."""
+
+    def _on(self, sender: Any, message: Any) -> Any:
+        repeated = message.step is Step.JOIN and sender in self._joined
+        return [] if repeated else super()._on(sender, message)
+
+
+class IgnoresLosses(Termination):
+    def on_member_lost(self, rank: Any) -> Any:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("mutant", "steps"),
+    [
+        (LooksOnce, STEPS),
+        (CountsNothing, STEPS),
+        (WaitsForNobody, STEPS),
+        (IgnoresLosses, WITH_LOSSES),
+        (RemindsNobody, WITH_LOST_WORDS),
+        (AsksOnce, WITH_LOST_WORDS),
+    ],
+)
+def test_a_broken_protocol_is_detected(mutant: Any, steps: Any) -> None:
+    source = random.Random(0)
+    for seed in range(3000):
+        schedule = [
+            (source.choice(steps), source.randrange(12), source.randrange(12)) for _ in range(40)
+        ]
+        try:
+            run(3, schedule, seed, mutant)
+        except (Violation, KeyError):
+            return
+    pytest.fail(f"no schedule shows that {mutant.__name__} is broken")
+
+
+# -- single steps --------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_alone_leaves_in_two_rounds() -> None:
+    alone = Termination(0, [0])
+    assert alone.begin() == []
+    assert not alone.done
+    for _ in range(2):
+        assert alone.asked is not None
+        assert alone.idle(0, 0) == []
+    assert alone.done
+
+
+def test_the_leader_is_the_lowest_living_member() -> None:
+    member = Termination(2, [0, 1, 2])
+    assert member.leader == 0
+    member.on_member_lost(0)
+    assert member.leader == 1
+    member.on_member_lost(1)
+    assert member.leader == 2
+
+
+def test_a_join_goes_to_the_leader_and_to_its_successor() -> None:
+    member = Termination(2, [0, 1, 2])
+    join = TerminationMessage(Step.JOIN)
+    assert member.begin() == [(0, join)]
+    assert member.on_member_lost(0) == [(1, join)]
+    assert Termination(2, [0, 1, 2]).on_member_lost(0) == []  # not begun yet
+
+
+def test_the_leader_knows_which_ranks_are_missing() -> None:
+    leader = Termination(0, range(4))
+    leader.begin()
+    leader.receive(2, TerminationMessage(Step.JOIN))
+    assert leader.missing == [1, 3]
+    leader.on_member_lost(3)
+    assert leader.missing == [1]
+    assert Termination(1, range(4)).missing == []
+
+
+def test_only_the_loss_of_another_member_counts() -> None:
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    assert leader.on_member_lost(5) == []
+    assert leader.on_member_lost(0) == []  # itself
+    assert leader.leader == 0
+
+
+def test_counts_of_an_earlier_round_do_not_count() -> None:
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    leader.receive(1, TerminationMessage(Step.JOIN))
+    leader.receive(1, TerminationMessage(Step.COUNTS, 0, 0, 0))
+    leader.idle(0, 0)
+    assert not leader.done
+    assert leader.asked is None  # it waits for the counts of this round
+
+
+def test_an_idle_worker_that_nobody_asks_says_nothing() -> None:
+    assert Termination(1, [0, 1]).idle(3, 3) == []
+
+
+def test_strangers_are_not_heard() -> None:
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    assert leader.receive(7, TerminationMessage(Step.JOIN)) == []
+    assert leader.missing == [1]
+
+
+@given(
+    st.builds(
+        TerminationMessage,
+        st.sampled_from(Step),
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 2**64 - 1),
+    )
+)
+def test_messages_survive_as_bytes(message: Any) -> None:
+    assert TerminationMessage.parse(message.pack()) == message
+
+
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_message_are_refused(data: Any) -> None:
+    try:
+        message = TerminationMessage.parse(data)
+    except ProtocolError:
+        return
+    assert message.pack() == data
+
+
+def test_a_worker_that_comes_while_the_others_are_asked_is_waited_for() -> None:
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    join, counts = TerminationMessage(Step.JOIN), partial(TerminationMessage, Step.COUNTS)
+    assert leader.receive(1, join) == [(1, TerminationMessage(Step.PROBE, 1))]
+    for number in (1, 2):
+        leader.idle(0, 0)
+        if number == 2:
+            leader.admit(2)
+        asked = leader.receive(1, counts(number))
+        assert asked == ([(1, TerminationMessage(Step.PROBE, 2))] if number == 1 else [])
+    assert not leader.done
+    assert leader.missing == [2]
+    probes = leader.receive(2, join)
+    assert probes == [(rank, TerminationMessage(Step.PROBE, 3)) for rank in (1, 2)]

@@ -1,0 +1,78 @@
+"""What the tests of calls share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zrpc
+from tests.support.programs import Ended, Programs
+from tests.support.waiting import until
+from zrpc.testing import Mesh, local_mesh
+from zrpc.testing.processes import warm_server
+
+
+@pytest.fixture
+def caller(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, with worker0 as the worker that the test itself is."""
+    with mesh.agent(0).as_current():
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def _module_mesh() -> Iterator[Mesh]:
+    with local_mesh(2, timeout=60, options={"rpc_timeout": 20}) as mesh:
+        _introduce(mesh)
+        yield mesh
+
+
+def _introduce(mesh: Mesh) -> None:
+    """Has the two workers open all their connections, heartbeats too.
+
+    Later, they would seem to be left behind by some test with a mesh of its own.
+    """
+    agents = [mesh.agent(rank) for rank in range(2)]
+    for rank, agent in enumerate(agents):
+        mesh.run(rank, zrpc.rpc_sync, 1 - rank, max, (1, 2))
+        mesh.run(rank, zrpc.rpc_sync, rank, max, (1, 2))
+        until(partial(_is_alive, agent.liveness._detector, 1 - rank), "a heartbeat is answered")
+
+
+def _is_alive(detector: Any, member: Any) -> bool:
+    return detector.monitors(member) and not detector.suspects(member)
+
+
+@pytest.fixture
+def shared(_module_mesh: Mesh) -> Iterator[Mesh]:
+    """As `caller`, with two workers that all tests of a module share: for what leaves no trace."""
+    with _module_mesh.agent(0).as_current():
+        yield _module_mesh
+
+
+@pytest.fixture
+def programs(tmp_path: Path, free_port: int) -> Iterator[Programs]:
+    warm_server()  # its start is not the test's time
+    running = Programs(tmp_path, free_port)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def succeed(programs: Programs) -> Callable[..., list[str]]:
+    """Runs a script as all workers, which must all exit with 0 and leave nothing behind."""
+
+    def run(source: str, world_size: int = 2, *, cold: bool = False, **env: Any) -> list[str]:
+        ended = (programs.run_cold if cold else programs.run)(source, world_size, **env)
+        assert [e.code for e in ended] == [0] * world_size, _report(ended)
+        assert programs.left() == [], _report(ended)
+        return [e.output for e in ended]
+
+    return run
+
+
+def _report(ended: Sequence[Ended]) -> str:
+    return "\n".join(f"-- rank {i}: {e.code}\n{e.output}" for i, e in enumerate(ended))

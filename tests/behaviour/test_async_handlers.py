@@ -1,0 +1,501 @@
+"""Handlers that answer later: async_execution and async def."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo, fail
+from tests.support.waiting import SOON, until
+from tests.support.ways import Call, ways
+from zrpc.functions import async_execution
+from zrpc.testing import Mesh
+
+ALREADY = "Functions decorated with @rpc.async_function must return a torch.futures.Future object,"
+
+
+@async_execution
+def add_on(to: int, x: int, y: int, z: int = 0) -> Any:
+    return rpc.rpc_async(to, sum, ([x, y],)).then(lambda f: f.wait() + z)
+
+
+@async_execution
+def already_done(value: Any) -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+@async_execution
+def failed_already() -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_exception(KeyError("set"))
+    return future
+
+
+@async_execution
+def fails_at_once() -> Any:
+    raise KeyError("at once")
+
+
+@async_execution
+def fails_in_then() -> Any:
+    return rpc.rpc_async(0, echo, (1,)).then(lambda f: fail(KeyError("in then")))
+
+
+@async_execution
+def fails_over_there() -> Any:
+    return rpc.rpc_async(0, fail, (KeyError("over there"),))
+
+
+@async_execution
+def no_future(value: Any) -> Any:
+    return value
+
+
+@async_execution
+def future_of_future() -> Any:
+    return rpc.rpc_async(0, echo, (1,)).then(lambda f: torch.futures.Future())
+
+
+class Later:
+    """async_execution on methods of every kind."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    @async_execution
+    def method(self, to: int, x: int) -> Any:
+        return rpc.rpc_async(to, echo, (x,)).then(lambda f: f.wait() + self.n)
+
+    @staticmethod
+    @async_execution
+    def static(to: int, x: int) -> Any:
+        return rpc.rpc_async(to, echo, (x,)).then(lambda f: f.wait() + 1)
+
+    @classmethod
+    @async_execution
+    def of_class(cls, to: int, x: int) -> Any:
+        return rpc.rpc_async(to, echo, (x,)).then(lambda f: (cls.__name__, f.wait()))
+
+    @async_execution
+    def __call__(self, x: int) -> Any:
+        return rpc.rpc_async(0, echo, (x,)).then(lambda f: f.wait() * self.n)
+
+    @async_execution
+    def no_future(self) -> int:
+        return 5
+
+    async def coroutine(self, x: int) -> int:
+        await asyncio.sleep(0)
+        return self.n + x
+
+
+@ways
+def test_answers_with_the_futures_value(shared: Mesh, call: Call) -> None:
+    assert call(1, add_on, (0, 1, 2, 3)) == 6
+    assert call(1, add_on, (1, 1, 2), {"z": 4}) == 7
+    assert call(0, add_on, (0, 1, 2, 3)) == 6
+    assert call(1, already_done, ("x",)) == "x"
+
+
+@ways
+@pytest.mark.parametrize(
+    ("func", "message"),
+    [
+        (failed_already, "set"),
+        (fails_at_once, "at once"),
+        (fails_in_then, "in then"),
+        (fails_over_there, "over there"),
+    ],
+    ids=["set_exception", "raises", "then", "nested"],
+)
+def test_errors(shared: Mesh, call: Call, func: Any, message: str) -> None:
+    with pytest.raises(KeyError, match=message) as info:
+        call(1, func)
+    assert "On WorkerInfo(id=1, name=worker1)" in str(info.value.__cause__)
+
+
+@ways
+@pytest.mark.parametrize("value", [5, None, "future"])
+def test_without_a_future(shared: Mesh, call: Call, value: Any) -> None:
+    with pytest.raises(RuntimeError, match=ALREADY):
+        call(1, no_future, (value,))
+
+
+def test_without_a_future_in_a_method(shared: Mesh) -> None:
+    with pytest.raises(RuntimeError, match=ALREADY):
+        rpc.rpc_sync(1, Later(1).no_future)
+
+
+def test_a_future_as_the_futures_value(shared: Mesh) -> None:
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+        rpc.rpc_sync(1, future_of_future)
+
+
+@ways
+def test_methods(shared: Mesh, call: Call) -> None:
+    assert call(1, Later(5).method, (0, 1)) == 6
+    assert call(1, Later.static, (0, 1)) == 2
+    assert call(1, Later(5).static, (0, 1)) == 2
+    assert call(1, Later.of_class, (0, 1)) == ("Later", 1)
+    assert call(1, Later.method, (Later(7), 0, 1)) == 8
+
+
+def test_through_rref_proxies(shared: Mesh) -> None:
+    rref = rpc.remote(1, Later, (10,))
+    assert rref.rpc_sync().method(0, 1) == 11
+    assert rref.rpc_async().method(0, 2).wait() == 12
+    assert rref.remote().method(0, 3).to_here() == 13
+    assert rref.rpc_sync().static(0, 4) == 5
+    assert rref.rpc_sync().of_class(0, 5) == ("Later", 5)
+    with pytest.raises(RuntimeError, match=ALREADY):
+        rref.rpc_sync().no_future()
+
+
+def test_through_rref_proxies_async_def(shared: Mesh) -> None:
+    rref = rpc.remote(1, Later, (10,))
+    assert rref.rpc_sync().coroutine(1) == 11
+    assert rref.rpc_async().coroutine(2).wait() == 12
+    assert rref.remote().coroutine(3).to_here() == 13
+
+
+def test_on_a_local_function(shared: Mesh) -> None:
+    offset = 100
+
+    @async_execution
+    def local(x: int) -> Any:
+        return rpc.rpc_async(0, echo, (x,)).then(lambda f: f.wait() + offset)
+
+    assert rpc.rpc_sync(1, local, (1,)) == 101
+
+
+@torch.jit.script
+def _scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@torch.jit.script
+def _forks(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+    return torch.jit.fork(_scripted, x)
+
+
+script_later = async_execution(_forks)
+
+
+@async_execution
+def forks(x: torch.Tensor) -> Any:
+    return torch.jit.fork(_scripted, x)
+
+
+@async_execution
+@torch.jit.script
+def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+    return torch.jit.fork(_scripted, x)
+
+
+class Scripts:
+    @staticmethod
+    @async_execution
+    @torch.jit.script
+    def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
+        return torch.jit.fork(_scripted, x)
+
+
+@pytest.mark.parametrize(
+    "func",
+    [forks, script_later, decorated, Scripts.decorated],
+    ids=["python", "script", "decorated", "static"],
+)
+def test_torch_script(shared: Mesh, func: Any) -> None:
+    assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
+
+
+@pytest.mark.parametrize("func", [decorated, Scripts.decorated], ids=["function", "static"])
+def test_a_decorated_script_goes_by_name(shared: Mesh, func: Any) -> None:
+    assert rpc.rpc_sync(1, echo, (func,)) is func
+    assert func(torch.ones(1)).wait() == 2
+
+
+class Argument:
+    """Goes when the handler that was called with it has returned."""
+
+
+class _Held:
+    """What a handler leaves for the test."""
+
+    script: weakref.ref[Any]
+    future: torch.futures.Future[Any]
+    returned: threading.Event
+
+
+@async_execution
+def hold(script: Any, argument: Argument) -> Any:
+    weakref.finalize(argument, _Held.returned.set)
+    _Held.script, _Held.future = weakref.ref(script), torch.futures.Future()
+    return _Held.future
+
+
+def call_with_script(mesh: Mesh, call: Call) -> Any:
+    with mesh.agent(0).as_current():
+        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
+
+
+@ways
+def test_a_script_that_came_stays_until_the_future_is_done(shared: Mesh, call: Call) -> None:
+    """What it has forked runs on meanwhile, and needs its code."""
+    _Held.returned = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        answer = executor.submit(call_with_script, shared, call)
+        assert _Held.returned.wait(SOON)
+        gc.collect()
+        there = _Held.script() is not None
+        _Held.future.set_result(3)
+        assert answer.result(SOON) == 3
+    assert there
+    until(lambda: _Held.script() is None, "the script is still there after the answer")
+
+
+def test_the_decorated_function_can_be_called_here(shared: Mesh) -> None:
+    assert add_on(1, 1, 2, 3).wait() == 6
+    assert add_on.__name__ == "add_on"
+    assert hasattr(add_on, "_wrapped_async_rpc_function")  # as torch marks it
+
+
+# -- no thread is held -----------------------------------------------------------------------
+
+
+class Batcher:
+    """The tutorial's: the last of a batch completes the futures of all."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.rows: list[torch.Tensor] = []
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+
+    @staticmethod
+    @async_execution
+    def add(batcher: Any, row: torch.Tensor) -> Any:
+        self = batcher.local_value()
+        with self.lock:
+            index = len(self.rows)
+            self.rows.append(row)
+            future = self.future
+            result = future.then(lambda f: f.wait()[index])
+            if len(self.rows) == self.size:
+                batch = torch.stack(self.rows)
+                self.rows, self.future = [], torch.futures.Future()
+                future.set_result(batch * 2)
+        return result
+
+
+@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 1})
+def test_batches(caller: Mesh) -> None:
+    batcher = rpc.remote(1, Batcher, (8,))
+
+    fed = [rpc.rpc_async(rank, feed, (batcher, rank)) for rank in (0, 2)]
+    for rank, rows in zip((0, 2), fed, strict=True):
+        assert [r.tolist() for r in rows.wait()] == [[2.0 * rank] * 2] * 4
+
+
+def feed(batcher: Any, rank: int) -> list[torch.Tensor]:
+    row = torch.full((2,), float(rank))
+    return torch.futures.wait_all([rpc.rpc_async(1, Batcher.add, (batcher, row)) for _ in range(4)])
+
+
+_parked: list[Any] = []
+
+
+@async_execution
+def park() -> Any:
+    _parked.append(torch.futures.Future())
+    return _parked[-1]
+
+
+def parked() -> int:
+    return len(_parked)
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_many_can_be_in_progress_with_one_thread(caller: Mesh) -> None:
+    _parked.clear()
+    futures = [rpc.rpc_async(1, park) for _ in range(50)]
+    # Calls of one worker begin in their order, and the one thread has begun all of them.
+    assert rpc.rpc_sync(1, parked) == 50
+    assert not any(f.done() for f in futures)
+    for i, future in enumerate(reversed(_parked)):
+        future.set_result(i)
+    assert torch.futures.wait_all(futures) == list(reversed(range(50)))
+
+
+# -- async def -------------------------------------------------------------------------------
+
+
+async def double(x: int) -> int:
+    await asyncio.sleep(0)
+    return 2 * x
+
+
+async def call_further(to: int, x: int) -> int:
+    return await rpc.rpc_async(to, double, (x,)) + 1
+
+
+async def fail_later(error: BaseException) -> None:
+    await asyncio.sleep(0)
+    raise error
+
+
+async def where() -> tuple[str, int, str]:
+    loop = asyncio.get_running_loop()
+    return rpc.get_worker_info().name, id(loop), threading.current_thread().name
+
+
+_events: dict[int, asyncio.Event] = {}
+
+
+async def wait_for_event(key: int) -> str:
+    event = _events.setdefault(key, asyncio.Event())
+    await asyncio.wait_for(event.wait(), SOON)
+    return "was set"
+
+
+async def set_event(key: int) -> None:
+    _events.setdefault(key, asyncio.Event()).set()
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_async_def(shared: Mesh, call: Call, to: int) -> None:
+    assert call(to, double, (4,)) == 8
+    assert call(to, double, kwargs={"x": 5}) == 10
+    assert call(to, Later(3).coroutine, (4,)) == 7
+
+
+def test_a_local_async_def(shared: Mesh) -> None:
+    factor = 3
+
+    async def triple(x: int) -> int:
+        return factor * await double(x)
+
+    assert rpc.rpc_sync(1, triple, (2,)) == 12
+
+
+@ways
+def test_async_def_that_awaits_calls(shared: Mesh, call: Call) -> None:
+    assert call(1, call_further, (0, 4)) == 9
+    assert call(1, call_further, (1, 4)) == 9
+
+
+@ways
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v")], ids=repr)
+def test_async_def_that_fails(shared: Mesh, call: Call, error: Exception) -> None:
+    with pytest.raises(type(error)) as info:
+        call(1, fail_later, (error,))
+    assert info.value.args == error.args
+    assert "fail_later" in str(info.value.__cause__)
+
+
+async def cancel_itself() -> None:
+    raise asyncio.CancelledError
+
+
+def test_async_def_that_is_cancelled(shared: Mesh) -> None:
+    with pytest.raises(rpc.RemoteError, match="CancelledError"):
+        rpc.rpc_sync(1, cancel_itself, timeout=5)
+    assert rpc.rpc_sync(1, double, (1,)) == 2
+
+
+async def exit_later() -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.zrpc(timeout=15)
+def test_sys_exit_in_async_def(caller: Mesh) -> None:
+    with pytest.raises(rpc.RemoteError, match="SystemExit"):
+        rpc.rpc_sync(1, exit_later, timeout=5)
+    # The loop goes on.
+    assert rpc.rpc_sync(1, double, (1,), timeout=5) == 2
+
+
+async def stop_the_loop() -> str:
+    asyncio.get_running_loop().stop()
+    return "stopped"
+
+
+@pytest.mark.zrpc(timeout=15)
+def test_async_def_that_stops_its_loop(caller: Mesh) -> None:
+    """The others go on, and the worker shuts down as ever: the fixture sees to that."""
+    _events.clear()
+    waiting = rpc.rpc_async(1, wait_for_event, (8,))
+    assert rpc.rpc_sync(1, stop_the_loop, timeout=5) == "stopped"
+    rpc.rpc_sync(1, set_event, (8,), timeout=5)
+    assert waiting.wait() == "was set"
+
+
+def test_all_run_in_the_workers_own_loop(shared: Mesh) -> None:
+    places = {rpc.rpc_sync(to, where) for to in (0, 1, 0, 1)}
+    assert len(places) == 2
+    assert {name for name, _, _ in places} == {"worker0", "worker1"}
+    assert len({loop for _, loop, _ in places}) == 2
+
+
+def test_coroutines_of_one_worker_can_meet(shared: Mesh) -> None:
+    _events.clear()
+    waiting = [rpc.rpc_async(1, wait_for_event, (7,)) for _ in range(30)]
+    rpc.rpc_sync(1, set_event, (7,))
+    assert torch.futures.wait_all(waiting) == ["was set"] * 30
+
+
+async def gather_from(peers: list[int], count: int) -> int:
+    return sum(await asyncio.gather(*[rpc.rpc_async(p, double, (1,)) for p in peers * count]))
+
+
+@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 1})
+def test_a_fan_out_in_async_def(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, gather_from, ([0, 1, 2], 30)) == 180
+
+
+async def ping_pong(depth: int) -> int:
+    if depth == 0:
+        return 0
+    here = rpc.get_worker_info().id
+    return 1 + await rpc.rpc_async(1 - here, ping_pong, (depth - 1,))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_recursion_of_async_def(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, ping_pong, (200,)) == 200
+
+
+async def blocks(gate: Gate) -> None:
+    gate.wait_inside()
+
+
+def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh) -> None:
+    with Gate() as gate:
+        blocked = rpc.rpc_async(1, blocks, (gate,))
+        gate.await_entry()
+        assert rpc.rpc_sync(1, echo, (1,)) == 1
+        assert rpc.rpc_sync(1, already_done, (2,)) == 2
+        gate.open()
+        assert blocked.wait() is None
+
+
+async def async_generator() -> Any:
+    yield 1
+
+
+def test_an_async_generator_can_not_be_returned(shared: Mesh) -> None:
+    with pytest.raises(rpc.SerializationError):
+        rpc.rpc_sync(1, async_generator, timeout=5)
+    assert rpc.rpc_sync(1, double, (1,)) == 2

@@ -1,0 +1,332 @@
+"""rpc_sync, rpc_async and remote: who is called, with what, and what comes back."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.ways import Call, ways
+from zrpc.testing import Mesh
+
+
+def whoami() -> rpc.WorkerInfo:
+    return rpc.get_worker_info()
+
+
+@ways
+@pytest.mark.parametrize("to", ["worker1", 1, rpc.WorkerInfo("worker1", 1)], ids=repr)
+def test_destination_by_name_rank_or_info(shared: Mesh, call: Call, to: Any) -> None:
+    assert call(to, whoami) == rpc.WorkerInfo("worker1", 1)
+
+
+@ways
+@pytest.mark.parametrize("to", ["worker0", 0, rpc.WorkerInfo("worker0", 0)], ids=repr)
+def test_a_worker_can_call_itself(shared: Mesh, call: Call, to: Any) -> None:
+    assert call(to, whoami) == rpc.get_worker_info()
+
+
+@ways
+@pytest.mark.parametrize("to", ["nobody", "", 99, -1, 2, rpc.WorkerInfo("worker1", 0)], ids=repr)
+def test_unknown_destination(shared: Mesh, call: Call, to: Any) -> None:
+    with pytest.raises(RuntimeError, match="could not find destination"):
+        call(to, whoami)
+
+
+@ways
+@pytest.mark.parametrize("to", [1.0, None, b"worker1", ["worker1"]], ids=repr)
+def test_destination_of_a_wrong_type(shared: Mesh, call: Call, to: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        call(to, whoami)
+
+
+@ways
+@pytest.mark.parametrize(
+    "func", [None, 5, "add", torch.ones(1)], ids=["None", "5", "str", "tensor"]
+)
+def test_what_is_not_callable(shared: Mesh, call: Call, func: Any) -> None:
+    with pytest.raises(TypeError, match=r"function should be callable\."):
+        call("worker1", func)
+
+
+@ways
+def test_args_and_kwargs(shared: Mesh, call: Call) -> None:
+    assert call(1, echo, args=(1, "two"), kwargs={"three": [3], "four": None}) == (
+        (1, "two"),
+        {"three": [3], "four": None},
+    )
+
+
+@ways
+def test_kwargs_alone(shared: Mesh, call: Call) -> None:
+    assert call(1, int, kwargs={}) == 0
+    assert call(1, dict, kwargs={"a": 1}) == {"a": 1}
+
+
+@ways
+@pytest.mark.parametrize("args", [None, (), []], ids=repr)
+def test_no_args(shared: Mesh, call: Call, args: Any) -> None:
+    assert call(1, list, args=args) == []
+
+
+def test_names_of_parameters_may_be_those_of_the_call(shared: Mesh) -> None:
+    def named(to: int, func: int, timeout: int) -> tuple[int, int, int]:
+        return to, func, timeout
+
+    assert rpc.rpc_sync(1, named, kwargs={"to": 1, "func": 2, "timeout": 3}) == (1, 2, 3)
+
+
+def test_args_may_be_a_list(shared: Mesh) -> None:
+    assert rpc.rpc_sync(1, operator.add, [1, 2]) == 3
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        True,
+        2**200,
+        -0.0,
+        1j,
+        "é\0\ud800",
+        b"\0" * 100_000,
+        bytearray(b"x" * 100_000),
+        "y" * 1_000_000,
+        {1: {2: {3: (4, frozenset({5}))}}},
+        [[]] * 3,
+        range(5),
+        slice(1, None, 2),
+        Ellipsis,
+        int,
+        torch.Size([1, 2]),
+        torch.float16,
+        torch.device("cpu"),
+        "__main__",
+        b"a pickle that mentions __main__",
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_values_come_back_as_they_went(shared: Mesh, value: Any) -> None:
+    back = rpc.rpc_sync(1, echo, (value,))
+    assert back == value
+    assert type(back) is type(value)
+
+
+def test_objects_that_refer_to_themselves(shared: Mesh) -> None:
+    value: list[Any] = [1]
+    value.append(value)
+    back = rpc.rpc_sync(1, echo, (value,))
+    assert back[0] == 1
+    assert back[1] is back
+
+
+def test_one_object_twice_is_one_object_on_arrival(shared: Mesh) -> None:
+    value = {"a": 1}
+    one, two = rpc.rpc_sync(1, echo, (value, value))
+    assert one is two
+    assert one is not value
+
+
+def append(values: list[Any], value: Any) -> list[Any]:
+    values.append(value)
+    return values
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_arguments_and_results_are_copies(shared: Mesh, call: Call, to: int) -> None:
+    values: list[Any] = [1]
+    assert call(to, append, (values, 2)) == [1, 2]
+    assert values == [1]
+
+
+def returned_and_kept() -> list[int]:
+    return _kept
+
+
+_kept = [1]
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_the_callees_object_is_not_the_callers(shared: Mesh, to: int) -> None:
+    rpc.rpc_sync(to, returned_and_kept).append(2)
+    assert _kept == [1]
+
+
+def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, ("a",))
+        rref = rpc.remote(1, gate.wait_inside, ("b",))
+        gate.await_entry(2)
+        assert not future.done()
+        gate.open()
+        assert (future.wait(), rref.to_here()) == ("a", "b")
+
+
+def test_nothing_is_called_twice(shared: Mesh) -> None:
+    _calls.clear()
+    for future in [rpc.rpc_async(1, _calls_append, (i,)) for i in range(200)]:
+        future.wait()
+    assert sorted(_calls) == list(range(200))
+
+
+_calls: list[int] = []
+
+
+def _calls_append(number: int) -> None:
+    _calls.append(number)
+
+
+def test_handlers_run_side_by_side(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, meet_at_barrier) for _ in range(4)]
+    assert sorted(f.wait() for f in futures) == [0, 1, 2, 3]
+
+
+_barrier = threading.Barrier(4)
+
+
+def meet_at_barrier() -> int:
+    return _barrier.wait(20)
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh) -> None:
+    with Gate() as gate:
+        held = [rpc.rpc_async(0, spin_until_open, (gate,)) for _ in range(2)]
+        gate.await_entry(2)
+        late = rpc.rpc_async(0, gate.wait_inside)
+        # The two that spin use the processor all the time: nobody takes them for waiting.
+        assert not gate.entered.acquire(timeout=0.5)
+        gate.open()
+        assert [f.wait() for f in [*held, late]] == [None] * 3
+
+
+def spin_until_open(gate: Gate) -> None:
+    gate.entered.release()
+    while not gate.opened.is_set():
+        pass
+
+
+# -- who is who ------------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3)
+def test_get_worker_info(caller: Mesh) -> None:
+    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
+    for rank in range(3):
+        info = rpc.get_worker_info(f"worker{rank}")
+        assert (info.name, info.id) == (f"worker{rank}", rank)
+        assert rpc.rpc_sync(info, rpc.get_worker_info) == info
+    with pytest.raises(RuntimeError, match="nobody"):
+        rpc.get_worker_info("nobody")
+
+
+def test_the_caller_is_known_by_name_at_the_callee(shared: Mesh) -> None:
+    assert rpc.rpc_sync(1, echo, (rpc.get_worker_info(),)) == rpc.get_worker_info("worker0")
+
+
+def test_worker_info_is_a_value() -> None:
+    info = rpc.WorkerInfo("w1", 1)
+    assert info == rpc.WorkerInfo("w1", 1)
+    assert info != rpc.WorkerInfo("w1", 2)
+    assert info != rpc.WorkerInfo("w2", 1)
+    assert len({info, rpc.WorkerInfo("w1", 1), rpc.WorkerInfo("w2", 2)}) == 2
+    assert pickle.loads(pickle.dumps(info)) == info
+    assert repr(info) == "WorkerInfo(id=1, name=w1)"
+    with pytest.raises(AttributeError):
+        info.name = "w2"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["a", "A-b_c:9", "x" * 127, "0", ":", "-"])
+def test_names_that_are_allowed(name: str) -> None:
+    assert rpc.WorkerInfo(name, 0).name == name
+
+
+@pytest.mark.parametrize("name", ["", "x" * 128, "a b", "a.b", "a/b", "é", "a\n", "\n", "a\0"])
+def test_names_that_are_not_allowed(name: str) -> None:
+    with pytest.raises(
+        RuntimeError,
+        match=r"Worker name must match .* must be non-empty and shorter than 128 chars, but got",
+    ):
+        rpc.WorkerInfo(name, 0)
+
+
+def test_a_mesh_of_one(make_mesh: Callable[..., Mesh]) -> None:
+    mesh = make_mesh(workers=1)
+    assert mesh.run(0, rpc.rpc_sync, "worker0", operator.add, (1, 2)) == 3
+
+
+def test_two_meshes_in_one_process_do_not_mix(make_mesh: Callable[..., Mesh]) -> None:
+    first, second = make_mesh(workers=2), make_mesh(workers=3)
+    assert first.run(0, rpc.rpc_sync, 1, whoami) == second.run(0, rpc.rpc_sync, 1, whoami)
+    assert second.run(0, rpc.rpc_sync, 2, whoami).id == 2
+    with pytest.raises(RuntimeError, match="could not find destination"):
+        first.run(0, rpc.rpc_sync, 2, whoami)
+    assert first.run(0, rpc.rpc_sync, 1, agent_number) == id(first.agent(1))
+    assert second.run(0, rpc.rpc_sync, 1, agent_number) == id(second.agent(1))
+    # A call on to the next from inside a handler stays in its mesh too.
+    assert second.run(0, rpc.rpc_sync, 1, call_on, (2,)) == id(second.agent(2))
+    first.shutdown()
+    assert second.run(0, rpc.rpc_sync, 1, agent_number) == id(second.agent(1))
+
+
+def agent_number() -> int:
+    from zrpc.agent.current import current_agent
+
+    return id(current_agent())
+
+
+def call_on(to: int) -> int:
+    return rpc.rpc_async(to, agent_number).wait()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: rpc.rpc_sync("worker1", max),
+        lambda: rpc.rpc_async("worker1", max),
+        lambda: rpc.remote("worker1", max),
+        lambda: rpc.get_worker_info(),
+        lambda: rpc.get_worker_info("worker1"),
+        lambda: rpc.shutdown(),
+    ],
+    ids=["rpc_sync", "rpc_async", "remote", "get_worker_info", "by name", "shutdown"],
+)
+def test_before_init(use: Callable[[], Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized") as info:
+        use()
+    assert isinstance(info.value, rpc.NotInitializedError)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda: rpc.RRef(1), rpc.get_rpc_timeout, lambda: rpc._set_rpc_timeout(1)],
+    ids=["RRef", "get_rpc_timeout", "_set_rpc_timeout"],
+)
+def test_what_needs_an_agent_before_init(use: Callable[[], Any]) -> None:
+    message = r"Current RPC agent is not set! Did you initialize the RPC framework"
+    with pytest.raises(RuntimeError, match=message):
+        use()
+
+
+def test_whether_there_is_an_agent(shared: Mesh) -> None:
+    assert rpc._is_current_rpc_agent_set()
+    assert rpc.rpc_sync(1, rpc._is_current_rpc_agent_set)
+    found: list[bool] = []
+    # The agents of a mesh of threads are not the process's.
+    thread = threading.Thread(target=lambda: found.append(rpc._is_current_rpc_agent_set()))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+def test_is_available() -> None:
+    assert rpc.is_available() is True

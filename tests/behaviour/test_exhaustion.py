@@ -1,0 +1,381 @@
+"""Workers that run out of file descriptors or memory: their callers are told, and they go on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.waiting import until
+from zrpc.membership.failure_detector import Reason
+from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.testing import Mesh
+from zrpc.transport import fd_reserve as reserves
+from zrpc.wire.kind import Kind
+from zrpc.wire.message import Message
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
+
+# In place of an errno.
+PYTHONS = 0
+LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
+
+
+# -- what the workers of a mesh of processes do ------------------------------------------------
+
+
+def held_files() -> list[int]:
+    """Those of this process; each of these functions is sent with globals of its own."""
+    found: list[int] = vars(reserves).setdefault("held_by_test", [])
+    return found
+
+
+def open_too_many() -> None:
+    """Opens files until there are no descriptors left."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+    while True:
+        held_files().append(os.open(os.devnull, os.O_RDONLY))
+
+
+def use_up_descriptors() -> None:
+    with contextlib.suppress(OSError):
+        open_too_many()
+
+
+def await_release() -> None:
+    """Waits until the reserve is given up, which is for whoever connects."""
+    until(lambda: reserves.reserve.released)
+
+
+def await_hiding(hidden: bool) -> None:
+    """Waits until nobody can connect any more, or everybody again."""
+    network = rpc.api.current_agent().network
+    until(lambda: network._hidden == hidden)
+
+
+def await_heartbeat(rank: int) -> None:
+    """Waits until all connections to a peer are made: that of the heartbeats comes last."""
+    detector = rpc.api.current_agent().liveness._detector
+    until(lambda: detector.monitors(rank) and not detector.suspects(rank))
+
+
+def close_files() -> None:
+    while held_files():
+        os.close(held_files().pop())
+
+
+def limit_memory(mebibytes: int | None) -> None:
+    """Allows the process so much more memory than it has; None for any amount."""
+    limit = resource.RLIM_INFINITY
+    if mebibytes is not None:
+        with open("/proc/self/statm") as file:
+            limit = int(file.read().split()[0]) * resource.getpagesize() + (mebibytes << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def allocate_tensor() -> torch.Tensor:
+    return torch.empty(1 << 50)
+
+
+def allocate_bytes() -> bytes:
+    return bytes(1 << 50)
+
+
+def many_bytes(size: int) -> list[bytes]:
+    """Fits into the memory once, but not pickled beside it."""
+    return [bytes(size)]
+
+
+def attempt(to: str, function: Any, *args: Any) -> tuple[str, str, str]:
+    """Calls; returns the type of the error, its text and that of its cause."""
+    try:
+        rpc.rpc_sync(to, function, args)
+    except Exception as error:
+        return type(error).__name__, str(error), str(error.__cause__)
+    return "no error", "", ""
+
+
+def attempt_large(to: str, size: int) -> tuple[str, str, str]:
+    return attempt(to, torch.numel, torch.ones(size))
+
+
+def attempt_bytes(to: str, size: int) -> tuple[str, str, str]:
+    return attempt(to, len, bytes(size))
+
+
+def call(to: str) -> Any:
+    return rpc.rpc_sync(to, max, (1, 2))
+
+
+def send_large(to: str, size: int) -> int:
+    return rpc.rpc_sync(to, torch.numel, (torch.ones(size),))
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=5, processes=True, options={"rpc_timeout": 20})
+def test_no_descriptors_left(mesh: Mesh) -> None:
+    assert mesh.run("worker0", call, "worker1") == 2
+    for _ in range(3):  # the peer is asked first whether it can open segments
+        assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
+    # Nobody may connect just when there are none: libzmq would abort, see how-to/overload.md.
+    mesh.run("worker0", await_heartbeat, 1)
+    mesh.run("worker1", await_heartbeat, 0)  # by what it could not import any more later
+    # A handler that needs one too many: its caller is told whose, and what to do.
+    kind, text, cause = mesh.run("worker0", attempt, "worker1", open_too_many)
+    assert (kind, "Too many open files" in text) == ("OSError", True)
+    assert "name=worker1" in cause
+    assert "no file descriptors left (it may have 300)" in cause
+    assert "ulimit -n" in cause
+    # New peers, in both directions.
+    mesh.run("worker1", await_release)
+    assert mesh.run("worker2", call, "worker1") == 2
+    assert mesh.run("worker1", call, "worker3") == 2
+    for name in ("worker0", "worker2", "worker3"):
+        mesh.run(name, await_heartbeat, 1)
+    # None at all. The I/O thread needs one to map a segment that it doesn't know yet.
+    mesh.run("worker1", use_up_descriptors)
+    mesh.run("worker1", await_hiding, True)
+    kind, text, cause = mesh.run("worker0", attempt_large, "worker1", 4 * LARGE)
+    assert kind == "OSError"
+    assert "ulimit -n" in cause
+    kind, text, _ = mesh.run("worker1", attempt, "worker4", max, 1, 2)
+    assert kind == "OSError"
+    assert "ulimit -n" in text
+    waiting = mesh.submit("worker4", call, "worker1")  # can't connect as yet
+    assert mesh.run("worker0", call, "worker1") == 2
+    # And after that all is well again.
+    mesh.run("worker1", close_files)
+    assert waiting.result() == 2
+    mesh.run("worker1", await_hiding, False)
+    assert mesh.run("worker0", send_large, "worker1", 4 * LARGE) == 4 * LARGE
+    assert mesh.run("worker1", call, "worker4") == 2
+
+
+@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20})
+def test_no_memory_left(mesh: Mesh) -> None:
+    for _ in range(3):
+        assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
+    mesh.run("worker1", limit_memory, 100)
+    attempts = [
+        mesh.run("worker0", attempt, "worker1", allocate_tensor),
+        mesh.run("worker0", attempt, "worker1", allocate_bytes),
+        mesh.run("worker0", attempt, "worker1", many_bytes, 60 << 20),
+        mesh.run("worker0", attempt_large, "worker1", 16 * LARGE),  # a segment of 256 MiB
+    ]
+    assert [kind for kind, _, _ in attempts] == [
+        "RuntimeError",
+        "MemoryError",
+        "MemoryError",
+        "OSError",
+    ]
+    for _, _, cause in attempts:
+        assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in cause
+        assert "ulimit -v" in cause
+    # At the caller itself: it can't send, and it can't read an answer.
+    kind, text, _ = mesh.run("worker1", attempt_bytes, "worker0", 60 << 20)
+    assert kind == "MemoryError"
+    kind, text, _ = mesh.run("worker1", attempt, "worker0", torch.ones, 16 * LARGE)
+    assert kind == "ProtocolError"
+    assert "no memory left" in text
+    assert mesh.run("worker0", call, "worker1") == 2
+    mesh.run("worker1", limit_memory, None)
+    assert mesh.run("worker0", send_large, "worker1", 16 * LARGE) == 16 * LARGE
+
+
+def ask_often() -> None:
+    """Asks its callees after calls that wait, so often."""
+    rpc.api.current_agent().service(LossDetector).timing = LossDetectionTiming(0.1)
+
+
+@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20, "shared_memory": 0})
+@pytest.mark.parametrize("mebibytes", [60, 160], ids=["libzmq", "zrpc"])
+def test_a_message_that_there_is_no_memory_for(mesh: Mesh, mebibytes: int) -> None:
+    """It is lost, to libzmq or when it is copied; the caller is told before its deadline."""
+    mesh.run("worker0", ask_often)
+    assert mesh.run("worker0", call, "worker1") == 2
+    mesh.run("worker1", limit_memory, mebibytes)
+    kind, text, _ = mesh.run("worker0", attempt_bytes, "worker1", 100 << 20)
+    assert kind == "RpcError"
+    assert "is lost: a connection broke, or there was no memory" in text
+    mesh.run("worker1", limit_memory, None)
+    assert mesh.run("worker0", attempt_bytes, "worker1", 100 << 20)[0] == "no error"
+
+
+@pytest.mark.filterwarnings("ignore:.*security")
+@pytest.mark.zrpc(
+    workers=2,
+    processes=True,
+    options={"rpc_timeout": 20, "transport": "tcp", "security": "none"},
+)
+def test_a_message_in_chunks_that_there_is_no_memory_for(mesh: Mesh) -> None:
+    """Its caller is told at once, whether the call or the answer is lost; a shutdown ends."""
+    assert mesh.run("worker0", call, "worker1") == 2
+    mesh.run("worker1", limit_memory, 100)
+    kind, text, _ = mesh.run("worker0", attempt_large, "worker1", 16 * LARGE)
+    assert (kind, "the function has not run" in text) == ("RpcError", True)
+    kind, text, _ = mesh.run("worker1", attempt, "worker0", torch.ones, 16 * LARGE)
+    assert (kind, "the function has run" in text) == ("RpcError", True)
+    mesh.run("worker1", limit_memory, None)
+    assert mesh.run("worker0", send_large, "worker1", 16 * LARGE) == 16 * LARGE
+
+
+@pytest.fixture
+def sends(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Makes worker1's attempts to send fail, as many as the list says: errors of ZeroMQ, or a
+    MemoryError of Python's.
+    """
+    network = caller.agent(1).network
+    send, failures = network.send, []  # type: ignore[var-annotated]
+
+    def fail(*args: Any) -> None:
+        if failures:
+            number = failures.pop()
+            raise MemoryError if number == PYTHONS else zmq.ZMQError(number)
+        send(*args)
+
+    monkeypatch.setattr(network, "send", fail)
+    return failures
+
+
+def test_an_answer_is_sent_once_there_is_a_descriptor(caller: Mesh, sends: list[int]) -> None:
+    sends += [errno.EMFILE] * 3
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
+    assert not sends
+
+
+def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -> None:
+    sends += [errno.ENOMEM]
+    with pytest.raises(MemoryError, match="no memory to send") as info:
+        rpc.rpc_sync(1, max, (1, 2), timeout=20)
+    assert "name=worker1" in str(info.value.__cause__)
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, PYTHONS])
+def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) -> None:
+    """It fails where it is made; others under way do not, nor do references leak."""
+    with mesh.agent(1).as_current(), Gate() as gate:
+        other = rpc.rpc_async(1, gate.wait_inside, ("done",))
+        rref = rpc.RRef(1)
+        sends += [number]
+        expected = OSError if number == errno.EMFILE else MemoryError
+        with pytest.raises(expected, match="the call can't be sent"):
+            rpc.rpc_async(0, repr, (rref,))
+        assert not rref._service._references._owned[rref._rref_id].forks
+        gate.open()
+        assert other.wait() == "done"
+        assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+@pytest.fixture
+def own_handler() -> Iterator[None]:
+    """The program handles a signal itself, so that the I/O thread sends for the main thread."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.parametrize(
+    ("number", "expected", "reason"),
+    [
+        (errno.EMFILE, OSError, "the call can't be sent"),
+        (errno.ENOMEM, MemoryError, "the call can't be sent"),
+        (PYTHONS, MemoryError, "the call can't be sent"),
+        (errno.ENOTSOCK, rpc.NotInitializedError, "shut down"),
+    ],
+)
+def test_a_call_that_the_io_thread_can_not_send(
+    mesh: Mesh, sends: list[int], number: int, expected: type[Exception], reason: str
+) -> None:
+    """It fails, before its deadline, nor do references leak."""
+    with mesh.agent(1).as_current():
+        rref = rpc.RRef(1)
+        sends += [number]
+        with pytest.raises(expected, match=reason):
+            rpc.rpc_sync(0, repr, (rref,), timeout=20)
+        assert not rref._service._references._owned[rref._rref_id].forks
+        assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_message_that_the_io_thread_can_not_send_is_sent_later(
+    mesh: Mesh, sends: list[int]
+) -> None:
+    sends += [errno.EMFILE] * 2
+    mesh.agent(1).outbox.post(0, Message(Kind.CANCEL, 2**60))
+    until(lambda: not sends and not len(mesh.agent(1).outbox))
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
+def test_what_the_io_thread_can_no_longer_send_is_sent_at_the_end(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word that a worker leaves, else its peers would miss it only after a time."""
+    leaves, stays = mesh.agent(0), mesh.agent(1)
+    with leaves.as_current():
+        assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    # As if that thread ended without another turn.
+    monkeypatch.setattr(leaves.outbox, "_in_io_thread", lambda _: None)
+    leaves.close()
+    until(lambda: stays.liveness.reason(0) is not None)
+    assert stays.liveness.reason(0) is Reason.LEFT
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
+def test_nothing_is_sent_to_a_worker_lost_meanwhile(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No mailbox is opened for it, which would stay."""
+    agent = mesh.agent(0)
+    monkeypatch.setattr(agent.outbox, "_in_io_thread", lambda _: None)
+    agent.outbox.post(1, Message(Kind.CANCEL, 1))
+    mesh.agent(1).close()
+    until(lambda: 1 in agent.membership.lost)
+    until(lambda: not agent.network.knows(1))
+    agent.outbox.put_handed_over()
+    assert not len(agent.outbox)
+    assert not agent.network.knows(1)
+
+
+@pytest.mark.usefixtures("own_handler")
+@pytest.mark.zrpc(workers=2)
+def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:
+    left = mesh.agent(0)
+    left.close()
+    left.outbox.post(1, Message(Kind.CANCEL, 1))
+    with left.as_current(), pytest.raises(rpc.NotInitializedError):
+        rpc.rpc_sync(1, max, (1, 2))
+
+
+class Large:
+    """What can't be unpickled for lack of memory."""
+
+    def __reduce__(self) -> Any:
+        return allocate_bytes, ()
+
+
+def test_no_memory_to_unpickle(caller: Mesh) -> None:
+    with pytest.raises(MemoryError) as info:
+        rpc.rpc_sync(1, repr, (Large(),))
+    assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in str(
+        info.value.__cause__
+    )
+    with pytest.raises(MemoryError):
+        rpc.rpc_sync(1, Large)
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2

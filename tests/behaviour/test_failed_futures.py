@@ -1,0 +1,225 @@
+"""How futures keep their errors: the same for all who ask, freed with them, never lost unseen."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+
+
+class PickyError(KeyError):
+    """One that can't be made anew from its args, which do not tell what it was made of."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"given up: {one} and {two}")
+        self.two = two
+
+
+def give_up(_: Any = None) -> NoReturn:
+    raise KeyError("given up")
+
+
+def set_by_the_program() -> rpc.Future[Any]:
+    future: rpc.Future[Any] = rpc.Future()
+    try:
+        give_up()
+    except KeyError as error:
+        future.set_exception(error)
+    return future
+
+
+def failed_in_then() -> rpc.Future[Any]:
+    first: rpc.Future[int] = rpc.Future()
+    last = first.then(give_up)
+    first.set_result(1)
+    return last
+
+
+def failed_in_then_of_one_that_is_done() -> rpc.Future[Any]:
+    first: rpc.Future[int] = rpc.Future()
+    first.set_result(1)
+    return first.then(give_up)
+
+
+def failed_before_then() -> rpc.Future[Any]:
+    return set_by_the_program().then(lambda f: f.wait())
+
+
+def failed_with_a_cause() -> rpc.Future[Any]:
+    first: rpc.Future[int] = rpc.Future()
+
+    def callback(_: Any) -> NoReturn:
+        try:
+            give_up()
+        except KeyError as error:
+            raise KeyError("given up, too") from error
+
+    last = first.then(callback)
+    first.set_result(1)
+    return last
+
+
+def failed_with_what_its_args_do_not_tell() -> rpc.Future[Any]:
+    def callback(_: Any) -> NoReturn:
+        try:
+            give_up()
+        except KeyError as error:
+            raise PickyError(1, 2) from error
+
+    first: rpc.Future[int] = rpc.Future()
+    last = first.then(callback)
+    first.set_result(1)
+    return last
+
+
+MAKERS = [
+    set_by_the_program,
+    failed_in_then,
+    failed_in_then_of_one_that_is_done,
+    failed_before_then,
+    failed_with_a_cause,
+    failed_with_what_its_args_do_not_tell,
+]
+every_failed_future = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+
+
+@every_failed_future
+@pytest.mark.parametrize("waited_for", [True, False], ids=["waited for", "not waited for"])
+def test_a_failed_future_is_freed(make: Callable[[], rpc.Future[Any]], waited_for: bool) -> None:
+    class Local:
+        pass
+
+    def use() -> list[weakref.ref[Any]]:
+        future, local = make(), Local()
+        if waited_for:
+            with pytest.raises(KeyError):
+                future.wait()
+        return [weakref.ref(future), weakref.ref(local)]
+
+    alive = use()
+    gc.collect()
+    assert [of() for of in alive] == [None, None]
+
+
+@every_failed_future
+def test_the_error_is_the_same_with_the_same_traceback_each_time(
+    make: Callable[[], rpc.Future[Any]],
+) -> None:
+    future = make()
+
+    def ask() -> tuple[BaseException, list[str]]:
+        with pytest.raises(KeyError) as caught:
+            future.wait()
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        return caught.value, [frame.name for frame in frames]
+
+    (first, frames), (second, same_frames) = ask(), ask()
+    assert first is second
+    assert frames == same_frames
+    assert "give_up" in "".join(traceback.format_exception(first))
+
+
+@every_failed_future
+def test_an_error_that_nobody_waits_for_is_logged_with_its_origin(
+    make: Callable[[], rpc.Future[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    make()
+    gc.collect()
+    assert "nobody waited for it" in caplog.text
+    assert "in give_up" in caplog.text
+
+
+def test_an_error_that_was_asked_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for make in MAKERS:
+        with pytest.raises(KeyError):
+            make().wait()
+    gc.collect()
+    assert not caplog.text
+
+
+@every_failed_future
+def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
+    make: Callable[[], rpc.Future[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    collected = torch.futures.collect_all([make()])
+    gc.collect()
+    # The future of C++ is there, as a part of what `collected` gives.
+    with pytest.raises(KeyError, match="given up") as caught:
+        collected.wait()
+    assert "in give_up" in "".join(traceback.format_exception(caught.value))
+    del collected
+    gc.collect()
+    assert not caplog.text
+
+
+def test_wait_all_raises_the_error_itself() -> None:
+    future = set_by_the_program()
+    with pytest.raises(KeyError) as waited:
+        future.wait()
+    with pytest.raises(KeyError) as waited_with_others:
+        torch.futures.wait_all([future])
+    assert waited_with_others.value is waited.value
+
+
+class StubbornError(OSError):
+    """One that can't be copied in any way."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_can_not_be_copied(caplog: pytest.LogCaptureFixture) -> None:
+    error = StubbornError(1, 2)
+    future: rpc.Future[Any] = rpc.Future()
+    future.set_exception(error)
+    with pytest.raises(StubbornError, match="1 and 2") as caught:
+        future.wait()
+    assert caught.value is error
+    rpc.Future().set_exception(StubbornError(3, 4))
+    assert "3 and 4" in caplog.text
+
+
+_made: list[BaseException] = []
+
+
+class CountedError(Exception):
+    """One that notes where it is made."""
+
+    def __init__(self, text: str = "counted") -> None:
+        super().__init__(text)
+        _made.append(self)
+
+
+def raise_counted() -> NoReturn:
+    raise CountedError
+
+
+class Unreadable:
+    """A value that can't be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return raise_counted, ()
+
+
+@pytest.mark.parametrize("what", [raise_counted, Unreadable], ids=["raised", "unreadable"])
+def test_nothing_is_unpickled_at_the_end_of_a_future(
+    shared: Mesh, caplog: pytest.LogCaptureFixture, what: Any
+) -> None:
+    """It may come in any thread at any moment, and what a user wrote may do anything."""
+    future = rpc.rpc_async(1, what)
+    until(future.done)
+    _made.clear()
+    caplog.clear()
+    del future
+    until(lambda: gc.collect() >= 0 and "nobody waited for it" in caplog.text)
+    assert _made == []
+    assert "in raise_counted" in caplog.text

@@ -1,0 +1,520 @@
+"""init_rpc: how workers meet, and what they are told where they don't."""
+
+from __future__ import annotations
+
+import ast
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import zrpc as rpc
+from tests.support.programs import Programs
+from zrpc.agent.current import set_default_agent
+from zrpc.bootstrap import join_mesh
+from zrpc.testing.leaks import lasting, no_leaks
+
+Succeed = Callable[..., list[str]]
+# Where a rendezvous must fail by its timeout; the others fail or succeed at once.
+SHORT = 0.3
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def options(timeout: float = 10.0, **more: Any) -> rpc.ZmqRpcBackendOptions:
+    return rpc.ZmqRpcBackendOptions(init_timeout=timeout, **more)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _once() -> None:
+    """The first TCPStore of a process opens a pipe for good."""
+    with lasting():
+        dist.TCPStore("127.0.0.1", 0, 1, True)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+# -- workers that don't fit together -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_they_fit() -> None:
+    assert start_all(("a", 0, 3), ("b", 1, 3), ("c", 2, 3), timeout=10) == [None] * 3
+
+
+def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[Any]:
+    """Starts agents over one store, each in a thread: name, rank, world size.
+
+    Returns the error of each, or None; those that did start are closed.
+    """
+    store = dist.HashStore()
+    outcomes: list[Any] = [None] * len(workers)
+
+    def start(i: int, name: str, rank: int, world_size: int) -> None:
+        try:
+            agent = join_mesh(
+                name, rank=rank, world_size=world_size, store=store, options=options(timeout)
+            )
+        except Exception as error:
+            outcomes[i] = error
+        else:
+            agents.append(agent)
+
+    agents: list[Any] = []
+    threads = [threading.Thread(target=start, args=(i, *w)) for i, w in enumerate(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout + 10)
+        assert not thread.is_alive()
+    for agent in agents:
+        agent.close()
+    return outcomes
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_duplicate_name() -> None:
+    for error in start_all(("same", 0, 2), ("same", 1, 2)):
+        assert isinstance(error, rpc.RendezvousError)
+        assert "worker name same is not unique" in str(error)
+
+
+def test_duplicate_rank() -> None:
+    # Who of the two comes last may even join, in place of the other.
+    errors = [e for e in start_all(("a", 0, 2), ("b", 1, 2), ("c", 1, 2)) if e is not None]
+    assert errors
+    assert all(isinstance(error, rpc.RendezvousError) for error in errors), errors
+    told = re.compile("rank 1 is not unique|left again, or are from an earlier run")
+    assert all(told.search(str(error)) for error in errors), errors
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_other_world_size(sizes: tuple[int, int]) -> None:
+    errors = start_all(("a", 0, sizes[0]), ("b", 1, sizes[1]))
+    assert all(isinstance(error, rpc.RendezvousError) for error in errors), errors
+    assert any("of 2" in str(e) and "3" in str(e) for e in errors)
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize(
+    ("present", "missing"), [([0], "[1, 2]"), ([1], "[0, 2]"), ([0, 2], "[1]")]
+)
+def test_missing_ranks_are_named(present: list[int], missing: str) -> None:
+    begin = time.monotonic()
+    errors = start_all(*[(f"w{rank}", rank, 3) for rank in present])
+    assert time.monotonic() - begin < SHORT + 5
+    for error in errors:
+        assert isinstance(error, rpc.RendezvousError)
+        assert f"ranks {missing} are missing" in str(error)
+
+
+def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
+    store = dist.HashStore()
+    for name in ["first", "second"]:
+        agents: list[Any] = [None, None]
+
+        def start(rank: int, name: str = name, agents: list[Any] = agents) -> None:
+            agents[rank] = join_mesh(
+                f"{name}{rank}", rank=rank, world_size=2, store=store, options=options()
+            )
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(15)
+        with agents[0].as_current():
+            assert rpc.rpc_sync(f"{name}1", max, (1, 2)) == 2
+        for agent in agents:
+            agent.close()
+
+
+# -- arguments -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The variables for a world of one; whatever a test has started is ended."""
+    for name, value in zip(VARIABLES, ("0", "1", "127.0.0.1", str(free_port)), strict=True):
+        monkeypatch.setenv(name, value)
+    yield free_port
+    if rpc._is_current_rpc_agent_set():
+        rpc.shutdown(graceful=False)
+    set_default_agent(None)  # as in a process that never had one
+
+
+def test_all_from_the_environment(alone: int) -> None:
+    rpc.init_rpc("me")
+    assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
+    assert rpc.rpc_sync("me", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options(3))
+    assert rpc.get_worker_info().id == 0
+    rpc.shutdown()
+
+
+def test_nothing_is_left_of_what_was_shut_down(alone: int) -> None:
+    with no_leaks():
+        rpc.init_rpc("me")
+        assert rpc.rpc_sync("me", max, (1, 2)) == 2
+        rpc.shutdown()
+
+
+def test_nothing_is_left_of_what_failed(alone: int) -> None:
+    with no_leaks(), pytest.raises(rpc.RendezvousError):
+        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é"])
+def test_bad_names(alone: int, name: str) -> None:
+    with pytest.raises(RuntimeError, match="Worker name must match"):
+        rpc.init_rpc(name)
+    assert not rpc._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size"), [(1, 1), (5, 2), (0, 0)], ids=["too high", "far too high", "empty"]
+)
+def test_ranks_that_do_not_fit(alone: int, rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"rank={rank} and world_size={world_size}"):
+        rpc.init_rpc("me", rank=rank, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", "0"), ("rank", 0.0), ("world_size", "1"), ("world_size", [1])],
+    ids=str,
+)
+def test_numbers_of_other_types(alone: int, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"expected an int as {name}, but got {value!r}")):
+        rpc.init_rpc("me", **{name: value})
+    assert not rpc._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize("scheme", ["env", "file"])
+def test_an_init_timeout_of_a_lifetime(alone: int, tmp_path: Path, scheme: str) -> None:
+    method = f"file://{tmp_path}/store" if scheme == "file" else "env://"
+    rpc.init_rpc("me", rpc_backend_options=options(1e12, init_method=method))
+    assert rpc.rpc_sync("me", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:
+    monkeypatch.delenv("RANK")
+    with pytest.raises(rpc.RendezvousError, match="RANK"):
+        rpc.init_rpc("me")
+
+
+def test_without_a_world_size_the_mesh_is_elastic(
+    alone: int, monkeypatch: Any, tmp_path: Any
+) -> None:
+    """Rank 0 hosts the store where it has to, and it ends with it."""
+    monkeypatch.delenv("WORLD_SIZE")
+    for method in ("env://", f"tcp://127.0.0.1:{alone}", f"file://{tmp_path}/store"):
+        with no_leaks():
+            rpc.init_rpc("me", rpc_backend_options=options(init_method=method))
+            assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
+            assert rpc.rpc_sync("me", max, (1, 2)) == 2
+            rpc.shutdown()
+
+
+def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeypatch: Any) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match="found nobody"):
+        rpc.init_rpc("me", rpc_backend_options=options(SHORT))
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_variable_is_no_number(alone: int, monkeypatch: Any, name: str) -> None:
+    monkeypatch.setenv(name, "many")
+    with pytest.raises(rpc.RendezvousError, match="many"):
+        rpc.init_rpc("me")
+
+
+@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_of_the_master_is_missing(alone: int, monkeypatch: Any, name: str) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match=name):
+        rpc.init_rpc("me", rpc_backend_options=options(SHORT))
+
+
+@pytest.mark.parametrize(
+    "init_method",
+    ["", "nonsense", "http://localhost:1", "tcp://", "tcp://localhost", "file://", "tcp://h:port"],
+)
+def test_bad_init_method(alone: int, init_method: str) -> None:
+    with pytest.raises((rpc.RendezvousError, ValueError)) as info:
+        rpc.init_rpc("me", rpc_backend_options=options(SHORT, init_method=init_method))
+    assert str(info.value)
+    assert not rpc._is_current_rpc_agent_set()
+
+
+@pytest.mark.parametrize("wrong", [object(), {"rpc_timeout": 5}, "env://"])
+def test_wrong_options(alone: int, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="rpc_backend_options"):
+        rpc.init_rpc("me", rpc_backend_options=wrong)
+
+
+def test_wrong_backend(alone: int) -> None:
+    with pytest.raises(TypeError, match="backend"):
+        rpc.init_rpc("me", backend="tensorpipe")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keyword", [True, False])
+def test_torchs_way_to_say_it(alone: int, keyword: bool) -> None:
+    made = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=9)
+    if keyword:
+        rpc.init_rpc("me", backend=rpc.BackendType.TENSORPIPE, rpc_backend_options=made)
+    else:
+        rpc.init_rpc("me", rpc.BackendType.TENSORPIPE, 0, 1, made)
+    assert rpc.get_rpc_timeout() == 9.0
+    rpc.shutdown()
+
+
+def test_a_second_init(alone: int) -> None:
+    rpc.init_rpc("me")
+    with pytest.raises(RuntimeError, match="RPC is already initialized"):
+        rpc.init_rpc("me2")
+    assert rpc.rpc_sync("me", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_init_again_and_again(alone: int) -> None:
+    for i in range(5):
+        rpc.init_rpc(f"me{i}")
+        assert rpc.rpc_sync(f"me{i}", rpc.get_worker_info).name == f"me{i}"
+        rpc.shutdown()
+        assert not rpc._is_current_rpc_agent_set()
+
+
+def test_nobody_at_the_masters_address(alone: int) -> None:
+    begin = time.monotonic()
+    with pytest.raises(rpc.RendezvousError, match=f"127.0.0.1:{alone}"):
+        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
+    assert time.monotonic() - begin < SHORT + 5
+
+
+def test_a_master_that_ends_while_others_wait(alone: int) -> None:
+    """It may be back, but nobody is told only that there was none."""
+    master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(1) as thread:
+        joining = thread.submit(
+            rpc.init_rpc, "me", rank=1, world_size=2, rpc_backend_options=options(1.5)
+        )
+        master.wait(["zrpc/record/1"])
+        del master
+        with pytest.raises(rpc.RendezvousError, match=f"was lost .* at 127.0.0.1:{alone} within"):
+            joining.result(10)
+
+
+def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    with pytest.raises(rpc.RendezvousError, match=r"no-such-host\.invalid"):
+        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
+
+
+def test_a_master_that_is_something_else(alone: int) -> None:
+    """A port where something listens that speaks no rendezvous."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it is reserved
+        listener.bind(("127.0.0.1", alone))
+        listener.listen()
+        begin = time.monotonic()
+        with pytest.raises(rpc.RendezvousError):
+            rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
+        assert time.monotonic() - begin < 10
+
+
+def test_a_masters_port_that_is_in_use(alone: int) -> None:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it is reserved
+        listener.bind(("0.0.0.0", alone))
+        listener.listen()
+        with pytest.raises(rpc.RendezvousError, match=str(alone)):
+            rpc.init_rpc("me", rpc_backend_options=options(SHORT))
+
+
+def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
+    """The failed attempt gives the port back, even while somebody keeps its exception."""
+    kept = []
+    for _ in range(2):
+        with pytest.raises(rpc.RendezvousError, match=r"ranks \[1, 2\] are missing") as info:
+            rpc.init_rpc("me", rank=0, world_size=3, rpc_backend_options=options(SHORT))
+        kept.append(info.value)
+        assert not rpc._is_current_rpc_agent_set()
+    rpc.init_rpc("me")
+    assert rpc.rpc_sync("me", max, (1, 2)) == 2
+    rpc.shutdown()
+
+
+def test_the_init_timeout_is_by_default_the_timeout_of_calls() -> None:
+    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
+    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0
+    assert rpc.ZmqRpcBackendOptions(rpc_timeout=0).init_timeout > 0  # never without a limit
+
+
+# -- in processes of their own ---------------------------------------------------------------
+
+HEAD = """
+import os, sys
+import torch
+import zrpc as rpc
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+other = f"w{1 - rank}"
+
+def again(options=None):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    assert rpc.rpc_sync(other, torch.add, (torch.ones(1), rank)).item() == 1 + rank
+    assert rpc.rpc_sync(other, rpc.get_worker_info).name == other
+    rpc.shutdown()
+
+"""
+
+
+@pytest.mark.parametrize("init_method", ["env://", "tcp", "file", None])
+def test_three_meshes_one_after_another(
+    succeed: Succeed, programs: Programs, tmp_path: Path, init_method: str | None
+) -> None:
+    methods = {"tcp": f"tcp://127.0.0.1:{programs.port}", "file": f"file://{tmp_path}/store"}
+    url = methods.get(str(init_method), init_method)
+    made = f"rpc.ZmqRpcBackendOptions(init_method={url!r}, init_timeout=20)" if url else "None"
+    succeed(HEAD + f"for _ in range(3): again({made})\n")
+
+
+def test_rank_and_world_size_in_the_url(alone: int, tmp_path: Path) -> None:
+    for url in [f"tcp://127.0.0.1:{alone}?rank=0&world_size=1", f"file://{tmp_path}/f"]:
+        rpc.init_rpc("me", rpc_backend_options=options(init_method=url))
+        assert rpc.rpc_sync("me", max, (1, 2)) == 2
+        rpc.shutdown()
+
+
+def test_a_retry_after_a_failure_finds_the_others(succeed: Succeed) -> None:
+    """Rank 1 comes when rank 0 has failed once already."""
+    succeed(
+        HEAD
+        + """
+from pathlib import Path
+short = rpc.ZmqRpcBackendOptions(init_timeout=0.5)
+if rank == 0:
+    try:
+        again(short)
+    except rpc.RendezvousError as error:
+        assert "ranks [1] are missing" in str(error)
+        Path("failed").touch()
+    else:
+        sys.exit("nobody was missing")
+else:
+    import time
+    while not Path("failed").exists():
+        time.sleep(0.01)
+again(rpc.ZmqRpcBackendOptions(init_timeout=20))
+"""
+    )
+
+
+@pytest.mark.parametrize("init_method", ["env://", "file"])
+def test_both_get_an_error_for_a_duplicate_name(
+    succeed: Succeed, tmp_path: Path, init_method: str
+) -> None:
+    """Also the one that does not host the store, though the host's program may end at once."""
+    url = f"file://{tmp_path}/store" if init_method == "file" else init_method
+    made = f"rpc.ZmqRpcBackendOptions(init_timeout=8, init_method={url!r})"
+    succeed(
+        HEAD
+        + f"""
+try:
+    rpc.init_rpc("same", rpc_backend_options={made})
+except rpc.RendezvousError as error:
+    assert "is not unique" in str(error), error
+else:
+    sys.exit("the name was not refused")
+"""
+    )
+
+
+def test_the_file_of_a_gloo_group_serves_too(succeed: Succeed, tmp_path: Path) -> None:
+    succeed(
+        HEAD
+        + f"""
+import torch.distributed as dist
+url = "file://{tmp_path}/shared"
+dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
+rpc.init_rpc(f"w{{rank}}", rank=rank, world_size=world_size,
+             rpc_backend_options=rpc.ZmqRpcBackendOptions(init_method=url, init_timeout=20))
+value = torch.ones(1)
+dist.all_reduce(value)
+assert value.item() == 2
+assert rpc.rpc_sync(other, max, (1, 2)) == 2
+rpc.shutdown()
+dist.destroy_process_group()
+"""
+    )
+
+
+def test_beside_a_gloo_group_of_the_same_variables(succeed: Succeed) -> None:
+    succeed(
+        HEAD
+        + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+again(rpc.ZmqRpcBackendOptions(init_timeout=20))
+value = torch.ones(1)
+dist.all_reduce(value)
+assert value.item() == 2
+dist.destroy_process_group()
+"""
+    )
+
+
+# -- imports ---------------------------------------------------------------------------------
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("also", ["", "; rpc.ProtocolError; rpc.RpcError", "; dir(rpc)"])
+def test_import_zrpc_imports_neither_torch_nor_zmq(also: str) -> None:
+    code = (
+        f"import sys; import zrpc as rpc{also}; "
+        "sys.exit(str(sorted({'torch', 'zmq', 'numpy', 'cloudpickle'} & set(sys.modules))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def test_zrpc_never_imports_torchs_rpc() -> None:
+    sources = sorted(Path(rpc.__file__).parent.rglob("*.py"))
+    assert len(sources) > 20
+    for path in sources:
+        found = [name for name in _imports(path) if name.startswith("torch.distributed.rpc")]
+        # It is what the benchmarks compare with.
+        assert not found or "bench" in path.parts, path

@@ -1,0 +1,219 @@
+"""Calls whose thread is interrupted, as by Ctrl-C, at any point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.waiting import until
+from zrpc import RpcTimeoutError, current_call, rpc_async, rpc_sync
+from zrpc.bootstrap import join_mesh
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.services.shm.service import SharedMemoryService
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs signals of POSIX"),
+]
+
+
+@pytest.fixture
+def agents() -> Iterator[Any]:
+    store = dist.HashStore()
+    found = [None, None]
+
+    def start(rank: Any) -> None:
+        found[rank] = join_mesh(
+            f"worker{rank}",
+            rank=rank,
+            world_size=2,
+            store=store,
+            options=ZmqRpcBackendOptions(rpc_timeout=20),
+        )
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    yield found
+    for agent in found:
+        agent.close()
+
+
+class Interruption(BaseException):
+    """What the program's own signal handler raises."""
+
+
+def raise_interruption(signum: Any, frame: Any) -> None:
+    raise Interruption
+
+
+HANDLERS = {
+    "Ctrl-C": ("SIGINT", signal.default_int_handler, KeyboardInterrupt),
+    "Ctrl-C with a handler of the program's own": ("SIGINT", raise_interruption, Interruption),
+    "another signal": ("SIGALRM", raise_interruption, Interruption),
+}
+
+
+@pytest.fixture(params=HANDLERS)
+def interrupted(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A function that calls another until a signal interrupts it; returns how often."""
+    name, handler, error = HANDLERS[request.param]
+    number = getattr(signal, name)
+    before = signal.signal(number, handler)
+
+    def call_until_interrupted(call: Any, after: Any) -> Any:
+        arrived, started, calls = threading.Event(), threading.Semaphore(0), 0
+
+        def send() -> None:
+            started.acquire()
+            wait = after
+            while not arrived.wait(wait):
+                os.kill(os.getpid(), number)
+                wait = 3.0  # once more: pyzmq swallows what is raised while it frees a frame
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            started.release()
+            while True:
+                call(calls)
+                calls += 1
+        except error:
+            arrived.set()
+        sender.join()
+        return calls
+
+    yield call_until_interrupted
+    signal.signal(number, before)
+
+
+def sync_call(i: Any) -> None:
+    assert rpc_sync("worker1", divmod, args=(i, 7)) == divmod(i, 7)
+
+
+def async_call(i: Any) -> None:
+    assert rpc_async("worker1", divmod, args=(i, 7)).wait() == divmod(i, 7)
+
+
+def tensor_call(i: Any) -> None:
+    # Too large for the table: a message of several frames.
+    assert rpc_sync("worker1", torch.neg, args=(torch.full((10_000,), i),))[-1] == -i
+
+
+def until_all_is_returned(agents: Any) -> None:
+    """Waits until no segment of shared memory is lent, which has no event."""
+    pools = [agent.service(SharedMemoryService).pool for agent in agents]
+    until(lambda: not any(pool.lent for pool in pools))
+
+
+def shared_call(i: Any) -> None:
+    """By shared memory."""
+    assert rpc_sync("worker1", torch.neg, args=(torch.full((100_000,), i),))[-1] == -i
+
+
+def mixed_call(i: Any) -> None:
+    future = rpc_async("worker1", divmod, args=(i, 7))
+    sync_call(i)
+    assert future.wait() == divmod(i, 7)
+
+
+# pyzmq looks after signals also where it frees a frame, and can't raise there.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, shared_call, mixed_call])
+def test_an_interruption_at_any_point_loses_no_message(
+    agents: Any, interrupted: Any, call: Any
+) -> None:
+    with agents[0].as_current():
+        call(1)
+        done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(60))
+        assert done
+        call(1)  # the next call is as good as the first
+        until_all_is_returned(agents)
+    # A graceful shutdown counts all messages sent and received: none may be missing.
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
+
+
+def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, interrupted: Any) -> None:
+    gate = threading.Event()
+    gates[id(gate)] = gate
+    with agents[0].as_current():
+        for _ in range(20):
+            sync_call(1)
+        future = rpc_async("worker1", wait_for, args=(id(gate),))
+        assert interrupted(lambda _: future.wait(), 0.02) == 0
+        gate.set()
+        assert future.wait() == "done"
+    del gates[id(gate)]
+
+
+def test_an_interrupted_call_is_cancelled(agents: Any, interrupted: Any) -> None:
+    """Nobody will ask for its outcome."""
+    seen = threading.Event()
+    gates[id(seen)] = seen
+    with agents[0].as_current():
+        sync_call(1)
+        assert interrupted(lambda _: rpc_sync("worker1", watch, args=(id(seen),)), 0.02) == 0
+        assert seen.wait(20)
+        assert len(agents[0].caller.calls) == 0
+        sync_call(2)
+    del gates[id(seen)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
+
+
+def watch(key: Any) -> None:
+    if current_call().wait_cancelled(20):
+        gates[key].set()
+
+
+gates = {}
+
+
+def wait_for(key: Any) -> Any:
+    assert gates[key].wait(20)
+    return "done"
+
+
+def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: Any) -> None:
+    """Though that thread receives its answers itself."""
+    end = threading.Event()
+
+    def call_on_and_on() -> None:
+        with agents[0].as_current():
+            while not end.is_set():
+                sync_call(1)
+
+    caller = threading.Thread(target=call_on_and_on)
+    caller.start()
+    with agents[1].as_current():
+        for i in range(50):
+            assert rpc_sync("worker0", divmod, args=(i, 7), timeout=10) == divmod(i, 7)
+    end.set()
+    caller.join()
+
+
+def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any) -> None:
+    gate = threading.Event()
+    gates[id(gate)] = gate
+    with agents[0].as_current():
+        for _ in range(20):
+            sync_call(1)
+        begin = time.monotonic()
+        with pytest.raises(RpcTimeoutError):
+            rpc_sync("worker1", wait_for, args=(id(gate),), timeout=0.05)
+        assert time.monotonic() - begin >= 0.05
+        gate.set()
+        sync_call(2)
+    del gates[id(gate)]

@@ -1,0 +1,333 @@
+"""Workers that die, stop or leave: what callers learn, and when; and what is no death."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import zmq
+
+import zrpc as rpc
+from tests.support.programs import Programs
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh, faults
+
+MakeMesh = Callable[..., Mesh]
+
+LIMIT = 1.5
+# What a busy machine may take longer.
+SLACK = 4.0
+SHORT = {"heartbeat_timeout": LIMIT, "rpc_timeout": 20}
+
+
+def rest(path: str) -> None:
+    """A handler that tells that it has begun, and ends when its file is gone."""
+    import pathlib
+    import time
+
+    file = pathlib.Path(path)
+    file.touch()
+    while file.exists():
+        time.sleep(0.05)
+
+
+def error_of(to: int, function: Any, *args: Any) -> tuple[str, str, float]:
+    """What a call fails with: the type, the text, and when."""
+    try:
+        rpc.rpc_sync(to, function, args)
+    except Exception as error:
+        return type(error).__name__, str(error), time.time()
+    return "none", "", 0.0
+
+
+def kind_of_error(wait: Callable[[], Any]) -> str:
+    try:
+        wait()
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+def until_told(names: list[str], name: str) -> None:
+    until(lambda: name in names, lambda: str(f"not told of {name}"))
+
+
+def await_file(path: Any) -> None:
+    until(lambda: path.exists())
+
+
+# -- what has died, stopped or left ----------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3, processes=True, timeout=40, options={**SHORT, "transport": "tcp"})
+def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
+    assert mesh.run(0, rpc.rpc_sync, 1, max, (1, 2)) == 2  # it is heard
+    pending = mesh.submit(0, error_of, 1, rest, f"{tmp_path}/entered")
+    await_file(tmp_path / "entered")
+    stopped = time.time()
+    os.kill(mesh.pid(1), signal.SIGSTOP)
+    try:
+        kind, text, when = pending.result(LIMIT + SLACK)
+        assert kind == "WorkerDied"
+        assert re.match(r"worker worker1 \(rank 1\) is gone: it no longer answers", text)
+        assert "heartbeat_timeout is 1.5 s" in text
+        heard = re.search(r"last heard at \d\d:\d\d:\d\d, (\d+\.\d) s before", text)
+        assert heard is not None
+        assert 0.5 * LIMIT < float(heard[1]) < LIMIT + 2 * SLACK
+        # Not too early, and in time.
+        assert 0.5 * LIMIT < when - stopped < LIMIT + SLACK
+        assert mesh.run(0, error_of, 1, max, 1, 2)[0] == "WorkerDied"
+        assert mesh.run(2, rpc.rpc_sync, 0, max, (1, 2)) == 2
+    finally:
+        (tmp_path / "entered").unlink()
+        os.kill(mesh.pid(1), signal.SIGCONT)
+    # It goes on, and learns from the worker that it calls that it was declared dead.
+    kind, text, _ = mesh.run(1, error_of, 0, max, 1, 2)
+    assert kind == "WorkerDied"
+    assert "worker0 (rank 0) is gone: it has declared this worker dead" in text
+    assert mesh.run(1, rpc.rpc_sync, 2, max, (1, 2)) == 2  # which had nothing to do with it
+
+
+@pytest.mark.zrpc(processes=True, timeout=40, options={**SHORT, "shared_memory": 0})
+def test_a_worker_that_is_stopped_in_the_midst_of_a_large_message(mesh: Mesh) -> None:
+    """What is under way to it must not hold up the heartbeats."""
+
+    def send_to_the_stopped(pid: int) -> str:
+        import torch
+
+        tensor = torch.ones(20_000_000)
+        rpc.rpc_sync(1, torch.numel, (tensor,))
+        os.kill(pid, signal.SIGSTOP)
+        futures = [rpc.rpc_async(1, torch.numel, (tensor,)) for _ in range(2)]
+        return " ".join(sorted({kind_of_error(future.wait) for future in futures}))
+
+    began = time.monotonic()
+    try:
+        assert mesh.run(0, send_to_the_stopped, mesh.pid(1)) == "WorkerDied"
+    finally:
+        os.kill(mesh.pid(1), signal.SIGCONT)
+    assert time.monotonic() - began < LIMIT + 2 * SLACK
+
+
+@pytest.mark.zrpc(workers=3, processes=True, timeout=40)
+def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> None:
+    pending = [mesh.submit(rank, error_of, 1, rest, f"{tmp_path}/{rank}") for rank in (0, 2)]
+    for rank in (0, 2):
+        await_file(tmp_path / str(rank))
+    killed = time.time()
+    os.kill(mesh.pid(1), signal.SIGKILL)
+    for future in pending:
+        kind, text, when = future.result(SLACK)
+        assert kind == "WorkerDied"
+        assert text.startswith("worker worker1 (rank 1) is gone: its process has ended")
+        assert re.search(r"last heard at \d\d:\d\d:\d\d, \d\.\d s before", text)
+        assert when - killed < 1.0
+    mesh.kill(1)
+
+
+# What they share, in hexadecimal digits.
+SECRET = "5ec7e7" * 12
+
+TWO_HOSTS = """
+import os, time
+import zrpc as rpc
+from zrpc.agent.current import current_agent
+
+rank = int(os.environ["RANK"])
+options = rpc.ZmqRpcBackendOptions(heartbeat_timeout=50, rpc_timeout=50)
+rpc.init_rpc(f"w{rank}", rpc_backend_options=options)
+if rank == 0:
+    assert not current_agent().membership.shares_host(1)
+    assert rpc.rpc_sync("w1", max, (1, 2)) == 2
+    began = time.monotonic()
+    detector = current_agent().liveness._detector
+    while not detector.monitors(1) or detector.suspects(1):
+        assert time.monotonic() < began + 10, "no heartbeat was answered"
+        time.sleep(0.02)
+    began = time.monotonic()
+    try:
+        rpc.rpc_sync("w1", os._exit, (0,))
+    except rpc.WorkerDied as error:
+        print(error)
+    assert time.monotonic() - began < 10
+    rpc.shutdown()
+else:
+    time.sleep(50)
+"""
+
+
+def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
+    """Its host refuses connections at once: no time-out has to pass."""
+    # Not below tmp_path, which is too long for a socket.
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-") as other:
+        pids = [
+            programs.start(TWO_HOSTS, 0, 2, ZRPC_SECRET=SECRET),
+            programs.start(TWO_HOSTS, 1, 2, ZRPC_SECRET=SECRET, ZRPC_RUNTIME_DIR=other),
+        ]
+        ended = programs.wait(pids[0], 0)
+        assert ended.code == 0, ended
+        assert "worker w1 (rank 1) is gone: its process has ended" in ended.output
+        assert programs.wait(pids[1], 1).code == 0
+
+
+def test_a_worker_that_leaves(mesh: Mesh) -> None:
+    mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
+    mesh.run(1, rpc.shutdown, graceful=False)
+    with pytest.raises(rpc.WorkerDied, match=r"worker1 \(rank 1\) is gone: it left the mesh"):
+        mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
+
+
+# -- what is no death ------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0.8})
+def test_a_worker_whose_python_does_not_get_to_run(mesh: Mesh) -> None:
+    def hold_the_interpreter(seconds: float) -> str:
+        import ctypes
+
+        # Unlike CDLL, PyDLL keeps the interpreter's lock.
+        ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        return "done"
+
+    # Neither the one that is held up nor the one that waits for it gives up the other.
+    assert mesh.run(0, rpc.rpc_sync, 1, hold_the_interpreter, (2.0,)) == "done"
+    assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
+
+
+@pytest.mark.zrpc(processes=True, options={**SHORT, "shared_memory": 0}, timeout=60)
+def test_a_large_message_is_no_silence(mesh: Mesh) -> None:
+    def both_ways() -> int:
+        import torch
+
+        tensor = torch.ones(40_000_000)
+        return rpc.rpc_sync(1, torch.neg, (tensor,)).numel()
+
+    assert mesh.run(0, both_ways) == 40_000_000
+    assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
+
+
+@pytest.mark.zrpc(workers=3, processes=True, options={"heartbeat_timeout": 0.8})
+def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
+    """As by Ctrl-Z and fg: nobody was silent longer than anybody else."""
+
+    def call_all() -> list[int]:
+        return [rpc.rpc_sync(to, max, (1, 2)) for to in range(3)]
+
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
+    stopped = [faults.pause(mesh, rank) for rank in range(3)]
+    time.sleep(1.0)
+    for fault in stopped:
+        fault.end()
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
+    time.sleep(0.8)  # what was noticed late would be believed by now
+    assert mesh.run_all(call_all) == [[2] * 3] * 3
+
+
+@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0})
+def test_without_a_limit_a_stopped_worker_is_waited_for(mesh: Mesh) -> None:
+    os.kill(mesh.pid(1), signal.SIGSTOP)
+    try:
+        future = mesh.submit(0, rpc.rpc_sync, 1, max, (1, 2))
+        with pytest.raises(TimeoutError):
+            future.result(0.5)
+    finally:
+        os.kill(mesh.pid(1), signal.SIGCONT)
+    assert future.result(SOON) == 2
+
+
+@pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
+def test_a_worker_without_heartbeats_is_not_taken_for_silent(
+    mesh: Mesh, monkeypatch: Any, caplog: Any
+) -> None:
+    agent = mesh.agent(0)
+    tried = threading.Semaphore(0)
+
+    def fail(*_: Any) -> None:
+        tried.release()
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(agent.network.heartbeats, "watch", fail)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+    for _ in range(2):  # the second time a second later, which is longer than the limit
+        assert tried.acquire(timeout=SOON)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+    assert "WorkerInfo(id=1, name=worker1) can't be asked for heartbeats" in caplog.text
+
+
+# -- what a flood of calls to the dead leaves behind ------------------------------------------
+
+
+def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
+    mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
+    network = mesh.agent(0).network
+    assert network.knows(1)
+    mesh.run(1, rpc.shutdown, graceful=False)
+    for _ in range(100):
+        with pytest.raises(rpc.WorkerDied):
+            mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
+    until(lambda: not network.knows(1))
+
+
+# -- hooks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3)
+def test_hooks_are_called_for_present_workers(mesh: Mesh) -> None:
+    names: list[str] = []
+    with mesh.agent(1).as_current():
+        handle = rpc.on_worker_joined(lambda worker: names.append(worker.name))
+        until_told(names, "worker2")
+        handle.remove()
+    assert names == ["worker0", "worker2"]
+
+
+@pytest.mark.zrpc(workers=3)
+def test_hooks_are_called_for_lost_workers(mesh: Mesh, caplog: Any) -> None:
+    told: list[tuple[str, int, str]] = []
+
+    def call_another(worker: rpc.WorkerInfo) -> None:
+        # It may make calls, since it runs in no thread that receives.
+        told.append((worker.name, rpc.rpc_sync(2, echo, (7,)), threading.current_thread().name))
+
+    names: list[str] = []
+    with mesh.agent(0).as_current():
+        rpc.on_worker_lost(lambda worker: names.append(worker.name)).remove()
+        rpc.on_worker_lost(lambda worker: 1 / 0)
+        rpc.on_worker_lost(call_another)
+        mesh.run(1, rpc.shutdown, graceful=False)
+        late: list[str] = []
+        until(lambda: told)
+        # Those that come later are told as well.
+        rpc.on_worker_lost(lambda worker: late.append(worker.name))
+        until_told(late, "worker1")
+    ((name, value, thread),) = told
+    assert (name, value) == ("worker1", 7)
+    assert "-io" not in thread
+    assert names == []
+    assert sum("ZeroDivisionError" in (r.exc_text or "") for r in caplog.records) == 1
+
+
+def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
+    names: list[str] = []
+    for _ in range(5):
+        mesh = make_mesh(workers=4)
+        for rank in range(4):
+            with mesh.agent(rank).as_current():
+                rpc.on_worker_lost(lambda worker: names.append(worker.name))
+        mesh.run_all(rpc.shutdown)
+    assert names == []
+
+
+def test_hooks_need_an_agent() -> None:
+    for register in (rpc.on_worker_lost, rpc.on_worker_joined):
+        with pytest.raises(rpc.NotInitializedError):
+            register(print)

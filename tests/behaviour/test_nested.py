@@ -1,0 +1,196 @@
+"""Handlers that call, and wait, at any depth and with few threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.targets import echo
+from tests.support.waiting import SOON
+from zrpc.functions import async_execution
+from zrpc.testing import Mesh
+
+
+def other() -> int:
+    return 1 - rpc.get_worker_info().id
+
+
+def by_sync(depth: int) -> int:
+    return 0 if depth == 0 else 1 + rpc.rpc_sync(other(), by_sync, (depth - 1,))
+
+
+def by_async(depth: int) -> int:
+    return 0 if depth == 0 else 1 + rpc.rpc_async(other(), by_async, (depth - 1,)).wait()
+
+
+def by_then(depth: int) -> int:
+    if depth == 0:
+        return 0
+    return rpc.rpc_async(other(), by_then, (depth - 1,)).then(lambda f: f.wait() + 1).wait()
+
+
+def by_remote(depth: int) -> int:
+    return 0 if depth == 0 else 1 + rpc.remote(other(), by_remote, (depth - 1,)).to_here()
+
+
+def by_wait_all(depth: int) -> int:
+    if depth == 0:
+        return 0
+    futures = [
+        rpc.rpc_async(other(), by_wait_all, (depth - 1,)),
+        rpc.rpc_async(other(), echo, (1,)),
+    ]
+    return sum(torch.futures.wait_all(futures))
+
+
+def by_collect_all(depth: int) -> int:
+    if depth == 0:
+        return 0
+    collected = torch.futures.collect_all([rpc.rpc_async(other(), by_collect_all, (depth - 1,))])
+    return 1 + collected.then(lambda f: f.wait()[0].wait()).wait()
+
+
+def by_torch_future(depth: int) -> int:
+    """Waits in C++, where nobody sees it."""
+    if depth == 0:
+        return 0
+    done: torch.futures.Future[int] = torch.futures.Future()
+    future = rpc.rpc_async(other(), by_torch_future, (depth - 1,))
+    future.add_done_callback(lambda f: done.set_result(f.wait()))
+    return 1 + done.wait()
+
+
+def by_event(depth: int) -> int:
+    """Waits for something of threading's, where nobody sees it either."""
+    if depth == 0:
+        return 0
+    came = threading.Event()
+    future = rpc.rpc_async(other(), by_event, (depth - 1,))
+    future.add_done_callback(lambda f: came.set())
+    assert came.wait(SOON)
+    return 1 + future.wait()
+
+
+def by_self(depth: int) -> int:
+    here = rpc.get_worker_info()
+    return 0 if depth == 0 else 1 + rpc.rpc_sync(here, by_self, (depth - 1,))
+
+
+@async_execution
+def by_async_execution(depth: int) -> Any:
+    if depth == 0:
+        return rpc.rpc_async(other(), echo, (0,))
+    later = rpc.rpc_async(other(), by_async_execution, (depth - 1,))
+    return later.then(lambda f: f.wait() + 1)
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
+@pytest.mark.parametrize(
+    "recurse", [by_sync, by_async, by_then, by_remote, by_self, by_async_execution]
+)
+def test_recursion_of_depth_200(caller: Mesh, recurse: Any) -> None:
+    assert rpc.rpc_sync(1, recurse, (200,), timeout=50) == 200
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1}, timeout=60)
+def test_recursion_of_depth_200_with_one_thread(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, by_sync, (200,), timeout=50) == 200
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60, processes=True)
+def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
+    assert mesh.run(0, rpc.rpc_sync, 1, by_sync, (200,), None, 50) == 200
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
+@pytest.mark.parametrize("recurse", [by_wait_all, by_collect_all, by_torch_future, by_event])
+def test_recursion_with_waits_that_are_not_seen(caller: Mesh, recurse: Any) -> None:
+    # Far deeper than the four running threads reach.
+    assert rpc.rpc_sync(1, recurse, (7,), timeout=50) == 7
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_both_recurse_at_once(mesh: Mesh) -> None:
+    assert mesh.run_all(by_sync, 50) == [50, 50]
+
+
+@pytest.mark.zrpc(workers=4, options={"num_worker_threads": 2})
+def test_a_ring(mesh: Mesh) -> None:
+    assert mesh.run_all(around, 100) == [100] * 4
+
+
+def around(hops: int) -> int:
+    after = (rpc.get_worker_info().id + 1) % 4
+    return 0 if hops == 0 else 1 + rpc.rpc_sync(after, around, (hops - 1,))
+
+
+@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 2})
+def test_a_tree(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, branch, (5,)) == 3**5
+
+
+def branch(depth: int) -> int:
+    if depth == 0:
+        return 1
+    return sum(f.wait() for f in [rpc.rpc_async(to, branch, (depth - 1,)) for to in range(3)])
+
+
+_lock = threading.Lock()
+_condition = threading.Condition()
+_state: list[str] = []
+
+
+def call_back_and_wait() -> str:
+    """Waits on a condition that only another handler of the same worker makes true."""
+    future = rpc.rpc_async(0, rpc.rpc_sync, (1, say))
+    with _condition:
+        assert _condition.wait_for(lambda: bool(_state), SOON)
+    return future.wait()
+
+
+def say() -> str:
+    with _condition:
+        _state.append("said")
+        _condition.notify_all()
+    return "said"
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_a_handler_may_wait_on_a_condition_for_another_handler(caller: Mesh) -> None:
+    _state.clear()
+    assert rpc.rpc_sync(1, call_back_and_wait) == "said"
+
+
+def add_under_lock(n: int) -> int:
+    with _lock:
+        return rpc.rpc_sync(0, echo, (n,))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_handlers_that_call_while_they_hold_a_lock(caller: Mesh) -> None:
+    futures = [rpc.rpc_async(1, add_under_lock, (n,)) for n in range(30)]
+    assert torch.futures.wait_all(futures) == list(range(30))
+
+
+def test_a_handler_knows_its_own_worker(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, other) == 0
+    assert rpc.rpc_sync(0, other) == 1
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_after_a_deep_recursion_the_threads_go(caller: Mesh) -> None:
+    before = {t.name for t in threading.enumerate()}
+    rpc.rpc_sync(1, by_sync, (100,))
+    # They end once they are idle, but for as many as the pool keeps.
+    for _ in range(50):
+        rpc.rpc_sync(1, echo, (1,))
+    new = [t for t in threading.enumerate() if t.name not in before]
+    for thread in new:
+        if thread.name.startswith("zrpc-") and "worker-" in thread.name:
+            thread.join(0.02)
+    alive = [t.name for t in new if t.is_alive() and "zrpc-worker" in t.name]
+    assert len(alive) <= 10, alive

@@ -1,0 +1,197 @@
+"""Options, and torch's names for them."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.waiting import SOON
+from zrpc.testing import Mesh
+
+
+def test_defaults() -> None:
+    options = rpc.ZmqRpcBackendOptions()
+    assert options.num_worker_threads == 16
+    assert options.rpc_timeout == 60.0
+    assert options.init_method == "env://"
+    assert options.device_maps == {}
+    assert options.devices == []
+    assert options.switch_interval == 0.001
+
+
+def test_what_is_writable() -> None:
+    options = rpc.ZmqRpcBackendOptions()
+    options.num_worker_threads = 3
+    options.rpc_timeout = 5
+    options.init_method = "tcp://localhost:1"
+    assert (options.num_worker_threads, options.rpc_timeout) == (3, 5.0)
+    assert isinstance(options.rpc_timeout, float)
+    assert options.init_method == "tcp://localhost:1"
+
+
+def test_torchs_name_and_arguments() -> None:
+    assert rpc.TensorPipeRpcBackendOptions is rpc.ZmqRpcBackendOptions
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=8,
+        rpc_timeout=20,
+        init_method="file:///tmp/x",
+        device_maps=None,
+        devices=None,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    assert (options.num_worker_threads, options.rpc_timeout) == (8, 20.0)
+    assert isinstance(options, rpc.RpcBackendOptions)
+
+
+def test_they_take_keywords_only() -> None:
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(16)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(no_such_option=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_worker_threads": 0},
+        {"num_worker_threads": -1},
+        {"rpc_timeout": -1},
+        {"rpc_timeout": float("nan")},
+        {"rpc_timeout": float("inf")},
+        {"init_timeout": -1},
+        {"switch_interval": -0.001},
+        {"switch_interval": float("nan")},
+        {"switch_interval": float("inf")},
+        {"transport": "carrier pigeon"},
+    ],
+    ids=str,
+)
+def test_values_out_of_range(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        rpc.ZmqRpcBackendOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_worker_threads": 2.5},
+        {"num_worker_threads": "4"},
+        {"rpc_timeout": None},
+        {"rpc_timeout": "3"},
+        {"init_timeout": "3"},
+        {"heartbeat_timeout": None},
+        {"warn_after": "soon"},
+        {"init_method": None},
+        {"init_method": b"env://"},
+    ],
+    ids=str,
+)
+def test_values_of_other_types(wrong: dict[str, Any]) -> None:
+    [(name, value)] = wrong.items()
+    found = f"{name} must be an? .* but got {value!r} of type {type(value).__name__}"
+    with pytest.raises(TypeError, match=found):
+        rpc.ZmqRpcBackendOptions(**wrong)
+
+
+def test_an_init_method_that_is_none_set_later() -> None:
+    with pytest.raises(TypeError, match="init_method must be a URL"):
+        rpc.ZmqRpcBackendOptions().init_method = None  # type: ignore[assignment]
+
+
+_EVER = 1e12
+_LONG = dict.fromkeys(("rpc_timeout", "init_timeout", "heartbeat_timeout", "warn_after"), _EVER)
+
+
+@pytest.mark.zrpc(options=_LONG)
+def test_as_long_as_can_be(caller: Mesh) -> None:
+    """Longer than the system's clocks have for a wait."""
+    assert rpc.get_rpc_timeout() == 1e9
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=_EVER) == 2
+    assert rpc.rpc_async(1, max, (1, 2), timeout=_EVER).wait() == 2
+    for owner in (0, 1):
+        rref = rpc.remote(owner, time.sleep, (0.01,), timeout=_EVER)
+        assert rref.to_here(timeout=_EVER) is None
+    pending = rpc.rpc_async(1, wait_for_its_end, (1e300,), timeout=0)
+    assert _steps.get(timeout=SOON) == "waits"
+    pending.cancel()
+    assert _steps.get(timeout=SOON) is True
+
+
+_steps: queue.SimpleQueue[str | bool] = queue.SimpleQueue()
+
+
+def wait_for_its_end(seconds: float) -> None:
+    _steps.put("waits")
+    _steps.put(rpc.current_call().wait_cancelled(seconds))
+
+
+@pytest.mark.parametrize("name", ["num_worker_threads", "rpc_timeout"])
+def test_values_out_of_range_set_later(name: str) -> None:
+    options = rpc.ZmqRpcBackendOptions()
+    with pytest.raises(ValueError, match=name):
+        setattr(options, name, -1)
+
+
+def test_device_maps() -> None:
+    zero, one, three = (torch.device("cuda", i) for i in (0, 1, 3))
+    options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {"cuda:0": "cuda:1"}})
+    options.set_device_map("w1", {"cuda:1": zero})
+    options.set_device_map("w2", {zero: "cuda:3"})
+    assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
+    with pytest.raises(ValueError, match="1-to-1"):
+        options.set_device_map("w1", {"cuda:2": "cuda:0"})
+    options.device_maps = {"w1": {"cuda:1": "cuda:3"}}  # torch's can be set as well
+    assert options.device_maps == {"w1": {one: three}}
+    options.set_devices([zero, "cuda:1"])
+    assert options.devices == [zero, one]
+    options.devices = ["cuda:3"]
+    assert options.devices == [three]
+
+
+def test_names_that_scripts_import() -> None:
+    assert rpc.BackendType.TENSORPIPE in rpc.BackendType
+    options = rpc.backend_registry.construct_rpc_backend_options(
+        rpc.BackendType.TENSORPIPE, rpc_timeout=7, init_method="file:///tmp/x"
+    )
+    assert isinstance(options, rpc.RpcBackendOptions)
+    assert (options.rpc_timeout, options.init_method) == (7.0, "file:///tmp/x")
+
+
+def test_bases_and_type_hints_at_import_time() -> None:
+    class Mine(rpc.RpcBackendOptions):
+        pass
+
+    def takes(rref: rpc.RRef[torch.Tensor]) -> rpc.RRef[int]:
+        raise NotImplementedError
+
+    assert Mine(rpc_timeout=3).rpc_timeout == 3.0
+    assert takes.__name__ == "takes"
+    assert rpc.RRef[int] is not None
+
+
+@pytest.mark.parametrize("name", sorted(rpc.__all__))
+def test_every_public_name_can_be_had(name: str) -> None:
+    assert getattr(rpc, name) is not None
+    assert name in dir(rpc)
+
+
+def test_names_that_there_are_not() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        rpc.no_such_name  # noqa: B018
+
+
+@pytest.mark.zrpc(options={"transport": "tcp"})
+def test_tcp(caller: Mesh) -> None:
+    assert rpc.rpc_sync(1, torch.add, (torch.ones(100_000), 1)).sum() == 200_000
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_one_worker_thread(caller: Mesh) -> None:
+    assert [rpc.rpc_sync(1, max, (1, i)) for i in range(5)] == [1, 1, 2, 3, 4]

@@ -1,0 +1,103 @@
+"""Bytes from outside: nothing of them is unpickled before it is known who sent them."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+import zrpc as rpc
+from tests.support.targets import echo
+from zrpc.testing import Mesh
+from zrpc.wire.message import Message
+
+_ran = threading.Event()
+
+
+def _explode() -> None:
+    _ran.set()
+
+
+class Charge:
+    """Runs `_explode` where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _explode, ()
+
+
+def inbox_of(mesh: Mesh, rank: int) -> str:
+    return f"ipc://{Path(mesh.agent(rank).membership.records[rank].directory) / 'inbox'}"
+
+
+def call_with(payload: Any) -> bytes:
+    return Message(1, 1, 0.0, pickle.dumps((echo, (payload,), {}))).first_frame()
+
+
+@pytest.mark.parametrize("identity", [b"stranger", b"waker", b"z" + bytes(16)])
+def test_what_a_stranger_sends_is_not_unpickled(caller: Mesh, identity: bytes) -> None:
+    _ran.clear()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 2000
+        stranger.routing_id = identity
+        stranger.connect(inbox_of(caller, 1))
+        stranger.send(call_with(Charge()))
+        stranger.send_multipart([b"", b"", b""])
+        stranger.send(b"\0" * 100)
+        # Nothing answers a stranger; that the next calls are answered tells that it was read.
+        assert not stranger.poll(200)
+        for i in range(20):
+            assert rpc.rpc_sync(1, echo, (i,)) == i
+    assert not _ran.is_set()
+
+
+def test_the_charge_works() -> None:
+    """Or the test above would show nothing."""
+    _ran.clear()
+    pickle.loads(pickle.dumps(Charge()))
+    assert _ran.is_set()
+
+
+# A number that no call of the test has.
+NOBODYS = 2**40
+_HEADER = struct.Struct("<BBHIIfQQ")
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\0",
+        b"\xff" * 31,
+        b"\xff" * 200,
+        _HEADER.pack(99, 1, 0, 0, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 250, 0, 0, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 1, 0, 2**31, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 1, 0, 0, 2**31, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 1, 0, 0, 0, float("nan"), NOBODYS, 0),
+        _HEADER.pack(1, 1, 0, 0, 0, -1.0, NOBODYS, 0),
+        _HEADER.pack(1, 1, 0, 3, 0, 0.0, NOBODYS, 0) + b"\1\0\0",
+        _HEADER.pack(1, 2, 0, 0, 0, 0.0, 2**63, 0),
+        _HEADER.pack(1, 8, 0, 0, 0, 0.0, 0, 0) + b"not a termination message",
+        _HEADER.pack(1, 16, 0, 0, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 17, 0, 0, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 18, 0, 0, 0, 0.0, NOBODYS, 0),
+        _HEADER.pack(1, 19, 0, 0, 0, 0.0, 0, 0) + b"?",
+        _HEADER.pack(1, 1, 0, 0, 0, 0.0, NOBODYS, 0) + b"not a pickle",
+    ],
+)
+def test_garbage_from_a_member_ends_nothing(caller: Mesh, frame: bytes) -> None:
+    agent = caller.agent(0)
+    agent.network.send(1, frame, counted=False)
+    for i in range(5):
+        assert rpc.rpc_sync(1, echo, (i,)) == i
+    assert caller.run(1, rpc.rpc_sync, 0, echo, (1,)) == 1
+
+
+def test_the_socket_is_private(mesh: Mesh) -> None:
+    directory = Path(mesh.agent(0).membership.records[0].directory)
+    assert directory.stat().st_mode & 0o777 == 0o700

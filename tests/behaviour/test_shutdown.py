@@ -1,0 +1,554 @@
+"""The end of a mesh: graceful, at once, forgotten, and after a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.programs import Programs
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.functions import async_execution
+from zrpc.testing import Mesh
+
+Succeed = Callable[..., list[str]]
+MakeMesh = Callable[..., Mesh]
+
+# How soon the end of a process on this host is to be noticed, with room for a busy machine.
+NOTICED_WITHIN = 10.0
+
+transports = pytest.mark.parametrize("transport", ["auto", "tcp"])
+
+
+def end(mesh: Mesh, rank: int, **kwargs: Any) -> Future[None]:
+    """Begins the shutdown of one worker, in the worker's own thread."""
+    return mesh.submit(rank, rpc.shutdown, **kwargs)
+
+
+# -- graceful --------------------------------------------------------------------------------
+
+
+def test_it_waits_for_the_others(mesh: Mesh) -> None:
+    first = end(mesh, 0)
+    with mesh.agent(1).as_current():
+        # worker0 goes on to serve.
+        for i in range(20):
+            assert rpc.rpc_sync(0, echo, (i,)) == i
+    assert not first.done()
+    second = end(mesh, 1)
+    first.result(SOON)
+    second.result(SOON)
+
+
+def test_it_waits_for_what_runs(mesh: Mesh) -> None:
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            future = rpc.rpc_async(1, gate.wait_inside, ("done",))
+        gate.await_entry()
+        ends = [end(mesh, rank) for rank in range(2)]
+        with pytest.raises(TimeoutError):
+            ends[0].result(0.3)
+        gate.open()
+        for each in ends:
+            each.result(SOON)
+        assert future.wait() == "done"
+
+
+_tally: list[int] = []
+
+
+def fan_out(depth: int) -> None:
+    """Calls that nobody waits for, each of which calls on."""
+    _tally.append(depth)
+    if depth:
+        for to in range(3):
+            rpc.rpc_async(to, fan_out, (depth - 1,))
+
+
+@pytest.mark.zrpc(workers=3)
+def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
+    _tally.clear()
+    mesh.run(0, rpc.rpc_async, 1, fan_out, (6,))
+    mesh.run_all(rpc.shutdown)
+    assert len(_tally) == sum(3**n for n in range(7))
+
+
+_noted: list[Any] = []
+
+
+def call_in_callback() -> None:
+    """A chain that lives in callbacks only."""
+
+    def on(n: int) -> None:
+        _noted.append(n)
+        if n:
+            rpc.rpc_async(0, echo, (n - 1,)).add_done_callback(lambda f: on(f.wait()))
+
+    on(50)
+
+
+def test_it_waits_for_callbacks_that_call(mesh: Mesh) -> None:
+    _noted.clear()
+    mesh.run(0, rpc.rpc_async, 1, call_in_callback)
+    mesh.run_all(rpc.shutdown)
+    assert _noted == list(range(50, -1, -1))
+
+
+async def wait_then_call(gate: Gate) -> None:
+    import asyncio
+
+    await asyncio.to_thread(gate.wait_inside)
+    _noted.append(await rpc.rpc_async(0, echo, ("coroutine",)))
+
+
+_parked: list[torch.futures.Future[Any]] = []
+
+
+@async_execution
+def park() -> Any:
+    _parked.append(torch.futures.Future())
+    _entered.release()
+    return _parked[-1]
+
+
+_entered = threading.Semaphore(0)
+
+
+def test_it_waits_for_coroutines(mesh: Mesh) -> None:
+    _noted.clear()
+    with Gate() as gate:
+        mesh.run(0, rpc.rpc_async, 1, wait_then_call, (gate,))
+        gate.await_entry()
+        ends = [end(mesh, rank) for rank in range(2)]
+        with pytest.raises(TimeoutError):
+            ends[0].result(0.3)
+        gate.open()
+        for each in ends:
+            each.result(SOON)
+    assert _noted == ["coroutine"]
+
+
+def test_it_waits_for_async_execution(mesh: Mesh) -> None:
+    future = mesh.run(0, rpc.rpc_async, 1, park)
+    assert _entered.acquire(timeout=SOON)
+    ends = [end(mesh, rank) for rank in range(2)]
+    with pytest.raises(TimeoutError):
+        ends[0].result(0.3)
+    _parked.pop().set_result("late")
+    for each in ends:
+        each.result(SOON)
+    assert future.wait() == "late"
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancel"])
+def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: str) -> None:
+    """As of the batch that a parameter server never fills."""
+    with mesh.agent(0).as_current():
+        future = rpc.rpc_async(1, park, timeout=0.2 if how == "timeout" else 60)
+        assert _entered.acquire(timeout=SOON)
+        if how == "cancel":
+            assert future.cancel()
+        with pytest.raises(rpc.RpcError):
+            future.wait()
+    for each in [end(mesh, rank) for rank in range(2)]:
+        each.result(SOON)
+    _parked.pop().set_result("too late")
+
+
+def test_it_does_not_wait_for_a_value_that_never_comes(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, park, timeout=0.2)
+        assert _entered.acquire(timeout=SOON)
+        with pytest.raises(rpc.RpcTimeoutError):
+            rref.to_here(0.3)
+    for each in [end(mesh, rank) for rank in range(2)]:
+        each.result(SOON)
+    _parked.pop().set_result("too late")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
+    make_mesh(workers=workers).run_all(rpc.shutdown)
+
+
+def test_idempotent(mesh: Mesh) -> None:
+    def twice() -> None:
+        with agent_of_this_thread().as_current():
+            for _ in range(3):
+                rpc.shutdown()
+                rpc.shutdown(graceful=False)
+
+    def agent_of_this_thread() -> Any:
+        from zrpc.agent.current import current_agent
+
+        return current_agent()
+
+    mesh.run_all(twice)
+
+
+def test_from_several_threads_at_once(mesh: Mesh) -> None:
+    agents = [mesh.agent(rank) for rank in (0, 1)]
+    errors: list[BaseException] = []
+
+    def leave(agent: Any) -> None:
+        try:
+            agent.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=leave, args=(agent,)) for agent in agents * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+        assert not thread.is_alive()
+    assert errors == []
+
+
+def test_calls_after_it(mesh: Mesh) -> None:
+    agents = [mesh.agent(rank) for rank in (0, 1)]
+    mesh.run_all(rpc.shutdown)
+    with agents[0].as_current():
+        for use in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+                use("worker1", echo, (1,))
+        assert not rpc._is_current_rpc_agent_set()
+
+
+def test_with_a_timeout(mesh: Mesh) -> None:
+    agent = mesh.agent(0)
+    begin = time.monotonic()
+    with pytest.raises(rpc.RpcTimeoutError, match=r"ranks \[1\] have not begun to shut down"):
+        end(mesh, 0, timeout=0.3).result(SOON)
+    assert time.monotonic() - begin >= 0.3
+    with agent.as_current():
+        assert not rpc._is_current_rpc_agent_set()  # it has left all the same
+    with mesh.agent(1).as_current(), pytest.raises(rpc.WorkerDied):
+        rpc.rpc_sync(0, echo, (1,), timeout=NOTICED_WITHIN)
+
+
+def test_with_a_timeout_that_is_long_enough(mesh: Mesh) -> None:
+    mesh.run_all(rpc.shutdown, timeout=SOON)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+def test_with_what_is_no_timeout(mesh: Mesh, timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        mesh.run(0, rpc.shutdown, timeout=timeout)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1  # nothing has happened
+
+
+async def shut_down_in_a_coroutine() -> None:
+    rpc.shutdown()
+
+
+@pytest.mark.zrpc(timeout=20)
+@pytest.mark.parametrize("handler", [rpc.shutdown, shut_down_in_a_coroutine])
+def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> None:
+    with (
+        mesh.agent(0).as_current(),
+        pytest.raises(rpc.RpcError, match=r"waits for all handlers"),
+    ):
+        rpc.rpc_sync(1, handler, timeout=5)
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+
+
+# -- at once ---------------------------------------------------------------------------------
+
+
+@transports
+def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str) -> None:
+    mesh = make_mesh(workers=3, options={"transport": transport})
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            pending = rpc.rpc_async(1, gate.wait_inside)
+            rref = rpc.remote(1, gate.wait_inside)
+        with mesh.agent(1).as_current():
+            of_its_own = rpc.rpc_async(0, gate.wait_inside)
+        gate.await_entry(3)
+        mesh.run(1, rpc.shutdown, graceful=False)
+        with pytest.raises(rpc.RpcError):
+            of_its_own.wait()
+        with pytest.raises(rpc.WorkerDied, match="worker1") as info:
+            pending.wait()
+        assert isinstance(info.value, ConnectionError)
+        with mesh.agent(0).as_current():
+            with pytest.raises(rpc.WorkerDied):
+                rref.to_here()
+            with pytest.raises(rpc.WorkerDied):
+                rpc.rpc_sync(1, echo, (1,))
+            assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
+        gate.open()
+
+
+def test_not_graceful_from_a_handler(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current(), pytest.raises(rpc.RpcError):
+        rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=NOTICED_WITHIN)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_survivors_end_gracefully(mesh: Mesh) -> None:
+    mesh.run(1, rpc.shutdown, graceful=False)
+    for each in [end(mesh, 0), end(mesh, 2)]:
+        each.result(SOON)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
+    begun = end(mesh, 2)  # it has told worker0 already
+    mesh.run(0, rpc.shutdown, graceful=False)
+    last = end(mesh, 1)
+    for each in [begun, last]:
+        each.result(SOON)
+
+
+# -- processes that die ------------------------------------------------------------------------
+
+
+def _await_file(path: Any) -> None:
+    until(lambda: path.exists())
+
+
+def _pending_fails(directory: str, to: int) -> tuple[str, bool, float]:
+    """Calls a handler that never ends; the error's type, and when it came."""
+
+    def never(path: str) -> None:
+        import pathlib
+        import time
+
+        pathlib.Path(path).touch()
+        time.sleep(3600)
+
+    try:
+        rpc.rpc_sync(to, never, (f"{directory}/entered-{rpc.get_worker_info().id}",), timeout=60)
+    except Exception as error:
+        return type(error).__name__, f"worker{to}" in str(error), time.time()
+    return "none", False, 0.0
+
+
+@transports
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.zrpc(workers=3, processes=True, timeout=40)
+def test_a_killed_peer(make_mesh: MakeMesh, tmp_path: Any, victim: int, transport: str) -> None:
+    mesh = make_mesh(options={"transport": transport})
+    survivors = [rank for rank in range(3) if rank != victim]
+    pending = [mesh.submit(rank, _pending_fails, str(tmp_path), victim) for rank in survivors]
+    for rank in survivors:
+        _await_file(tmp_path / f"entered-{rank}")
+    mesh.kill(victim)
+    killed = time.time()
+    for future in pending:
+        kind, named, when = future.result(20)
+        assert (kind, named) == ("WorkerDied", True)
+        assert when - killed < NOTICED_WITHIN
+    # The others are there, and the dead one stays dead.
+    one, other = survivors
+    assert mesh.run(one, rpc.rpc_sync, other, max, (1, 2)) == 2
+    with pytest.raises(rpc.WorkerDied):
+        mesh.run(one, rpc.rpc_sync, victim, max, (1, 2))
+    # And they end gracefully.
+    for each in [mesh.submit(rank, rpc.shutdown) for rank in survivors]:
+        each.result(15)
+
+
+@pytest.mark.zrpc(workers=2, processes=True)
+def test_a_handler_that_ends_its_process(mesh: Mesh) -> None:
+    with pytest.raises(rpc.WorkerDied):
+        mesh.run(0, rpc.rpc_sync, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    mesh.kill(1)  # it is dead; this tells the mesh that it may be
+
+
+@pytest.mark.zrpc(workers=2, processes=True, timeout=40)
+def test_a_stopped_peer_is_not_dead(mesh: Mesh) -> None:
+    """Its calls wait, and are answered when it goes on."""
+    os.kill(mesh.pid(1), signal.SIGSTOP)
+    try:
+        future = mesh.submit(0, rpc.rpc_sync, 1, max, (1, 2))
+        with pytest.raises(TimeoutError):
+            future.result(1.0)
+    finally:
+        os.kill(mesh.pid(1), signal.SIGCONT)
+    assert future.result(SOON) == 2
+
+
+# -- programs --------------------------------------------------------------------------------
+
+HEAD = """
+import os, sys, threading, time
+import torch
+import zrpc as rpc
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+def slow(x):
+    time.sleep(0.3)
+    open("slow-has-run", "w").close()
+    return x
+
+ready = threading.Event()
+
+def wait_there():
+    assert ready.wait(50)
+
+def begin():
+    threading.Timer(0.2, ready.set).start()
+
+rpc.init_rpc(f"w{rank}")
+assert rpc.rpc_sync(f"w{1 - rank}", torch.add, (torch.ones(1), rank)).item() == 1 + rank
+"""
+
+
+@pytest.mark.parametrize("cold", [False, True], ids=["forked", "fresh"])
+def test_forgotten(succeed: Succeed, programs: Programs, cold: bool) -> None:
+    """It is called at the interpreter's end, and waits for what is under way."""
+    outputs = succeed(HEAD + "if rank == 0: rpc.rpc_async('w1', slow, (1,))\n", cold=cold)
+    assert (programs.directory / "slow-has-run").exists()
+    assert not any("Traceback" in output for output in outputs), outputs
+
+
+def test_idempotent_in_a_program(succeed: Succeed) -> None:
+    succeed(
+        HEAD
+        + """
+for _ in range(2):
+    rpc.shutdown()
+    rpc.shutdown(graceful=False)
+threads = [threading.Thread(target=rpc.shutdown) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join(10)
+assert not any(thread.is_alive() for thread in threads)
+"""
+    )
+
+
+def test_what_is_left_in_a_program_that_goes_on(succeed: Succeed) -> None:
+    succeed(
+        HEAD
+        + """
+before = {t.name for t in threading.enumerate()}
+assert any(name.startswith("zrpc") for name in before)
+rpc.shutdown()
+assert [t.name for t in threading.enumerate() if t is not threading.main_thread()] == []
+links = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
+         if os.path.exists(f"/proc/self/fd/{n}")]
+assert not [link for link in links if "zrpc" in link or "memfd" in link], links
+"""
+    )
+
+
+def test_after_an_exception_nobody_waits(programs: Programs) -> None:
+    """A program that an exception ends does not wait for the others; they learn of it."""
+    ended = programs.run(
+        HEAD
+        + """
+if rank == 1:
+    assert ready.wait(50)
+    raise ValueError("the program's own")
+try:
+    rpc.rpc_sync("w1", begin)
+    rpc.rpc_sync("w1", time.sleep, (3600,), timeout=20)
+except (rpc.WorkerDied, rpc.RpcError) as error:
+    print("told:", type(error).__name__)
+rpc.shutdown(timeout=20)
+"""
+    )
+    assert [e.code for e in ended] == [0, 1], ended
+    assert "told: WorkerDied" in ended[0].output
+    assert "ValueError: the program's own" in ended[1].output
+    assert programs.left() == []
+
+
+def test_in_a_finally_clause(programs: Programs) -> None:
+    ended = programs.run(
+        HEAD
+        + """
+try:
+    if rank == 1:
+        raise ValueError("the program's own")
+finally:
+    rpc.shutdown()
+"""
+    )
+    assert [e.code for e in ended] == [0, 1], ended
+    assert programs.left() == []
+
+
+def test_an_exit_code_survives(programs: Programs) -> None:
+    ended = programs.run(HEAD + "rpc.shutdown()\nsys.exit(3 + rank)\n", stop_others=False)
+    assert [e.code for e in ended] == [3, 4], ended
+
+
+def test_an_interrupt_ends_a_wait(programs: Programs) -> None:
+    """Ctrl-C interrupts a call, a future and a graceful shutdown."""
+    source = (
+        HEAD
+        + """
+def interrupted(wait):
+    threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        return
+    sys.exit(f"{wait} was not interrupted")
+
+if rank == 0:
+    interrupted(lambda: rpc.rpc_sync("w1", wait_there))
+    interrupted(rpc.rpc_async("w1", wait_there).wait)
+    interrupted(rpc.shutdown)
+    open("interrupted", "w").close()
+    rpc.shutdown(graceful=False)
+else:
+    deadline = time.monotonic() + 50
+    while not os.path.exists("interrupted"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    ready.set()
+    rpc.shutdown(timeout=20)
+"""
+    )
+    ended = programs.run(source)
+    assert [e.code for e in ended] == [0, 0], ended
+
+
+def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
+    """Neither from the main thread nor from a handler; and its end disturbs nobody."""
+    succeed(
+        """
+def fork():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert not rpc._is_current_rpc_agent_set()
+            try:
+                rpc.rpc_sync("w0", max, (1, 2), timeout=2)
+            except rpc.NotInitializedError:
+                sys.stdout.flush()
+                os._exit(7)
+        finally:
+            os._exit(8)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+        + HEAD
+        + """
+assert fork() == 7, "from the main thread"
+assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
+
+import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+child.start()
+child.join(20)
+assert child.exitcode == 0, child.exitcode
+assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+rpc.shutdown()
+"""
+    )

@@ -1,0 +1,265 @@
+"""Shutdown is bounded in every state: none of these may hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.programs import Programs
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh, faults
+
+MakeMesh = Callable[..., Mesh]
+Succeed = Callable[..., list[str]]
+
+
+# -- with peers that are gone, or answer no more ------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3, processes=True, timeout=40, options={"heartbeat_timeout": 1.0})
+def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
+    with faults.pause(mesh, 2):
+        for future in [mesh.submit(rank, rpc.shutdown) for rank in (0, 1)]:
+            future.result(SOON)
+    mesh.kill(2)
+
+
+@pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
+def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
+    first = mesh.submit(2, rpc.shutdown)  # it has told worker0 already
+    mesh.run(0, rpc.rpc_sync, 2, echo, (1,))
+    with faults.cut(mesh, 0, 2), faults.cut(mesh, 1, 2):
+        for future in [first, mesh.submit(0, rpc.shutdown), mesh.submit(1, rpc.shutdown)]:
+            future.result(SOON)
+
+
+# -- with a handler that never returns ------------------------------------------------------------
+
+
+def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh) -> None:
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            pending = rpc.rpc_async(1, gate.wait_inside)
+            gate.await_entry()
+        began = time.monotonic()
+        ends = [mesh.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
+        with pytest.raises(rpc.RpcTimeoutError, match=r"still running here: 1"):
+            ends[1].result(SOON)
+        with pytest.raises(rpc.RpcTimeoutError):
+            ends[0].result(SOON)
+        assert time.monotonic() - began < SOON
+        with pytest.raises(rpc.RpcError):
+            pending.wait()
+        gate.open()
+
+
+# -- from where user code runs ----------------------------------------------------------------
+
+
+def test_from_a_hook(mesh: Mesh) -> None:
+    """Not gracefully: that would wait for the hook."""
+    errors: list[str] = []
+
+    def leave(worker: rpc.WorkerInfo) -> None:
+        try:
+            rpc.shutdown()
+        except rpc.RpcError as error:
+            errors.append(str(error))
+        rpc.shutdown(graceful=False)
+
+    agent = mesh.agent(0)
+    with agent.as_current():
+        rpc.on_worker_lost(leave)
+    mesh.run(1, rpc.shutdown, graceful=False)
+    until(lambda: agent.closed)
+    assert "waits for all handlers" in errors[0]
+
+
+def test_from_a_handler_while_another_thread_waits_for_the_others(mesh: Mesh) -> None:
+    """A worker that leaves all the same no longer waits for them."""
+    waiting = mesh.submit(1, rpc.shutdown)
+    with mesh.agent(0).as_current():
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        with pytest.raises(rpc.RpcError):
+            rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=SOON)
+    waiting.result(SOON)
+
+
+def test_from_a_callback(mesh: Mesh) -> None:
+    agent = mesh.agent(0)
+    with agent.as_current():
+        future = rpc.rpc_async(1, echo, (1,)).then(lambda _: rpc.shutdown(graceful=False))
+        future.wait()
+    assert agent.closed
+
+
+# -- with a part of it that fails ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("part", ["caller.calls.fail", "services.0.close", "event_loop.close"])
+def test_the_rest_is_done(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
+) -> None:
+    """Nothing of the worker is left: the fixture sees to that."""
+    agent = mesh.agent(0)
+    *path, name = part.split(".")
+    owner: object = agent
+    for each in path:
+        owner = owner[int(each)] if isinstance(owner, list) else getattr(owner, each)
+    done = getattr(owner, name)
+
+    def fail(*args: object) -> None:
+        done(*args)
+        raise error
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(type(error)) as info:
+        agent.shutdown(graceful=False)
+    assert info.value is error
+    info.value.__traceback__ = None
+    assert not Path(agent.membership.records[0].directory).exists()
+
+
+# -- programs --------------------------------------------------------------------------------
+
+HEAD = """
+import gc, os, signal, sys, threading, time
+import zrpc as rpc
+
+rank = int(os.environ["RANK"])
+"""
+
+
+def test_from_del(succeed: Succeed) -> None:
+    """Of an object of main, of one in a cycle, of a handler's, and at the interpreter's end."""
+    succeed(
+        HEAD
+        + """
+class Leaves:
+    def __init__(self, graceful):
+        self.graceful, self.me = graceful, self
+        self.done = []
+    def __del__(self):
+        # Whatever the finalizer is told of its state, it has to come back.
+        rpc.shutdown(graceful=self.graceful)
+        ended.append(self.graceful)
+
+ended = []
+
+def in_a_handler():
+    leaves = Leaves(False)
+    leaves.me = None
+
+rpc.init_rpc(f"w{rank}")
+leaves = Leaves(True)
+del leaves
+assert ended == []  # it is in a cycle
+gc.collect()
+assert ended == [True], ended
+assert not rpc._is_current_rpc_agent_set()
+
+rpc.init_rpc(f"w{rank}")
+if rank == 0:
+    try:
+        rpc.rpc_sync("w1", in_a_handler, timeout=20)
+    except rpc.WorkerDied:
+        pass
+    rpc.shutdown(timeout=20)
+else:
+    limit = time.monotonic() + 20
+    while rpc._is_current_rpc_agent_set():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+at_the_end = Leaves(False)
+at_the_end.me = None
+""",
+        cold=True,
+    )
+
+
+def test_ctrl_c_during_init(programs: Programs) -> None:
+    """A worker waits for others that never come: Ctrl-C ends it, and nothing is left."""
+    source = (
+        HEAD
+        + """
+options = rpc.ZmqRpcBackendOptions(init_timeout=60)
+threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+began = time.monotonic()
+try:
+    rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
+except KeyboardInterrupt:
+    pass
+else:
+    sys.exit("it was not interrupted")
+try:
+    rpc.shutdown()
+except rpc.NotInitializedError:
+    pass
+assert time.monotonic() - began < 20
+left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+assert not left, left
+"""
+    )
+    ended = programs.run(source, 1)
+    assert [e.code for e in ended] == [0], ended
+    assert programs.left() == []
+
+
+def test_shutdown_while_another_thread_joins(programs: Programs) -> None:
+    source = (
+        HEAD
+        + """
+options = rpc.ZmqRpcBackendOptions(init_timeout=0.6)
+failed = []
+
+def join():
+    try:
+        rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
+    except rpc.RendezvousError as error:
+        failed.append(error)
+
+thread = threading.Thread(target=join)
+thread.start()
+time.sleep(0.2)
+try:
+    rpc.shutdown()
+except rpc.NotInitializedError:
+    pass
+thread.join(20)
+assert failed
+"""
+    )
+    ended = programs.run(source, 1)
+    assert [e.code for e in ended] == [0], ended
+
+
+def test_in_a_fork_child(succeed: Succeed) -> None:
+    """It has no agent to shut down; and the parent's is not touched, nor is it at exit."""
+    succeed(
+        HEAD
+        + """
+rpc.init_rpc(f"w{rank}")
+assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    for graceful in (True, False):
+        try:
+            rpc.shutdown(graceful=graceful)
+        except rpc.NotInitializedError:
+            continue
+        os._exit(8)
+    sys.exit(7)  # with all that runs at exit
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+rpc.shutdown()
+"""
+    )

@@ -1,0 +1,187 @@
+"""Calls from many threads, and what each gets back."""
+
+from __future__ import annotations
+
+import operator
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.targets import echo, fail
+from tests.support.waiting import SOON
+from zrpc.functions import async_execution
+from zrpc.testing import Mesh
+
+
+def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], rank: int = 0) -> None:
+    """Runs ``work(i)`` in that many threads at once, as a worker; raises what they raise."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def run(i: int) -> None:
+        try:
+            with mesh.agent(rank).as_current():
+                start.wait(SOON)
+                work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_two_threads_at_once(shared: Mesh) -> None:
+    def work(i: int) -> None:
+        for n in range(300):
+            assert rpc.rpc_sync(1, operator.add, (i, n)) == i + n
+
+    in_threads(shared, 2, work)
+
+
+def test_the_first_calls_of_a_mesh_from_many_threads(mesh: Mesh) -> None:
+    """They all open the one mailbox."""
+    in_threads(mesh, 16, lambda i: _is(rpc.rpc_sync(1, echo, (i,)), i))
+
+
+def _is(found: Any, expected: Any) -> None:
+    assert found == expected
+
+
+@async_execution
+def later(x: Any) -> Any:
+    return rpc.rpc_async(0, echo, (x,))
+
+
+async def soon(x: Any) -> Any:
+    return await rpc.rpc_async(0, echo, (x,))
+
+
+def nested(x: Any) -> Any:
+    return rpc.rpc_sync(0, echo, (x,))
+
+
+@pytest.mark.zrpc(workers=3, timeout=60)
+def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
+    per_thread = 60
+
+    def work(i: int) -> None:
+        rng = random.Random(i)
+        outstanding: list[tuple[Any, Any]] = []
+        for n in range(per_thread):
+            to, value = rng.randrange(3), (i, n)
+            match rng.randrange(8):
+                case 0:
+                    _is(rpc.rpc_sync(to, echo, (value,)), value)
+                case 1:
+                    outstanding.append((rpc.rpc_async(to, later, (value,)), value))
+                case 2:
+                    outstanding.append((rpc.rpc_async(to, soon, (value,)), value))
+                case 3:
+                    outstanding.append((rpc.rpc_async(to, nested, (value,)), value))
+                case 4:
+                    _is(rpc.remote(to, echo, (value,)).to_here(), value)
+                case 5:
+                    tensor = torch.full((rng.choice([3, 10_000]),), float(n))
+                    future = rpc.rpc_async(to, torch.add, (tensor, i))
+                    outstanding.append((future.then(lambda f: f.wait()[-1].item()), n + i))
+                case 6:
+                    with pytest.raises(KeyError) as info:
+                        rpc.rpc_sync(to, fail, (KeyError(value),))
+                    _is(info.value.args, (value,))
+                case 7:
+                    outstanding.append((rpc.rpc_async(to, lambda x: x, (value,)), value))
+        for future, value in outstanding:
+            _is(future.wait(), value)
+
+    def all_of(rank: int) -> None:
+        in_threads(mesh, 4, work, rank)
+
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            all_of(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * SOON)
+    if errors:
+        raise errors[0]
+
+
+def test_timeouts_and_answers_at_the_same_moment(shared: Mesh) -> None:
+    """Either of them comes, never both and never none."""
+
+    def work(i: int) -> None:
+        for n in range(40):
+            future = rpc.rpc_async(1, sleep_and_return, (0.004, (i, n)), timeout=0.005)
+            try:
+                _is(future.wait(), (i, n))
+            except rpc.RpcTimeoutError:
+                with pytest.raises(rpc.RpcTimeoutError):
+                    future.wait()
+            else:
+                _is(future.wait(), (i, n))
+
+    in_threads(shared, 4, work)
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
+
+
+def sleep_and_return(seconds: float, value: Any) -> Any:
+    time.sleep(seconds)  # the handler's work, timed against the caller's timeout
+    return value
+
+
+def test_a_burst_of_ten_thousand(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, operator.mul, (i, 2)) for i in range(10_000)]
+    assert torch.futures.wait_all(futures) == [2 * i for i in range(10_000)]
+
+
+@pytest.mark.zrpc(timeout=20)
+def test_shutdown_while_other_threads_call(mesh: Mesh) -> None:
+    """Each call has a result or a clear error."""
+    outcomes: list[Any] = []
+    begun = threading.Semaphore(0)
+
+    def work() -> None:
+        with mesh.agent(0).as_current():
+            agent_calls(outcomes, begun)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        assert begun.acquire(timeout=SOON)
+    mesh.agent(0).shutdown(graceful=False)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert len(outcomes) == 4
+    assert all(isinstance(error, rpc.RpcError) for error in outcomes), outcomes
+
+
+def agent_calls(outcomes: list[Any], begun: threading.Semaphore) -> None:
+    n = 0
+    try:
+        while True:
+            n += 1
+            begun.release()
+            assert rpc.rpc_sync(1, echo, (n,)) == n
+    except Exception as error:
+        outcomes.append(error)

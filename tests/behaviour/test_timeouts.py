@@ -1,0 +1,268 @@
+"""How long calls wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.waiting import SOON
+from tests.support.ways import by_async, by_wait_all
+from zrpc.functions import async_execution
+from zrpc.testing import Mesh
+
+Call = Callable[..., Any]
+MESSAGE = r"RPC ran for more than set timeout \(100 ms\) and will now be marked with an error"
+
+
+def by_value(*args: Any, **kwargs: Any) -> Any:
+    future = rpc.rpc_async(*args, **kwargs)
+    done = threading.Event()
+    future.add_done_callback(lambda f: done.set())
+    assert done.wait(SOON)
+    return future.value()
+
+
+ways = pytest.mark.parametrize("call", [rpc.rpc_sync, by_async, by_wait_all, by_value])
+
+
+@pytest.fixture
+def gate() -> Any:
+    with Gate() as gate:
+        yield gate
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_call_that_takes_longer(shared: Mesh, gate: Gate, call: Call, to: int) -> None:
+    with pytest.raises(RuntimeError, match=MESSAGE) as info:
+        call(to, gate.wait_inside, timeout=0.1)
+    assert isinstance(info.value, rpc.RpcTimeoutError)
+    assert isinstance(info.value, TimeoutError)
+    assert rpc.rpc_sync(to, echo, (1,)) == 1
+
+
+def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
+    begin = time.monotonic()
+    with pytest.raises(rpc.RpcTimeoutError):
+        rpc.rpc_sync(1, gate.wait_inside, timeout=0.3)
+    assert time.monotonic() - begin >= 0.3
+
+
+def test_a_remote_that_takes_longer_shows_at_use(shared: Mesh, gate: Gate) -> None:
+    rref = rpc.remote(1, gate.wait_inside, timeout=0.1)
+    with contextlib.suppress(rpc.RpcTimeoutError):
+        rref.to_here(timeout=0.5)  # begun before the other timeout is over
+    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out"):
+        rref.to_here()
+
+
+def test_to_here_with_a_timeout(shared: Mesh, gate: Gate) -> None:
+    rref = rpc.remote(1, gate.wait_inside, ("late",))
+    with pytest.raises(rpc.RpcTimeoutError):
+        rref.to_here(timeout=0.1)
+    gate.open()
+    assert rref.to_here() == "late"
+
+
+def test_a_late_answer_is_ignored(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, ("late",), timeout=0.1)
+    gate.await_entry()
+    with pytest.raises(rpc.RpcTimeoutError):
+        future.wait()
+    gate.open()
+    # Answers come in the order in which they are sent; these come after the late one.
+    assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
+    with pytest.raises(rpc.RpcTimeoutError):
+        future.wait()
+
+
+def test_many_timeouts_each_at_its_time(shared: Mesh, gate: Gate) -> None:
+    order: list[float] = []
+    done = threading.Semaphore(0)
+
+    def note(timeout: float) -> Callable[[Any], None]:
+        def callback(future: Any) -> None:
+            with pytest.raises(rpc.RpcTimeoutError):
+                future.wait()
+            order.append(timeout)
+            done.release()
+
+        return callback
+
+    timeouts = [0.6, 0.2, 0.4]
+    for timeout in timeouts:
+        rpc.rpc_async(1, gate.wait_inside, timeout=timeout).add_done_callback(note(timeout))
+    for _ in timeouts:
+        assert done.acquire(timeout=SOON)
+    assert order == sorted(timeouts)
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.1})
+@ways
+def test_the_default_comes_from_the_options(caller: Mesh, gate: Gate, call: Call) -> None:
+    assert rpc.get_rpc_timeout() == pytest.approx(0.1)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        call(1, gate.wait_inside)
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.1})
+@ways
+@pytest.mark.parametrize("timeout", [0, 20.0, 20])
+def test_a_timeout_of_the_call_goes_first(
+    caller: Mesh, gate: Gate, call: Call, timeout: float
+) -> None:
+    opener = threading.Timer(0.25, gate.open)  # beyond the default
+    opener.start()
+    assert call(1, gate.wait_inside, ("in time",), timeout=timeout) == "in time"
+    opener.join()
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.1})
+def test_unset_is_the_default(caller: Mesh, gate: Gate) -> None:
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        rpc.rpc_sync(1, gate.wait_inside, timeout=rpc.UNSET_RPC_TIMEOUT)
+    assert rpc.UNSET_RPC_TIMEOUT == -1
+
+
+def test_set_rpc_timeout(caller: Mesh, gate: Gate) -> None:
+    assert rpc.get_rpc_timeout() == 60
+    rpc._set_rpc_timeout(0.1)
+    assert rpc.get_rpc_timeout() == pytest.approx(0.1)
+    with pytest.raises(RuntimeError, match=MESSAGE):
+        rpc.rpc_sync(1, gate.wait_inside)
+    assert rpc.rpc_sync(1, rpc.get_rpc_timeout) == 60  # each worker has its own
+    rpc._set_rpc_timeout(0)
+    opener = threading.Timer(0.3, gate.open)
+    opener.start()
+    assert rpc.rpc_sync(1, gate.wait_inside, ("no timeout",)) == "no timeout"
+    opener.join()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), "soon"])
+def test_what_is_no_timeout(shared: Mesh, timeout: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        rpc.rpc_sync(1, echo, (1,), timeout=timeout)
+    with pytest.raises((ValueError, TypeError)):
+        rpc._set_rpc_timeout(timeout)
+    with pytest.raises(ValueError, match="timeout"):
+        rpc._set_rpc_timeout(-1)
+
+
+@pytest.mark.parametrize("timeout", [None, "3", [1]], ids=repr)
+def test_a_timeout_of_another_type(shared: Mesh, timeout: Any) -> None:
+    found = re.escape(f"timeout must be a number of seconds, 0 for none, but got {timeout!r}")
+    rref = rpc.remote(0, max, (1, 2))
+    for call in (
+        lambda: rpc.rpc_sync(1, echo, (1,), timeout=timeout),
+        lambda: rpc.rpc_async(1, echo, (1,), timeout=timeout),
+        lambda: rpc.remote(1, echo, (1,), timeout=timeout),
+        lambda: rref.to_here(timeout=timeout),
+        lambda: rpc._set_rpc_timeout(timeout),
+        lambda: rpc.shutdown(timeout=timeout),
+    ):
+        with pytest.raises(TypeError, match=found):
+            call()
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
+
+
+# -- a nested call never outlives its caller ---------------------------------------------------
+
+_nested: list[Any] = []
+_nested_came = threading.Semaphore(0)
+
+
+def nested(gate: Gate, timeout: float) -> None:
+    """A call back that would wait longer than its caller does; answers when the gate opens."""
+    try:
+        rpc.rpc_sync(0, gate.wait_inside, timeout=timeout)
+    except Exception as error:
+        _nested.append(error)
+    else:
+        _nested.append(None)
+    _nested_came.release()
+    gate.opened.wait(SOON)
+
+
+async def nested_async(gate: Gate, timeout: float) -> None:
+    try:
+        await rpc.rpc_async(0, gate.wait_inside, timeout=timeout)
+    except (Exception, asyncio.CancelledError) as error:  # it ends with its call, too
+        _nested.append(error)
+    else:
+        _nested.append(None)
+    _nested_came.release()
+    await asyncio.to_thread(gate.opened.wait, SOON)
+
+
+@async_execution
+def nested_then(gate: Gate, timeout: float) -> Any:
+    def note(future: Any) -> None:
+        try:
+            future.wait()
+        except Exception as error:
+            _nested.append(error)
+        else:
+            _nested.append(None)
+        _nested_came.release()
+        gate.opened.wait(SOON)
+
+    return rpc.rpc_async(0, gate.wait_inside, timeout=timeout).then(note)
+
+
+@pytest.mark.parametrize("handler", [nested, nested_async, nested_then])
+@pytest.mark.parametrize("timeout", [-1, 0, 15])
+def test_a_nested_call_ends_with_its_caller(
+    shared: Mesh, gate: Gate, handler: Any, timeout: float
+) -> None:
+    _nested.clear()
+    with pytest.raises(rpc.RpcTimeoutError):
+        rpc.rpc_sync(1, handler, (gate, timeout), timeout=0.3)
+    assert _nested_came.acquire(timeout=10)  # well before its own timeout
+    assert isinstance(_nested[0], rpc.RpcTimeoutError | asyncio.CancelledError)
+
+
+def two_levels(gate: Gate) -> None:
+    rpc.rpc_sync(0, nested, (gate, 0), timeout=0)
+
+
+def test_also_two_levels_down(shared: Mesh, gate: Gate) -> None:
+    _nested.clear()
+    with pytest.raises(rpc.RpcTimeoutError):
+        rpc.rpc_sync(1, two_levels, (gate,), timeout=0.3)
+    assert _nested_came.acquire(timeout=10)
+    assert isinstance(_nested[0], rpc.RpcTimeoutError)
+
+
+def test_a_shorter_timeout_of_the_nested_call_holds(shared: Mesh, gate: Gate) -> None:
+    _nested.clear()
+    future = rpc.rpc_async(1, nested, (gate, 0.1), timeout=15)
+    assert _nested_came.acquire(timeout=10)
+    gate.open()
+    future.wait()
+    assert "(100 ms)" in str(_nested[0])
+
+
+def test_the_next_handler_in_the_thread_has_no_deadline_of_the_last(
+    caller: Mesh, gate: Gate
+) -> None:
+    for _ in range(5):
+        with pytest.raises(rpc.RpcTimeoutError):
+            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.15)
+        assert _nested_came.acquire(timeout=10)
+    _nested.clear()
+    opener = threading.Timer(0.3, gate.open)
+    opener.start()
+    rpc.rpc_sync(1, nested, (gate, 0), timeout=0)
+    opener.join()
+    assert _nested_came.acquire(timeout=10)
+    assert _nested == [None]

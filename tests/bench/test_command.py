@@ -1,0 +1,150 @@
+"""Tests of the ``zrpc bench`` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from zrpc.cli import main
+from zrpc.cli.data_file import write_data
+
+from zrpc.bench import plot
+from zrpc.bench.rows import all_rows
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["bench", *arguments])
+
+
+def test_one_row_end_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zrpc.cli", "bench", "--rounds", "1", "--rows", "empty call"]
+    files = ["--json", "run.json", "--plot", "run.png"]
+    done = subprocess.run(
+        [*command, "--seconds", "0.01", *files],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "round 1 of 1: calls\n"
+    lines = done.stdout.splitlines()
+    assert " cores of " in lines[0]
+    assert "libzmq" in lines[1]
+    row = next(line for line in lines if line.startswith("empty call"))
+    assert row.endswith("ZeroMQ")
+    data = json.loads((tmp_path / "run.json").read_text())
+    (found,) = data["rows"]
+    assert set(found["rounds"]) == {"torch", "zrpc", "limit"}
+    assert found["times_faster"]["low"] <= found["times_faster"]["high"]
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scale_end_to_end(tmp_path: Path) -> None:
+    data_file, plot_file = tmp_path / "s.json", tmp_path / "s.png"
+    done = invoke(
+        *("scale", "--workers", "3,2", "--against", "nothing"),
+        *("--json", str(data_file), "--plot", str(plot_file)),
+    )
+    assert done.exit_code == 0, done.output
+    points = json.loads(data_file.read_text())["points"]
+    assert [(point["library"], point["workers"]) for point in points] == [("zrpc", 2), ("zrpc", 3)]
+    assert all(set(p["values"]) == {"init", "call", "descriptors", "memory"} for p in points)
+    assert plot_file.stat().st_size > 1000
+
+
+def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
+    command = [sys.executable, "-m", "zrpc.cli", "bench", "--against", "nothing", "--rows", "hops"]
+    process = subprocess.Popen(
+        [*command, "--seconds", "3600"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "round 1 of 5: calls\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "nested calls, 8 hops" in out
+    assert err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--rows", "no such row"], "no row matches 'no such row'; the rows are:"),
+        (["--rows", "("], "is not a regular expression"),
+        (["--rounds", "0"], "0 is not in the range x>=1"),
+        (["--seconds", "-1"], "-1.0 is not in the range x>=0"),
+        (["--deadline", "0"], "0.0 is not in the range x>0"),
+        (["--deadline", "inf"], "expected a finite number, but got inf"),
+        (["--seconds", "nan"], "expected a finite number, but got nan"),
+        (["--against", "gloo"], "'gloo' is not one of 'torch', 'nothing'"),
+        (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
+        (["--json", "/proc/f.json"], "/proc/f.json can't be written: "),
+        (["--plot", "f.docx"], "--plot draws a .png, .svg or .pdf, but got f.docx"),
+        (["--plot", "f.png", "--against", "nothing"], "--plot draws a comparison"),
+        (["scale", "--workers", "1,2"], "at least 2 workers, but got 1"),
+        (["scale", "--workers", "few"], "expected numbers separated by commas, but got 'few'"),
+        (["--rounds", "1", "scale"], "--rounds before `scale` has no effect"),
+        (["no-such-command"], "No such command 'no-such-command'"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments: list[str], error: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert error in result.output
+
+
+def test_write_data_reports_a_file_that_can_not_be_written() -> None:
+    with pytest.raises(click.ClickException, match=r"/proc/f\.json can't be written: "):
+        write_data(Path("/proc/f.json"), {})
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "can_plot", lambda: False)
+    result = invoke("--plot", "f.png")
+    assert result.exit_code == 2
+    assert "pip install 'torch-zrpc[bench]'" in result.output
+
+
+def test_list_prints_the_names_of_all_rows() -> None:
+    result = invoke("--list")
+    assert result.output.splitlines() == [row.name for row in all_rows()]
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--help"], ["bench", "--list"]])
+def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from zrpc.cli import main
+from zrpc.cli.data_file import write_data
+main({arguments!r}, standalone_mode=False)
+assert not {{"torch", "zmq", "numpy", "matplotlib", "rich"}} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_process_that_runs_the_benchmark_does_not_import_torch() -> None:
+    # It measures other processes; importing torch would make each start seconds slower.
+    code = (
+        "import sys, zrpc.bench.run, zrpc.bench.rows, zrpc.bench.table, zrpc.bench.plot\n"
+        "import zrpc.bench.progress, zrpc.bench.scale, zrpc.bench.machine\n"
+        "print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ
+    )
+    assert done.stdout.strip() == "[]", done.stderr

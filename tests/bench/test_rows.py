@@ -1,0 +1,120 @@
+"""Tests of the list of rows; runs each workload once, with zrpc."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+
+from zrpc.bench.mesh import Mesh
+from zrpc.bench.row import Group, Limit, Row
+from zrpc.bench.rows import GROUPS, all_rows, select
+from zrpc.bench.sampling import Sampling
+from zrpc.launch import Starter
+
+MEASURED = [row for group in GROUPS if group.forms_mesh for row in group.rows]
+LIMITS = list(
+    dict.fromkeys(each for row in all_rows() for each in (row.limit, row.tcp_limit) if each)
+)
+
+
+def test_the_names_of_rows_are_unique() -> None:
+    names = [row.name for row in all_rows()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "measured", [*all_rows(), *LIMITS], ids=lambda each: f"{each.name} {each.workload}"
+)
+def test_workloads_exist(measured: Row | Limit) -> None:
+    module, _, name = measured.workload.partition(":")
+    assert callable(getattr(importlib.import_module(f"zrpc.bench.{module}"), name))
+
+
+def test_rows_that_start_many_workers_are_not_selected_by_default() -> None:
+    names = [row.name for group in select(None) for row in group.rows]
+    assert "empty call" in names
+    assert not [name for name in names if "start and stop" in name or "launch" in name]
+
+
+def test_rows_are_selected_by_a_part_of_their_name() -> None:
+    groups = select("EMPTY call|32 workers")
+    assert [[row.name for row in group.rows] for group in groups] == [
+        ["empty call"],
+        ["start and stop of 32 workers"],
+    ]
+
+
+def test_a_pattern_that_matches_nothing_lists_the_rows() -> None:
+    with pytest.raises(ValueError, match=r"no row matches 'nothing'; the rows are:\n  empty call"):
+        select("nothing")
+
+
+def test_an_invalid_pattern_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        select("(")
+
+
+class _Meshes:
+    """Keeps one mesh at a time, for several tests."""
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+        self._key: tuple[str, int, bool] | None = None
+        self._mesh: Mesh | None = None
+
+    def get(self, participant: str, workers: int, tcp: bool) -> Mesh:
+        key = (participant, workers, tcp)
+        if self._key != key:
+            self.close()
+            self._mesh = Mesh(self._starter, participant, workers, tcp=tcp).__enter__()
+            self._key = key
+        assert self._mesh is not None
+        return self._mesh
+
+    def close(self) -> None:
+        mesh, self._mesh, self._key = self._mesh, None, None
+        if mesh is not None:
+            mesh.__exit__(None, None, None)
+            assert mesh.shutdown_errors == []
+
+
+@pytest.fixture(scope="module")
+def meshes(starter: Starter) -> Iterator[_Meshes]:
+    kept = _Meshes(starter)
+    yield kept
+    kept.close()
+
+
+def _group_of(row: Row) -> Group:
+    return next(group for group in GROUPS if row in group.rows)
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row.name)
+def test_row_can_be_measured(row: Row, meshes: _Meshes, tiny: Sampling) -> None:
+    mesh = meshes.get("zrpc", _group_of(row).workers, tcp=False)
+    sample = mesh.measure(row.workload, row.arguments, tiny, 30)
+    assert sample.value > 0
+    assert sample.repeats >= 1
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.workload}{limit.arguments}")
+@pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
+def test_limit_can_be_measured(limit: Limit, tcp: bool, meshes: _Meshes, tiny: Sampling) -> None:
+    sample = meshes.get("limit", 2, tcp).measure(limit.workload, limit.arguments, tiny, 30)
+    assert sample.value > 0
+
+
+@pytest.mark.parametrize("library", ["torch", "zrpc"])
+def test_both_libraries_run_the_same_workload_over_tcp(
+    library: str, meshes: _Meshes, tiny: Sampling
+) -> None:
+    mesh = meshes.get(library, 2, tcp=True)
+    for workload, arguments in (("calls:small_tensor", ()), ("tensors:echo", (65536,))):
+        assert mesh.measure(workload, arguments, tiny, 30).value > 0
+
+
+def test_start_and_stop_of_workers(starter: Starter, tiny: Sampling) -> None:
+    with Mesh(starter, "zrpc", 1, forms_mesh=False) as mesh:
+        assert mesh.measure("startup:start_and_stop", (2,), tiny, 60).value > 0

@@ -1,0 +1,189 @@
+"""Tests of runs in which something fails, hangs or dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import until
+from zrpc.bench import run as run_module
+from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.row import Group, Row
+from zrpc.bench.run import Run
+from zrpc.bench.sampling import Sampling
+from zrpc.bench.settings import Settings
+from zrpc.launch import Starter
+
+GOOD = Row("good", "calls:empty")
+BROKEN = Row("broken", "calls:no_such")
+SLOW = Row("slow", "calls:empty", deadline=0.3)
+ENDLESS = Sampling(seconds=3600)
+
+
+class _SilentWatcher:
+    def row_started(self, number: int, group: Group, row: Row) -> None:
+        pass
+
+    def row_finished(self) -> None:
+        pass
+
+
+class _BorrowedStarter:
+    """Lends the tests' starter to a run, which must not close it."""
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+
+    def __enter__(self) -> Starter:
+        return self._starter
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def pids_of(mesh: Mesh) -> list[int]:
+    return [process.pid for process in mesh._processes]
+
+
+@contextlib.contextmanager
+def closing(mesh: Mesh) -> Iterator[None]:
+    """Does what ``with mesh`` does, for a mesh that was entered before."""
+    try:
+        yield
+    except BaseException as error:
+        mesh.__exit__(type(error), error, None)
+        raise
+    mesh.__exit__(None, None, None)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_mesh_leaves_nothing_behind(starter: Starter, tiny: Sampling) -> None:
+    with Mesh(starter, "zrpc", 2) as mesh:
+        pids, directory = pids_of(mesh), mesh._directory
+        assert mesh.join_seconds > 0
+        assert mesh.measure("calls:empty", (), tiny, 30).value > 0
+        assert directory.exists()
+    assert mesh.shutdown_errors == []
+    assert not directory.exists()
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def await_stopped(pids: list[int], stopped: bool) -> None:
+    until(lambda: not any(is_stopped(pid) is not stopped for pid in pids))
+
+
+@pytest.mark.parametrize("library", ["zrpc", "torch"])
+def test_a_paused_mesh_can_be_resumed_or_shut_down(
+    starter: Starter, tiny: Sampling, library: str
+) -> None:
+    with Mesh(starter, library, 2) as mesh:
+        mesh.measure("calls:empty", (), tiny, 30)
+        mesh.pause()
+        await_stopped(pids_of(mesh), True)
+        mesh.resume()
+        await_stopped(pids_of(mesh), False)
+        assert mesh.measure("calls:empty", (), tiny, 30).value > 0
+        mesh.pause()
+    assert mesh.shutdown_errors == []
+
+
+def test_an_error_of_a_workload_is_reported_in_one_line(starter: Starter, tiny: Sampling) -> None:
+    with (
+        pytest.raises(MeshError, match=r"^AttributeError: .*no_such"),
+        Mesh(starter, "zrpc", 1) as mesh,
+    ):
+        mesh.measure("calls:no_such", (), tiny, 30)
+
+
+def test_a_workload_that_hangs_is_killed(starter: Starter) -> None:
+    before = time.monotonic()
+    mesh = Mesh(starter, "zrpc", 2).__enter__()
+    pids = pids_of(mesh)
+    with pytest.raises(HungError, match=r"no result within 0\.2 s"), closing(mesh):
+        mesh.measure("calls:empty", (), ENDLESS, 0.2)
+    assert time.monotonic() - before < 10
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_dies_is_noticed_before_the_deadline(starter: Starter, rank: int) -> None:
+    mesh = Mesh(starter, "zrpc", 2).__enter__()
+    threading.Timer(0.2, os.kill, (pids_of(mesh)[rank], signal.SIGKILL)).start()
+    with pytest.raises(MeshError, match=f"worker{rank} was killed by SIGKILL"), closing(mesh):
+        mesh.measure("calls:peer_busy", (), ENDLESS, 60)
+
+
+def test_workers_that_do_not_join_in_time(starter: Starter) -> None:
+    with pytest.raises(HungError, match="the workers did not join within 0 s"):
+        Mesh(starter, "zrpc", 2, timeout=0).__enter__()
+
+
+def test_workers_that_do_not_leave_are_killed_and_reported(starter: Starter) -> None:
+    with Mesh(starter, "zrpc", 2) as mesh:
+        pids = pids_of(mesh)
+        os.kill(pids[1], signal.SIGSTOP)
+        mesh._timeout = 0.3
+    assert mesh.shutdown_errors == [
+        "zrpc could not be shut down: the workers did not leave within 0.3 s"
+    ]
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+@pytest.fixture
+def borrowed_starter(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "warm_starter", lambda: _BorrowedStarter(starter))
+
+
+@pytest.mark.usefixtures("borrowed_starter")
+def test_a_row_that_fails_does_not_affect_the_others(tiny: Sampling) -> None:
+    group = Group("group", (BROKEN, GOOD), turns=2)
+    run = Run([group], Settings(against=None, rounds=2, sampling=tiny))
+    run.run(_SilentWatcher())
+    broken, good = run.results
+    reasons = {each.reason for each in broken.failures("zrpc")}
+    assert len(broken.failures("zrpc")) == 2
+    assert reasons == {"AttributeError: module 'zrpc.bench.calls' has no attribute 'no_such'"}
+    assert good.failures("zrpc") == []
+    assert len(good.outcomes["zrpc"]) == 2
+    assert run.notes == []
+
+
+@pytest.mark.usefixtures("borrowed_starter")
+def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
+    settings = Settings(against=None, rounds=3, sampling=ENDLESS)
+    run = Run([Group("group", (SLOW,), turns=1)], settings)
+    before = time.monotonic()
+    run.run(_SilentWatcher())
+    assert time.monotonic() - before < 15
+    assert [each.reason for each in run.results[0].failures("zrpc")] == [
+        "no result within 0.3 s"
+    ] * 3
+
+
+@pytest.mark.usefixtures("borrowed_starter")
+def test_if_no_mesh_starts_all_rows_fail(tiny: Sampling) -> None:
+    settings = Settings(against=None, rounds=1, sampling=tiny, mesh_timeout=0)
+    run = Run([Group("group", (GOOD, BROKEN))], settings)
+    run.run(_SilentWatcher())
+    for result in run.results:
+        assert [each.reason for each in result.failures("zrpc")] == [
+            "at the start: the workers did not join within 0 s"
+        ]

@@ -1,0 +1,204 @@
+"""The cancel scope of a handler: its deadline, its cancellation, and the calls in it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.pending import entered_call
+from zrpc.calls.cancel_scope import CancelScope, activate, current_scope, deactivate
+from zrpc.calls.pending_calls import PendingCalls, Stage
+from zrpc.errors import RpcCancelledError
+from zrpc.membership.worker_info import WorkerInfo
+
+CALLER = WorkerInfo("worker0", 0)
+SOON = 5.0
+
+
+@pytest.fixture
+def scope() -> Any:
+    return CancelScope(CALLER, 0)
+
+
+@pytest.fixture
+def calls() -> Any:
+    return PendingCalls()
+
+
+def test_a_handler_that_is_waited_for_begins(scope: Any) -> None:
+    assert scope.begin()
+    assert not scope.abandoned
+    assert not scope.cancel()  # its job was no longer queued
+    assert scope.abandoned
+
+
+def test_one_that_was_cancelled_does_not_begin(scope: Any) -> None:
+    assert scope.cancel()
+    assert not scope.cancel()  # once
+    assert not scope.begin()
+
+
+def test_one_whose_deadline_has_passed_does_not_begin() -> None:
+    scope = CancelScope(CALLER, 1e-9)
+    assert scope.abandoned
+    assert not scope.begin()
+    assert scope.cancelled  # its answer is not sent
+
+
+def test_either_it_begins_or_it_is_dropped(scope: Any) -> Any:
+    """With two threads: never both, never neither."""
+    for _ in range(300):
+        scope = CancelScope(CALLER, 0)
+        together = threading.Barrier(2)
+
+        def begin(scope: Any = scope, together: Any = together) -> Any:
+            together.wait()
+            return scope.begin()
+
+        with ThreadPoolExecutor(1) as pool:
+            begun = pool.submit(begin)
+            together.wait()
+            dropped = scope.cancel()
+            assert not (dropped and begun.result())
+
+
+def test_one_that_must_run_is_not_cancelled() -> None:
+    scope = CancelScope(CALLER, 1e-9, must_run=True)
+    assert not scope.cancel()
+    assert not scope.abandoned
+    assert scope.begin()
+    assert scope.remaining() == 0
+
+
+def test_children_are_cancelled_with_it(scope: Any, calls: Any) -> None:
+    scope.begin()
+    children = [entered_call(calls, 0, 0) for _ in range(3)]
+    for child in children:
+        scope.adopt(child)
+    children[0].fail(KeyError("earlier"))
+    scope.cancel()
+    assert [type(child.claim()) for child in children] == [
+        KeyError,
+        RpcCancelledError,
+        RpcCancelledError,
+    ]
+    late = entered_call(calls, 0, 0)
+    scope.adopt(late)
+    assert isinstance(late.claim(), RpcCancelledError)
+    assert len(calls) == 0
+
+
+def test_calls_that_are_not_sent_yet_end_first(scope: Any, calls: Any) -> None:
+    """They wait for room: ending the others first would give them room."""
+    scope.begin()
+    ended = []
+
+    class Follower:
+        def on_settled(self, call: Any) -> None:
+            ended.append(call.sent)
+
+    for i in range(20):
+        call = entered_call(calls, 0, 0)
+        call.stage = Stage.LEFT if i % 2 == 0 else Stage.NEW
+        call.follower = Follower()
+        scope.adopt(call)
+    scope.cancel()
+    assert ended == [False] * 10 + [True] * 10
+
+
+def test_settled_children_are_removed(scope: Any, calls: Any) -> None:
+    scope.begin()
+    for _ in range(10):
+        child = entered_call(calls, 0, 0)
+        scope.adopt(child)
+        calls.pop(child.call_id).settle("done")
+    settled = entered_call(calls, 0, 0)
+    calls.pop(settled.call_id).settle("done")
+    scope.adopt(settled)  # before it could
+    assert not scope._children
+
+
+def test_only_sent_calls_are_cancelled_at_the_callee() -> None:
+    told = []
+    calls = PendingCalls(on_cancelled=told.append)
+    unsent, sent = entered_call(calls, 0, 0), entered_call(calls, 0, 0)
+    sent.stage = Stage.LEFT
+    assert unsent.cancel()
+    assert sent.cancel()
+    assert not sent.cancel()
+    assert told == [sent]
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "expected"), [(0, 0, 0), (0, 3, 3), (10, 3, 3), (10, 0, 10), (10, 30, 10)]
+)
+def test_a_nested_call_is_bounded_by_the_deadline(own: Any, asked: Any, expected: Any) -> None:
+    assert CancelScope(CALLER, own).bounded(asked) == pytest.approx(expected, abs=0.5)
+
+
+def test_after_the_deadline_a_nested_call_still_has_a_limit() -> None:
+    assert 0 < CancelScope(CALLER, 1e-9).bounded(0) < 0.01
+
+
+def test_remaining(scope: Any) -> None:
+    assert scope.remaining() is None
+    assert 9 < CancelScope(CALLER, 10).remaining() <= 10
+    assert CancelScope(CALLER, 1e-9).remaining() == 0
+
+
+def test_a_wait_ends_with_the_scope(scope: Any) -> None:
+    scope.begin()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(scope.wait, SOON) for _ in range(3)]
+        while scope._gate is None:
+            time.sleep(0.001)
+        scope.cancel()
+        assert all(w.result() for w in waiting)
+    assert scope.wait(0)
+
+
+def test_a_wait_ends_with_its_timeout_or_the_deadline(scope: Any) -> None:
+    begin = time.monotonic()
+    assert not scope.wait(0.02)
+    assert time.monotonic() - begin >= 0.02
+    assert CancelScope(CALLER, 0.02).wait(None)
+    assert CancelScope(CALLER, 0.02).wait(SOON)
+    assert time.monotonic() - begin < SOON
+    assert not CancelScope(CALLER, 1e-9, must_run=True).wait(0.01)
+
+
+def test_the_task_is_cancelled(scope: Any) -> None:
+    async def main() -> None:
+        scope.begin()
+        task = asyncio.ensure_future(asyncio.sleep(SOON))
+        assert scope.follow(task)
+        await asyncio.to_thread(scope.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not scope.follow(task)
+
+    asyncio.run(main())
+    scope = CancelScope(CALLER, 0)
+    scope.begin()
+    scope.follow(task_of_a_closed_loop())
+    scope.cancel()
+
+
+def task_of_a_closed_loop() -> Any:
+    async def nothing() -> Any:
+        return asyncio.current_task()
+
+    return asyncio.run(nothing())
+
+
+def test_the_current_one(scope: Any) -> None:
+    assert current_scope() is None
+    token = activate(scope)
+    assert current_scope() is scope
+    deactivate(token)
+    assert current_scope() is None

@@ -1,0 +1,151 @@
+"""The installed command, as a user types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner
+from zrpc.cli import main
+
+ZRPC = [sys.executable, "-m", "zrpc.cli"]
+
+
+def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [*ZRPC, *arguments],
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    assert run("--version", cwd=tmp_path) == (0, f"zrpc, version {version('torch-zrpc')}\n", "")
+
+
+def test_console_script_is_installed(tmp_path: Path) -> None:
+    script = Path(sys.executable).with_name("zrpc")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"zrpc, version {version('torch-zrpc')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
+def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from zrpc.cli import main
+main({arguments!r}, standalone_mode=False)
+assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "launch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["no.py"], "there is no script 'no.py'"),
+        ([], "Missing argument 'SCRIPT'"),
+        (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
+        (["--nprocs", "two", "s.py"], "'two' is not a valid integer"),
+        (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
+        (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
+        (["--env", "RANK=1", "s.py"], "RANK can't be set"),
+        (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
+        (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
+        (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
+        (["--timeout", "inf", "s.py"], "expected a finite number, but got inf"),
+        (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
+        (["--no-such-option", "s.py"], "No such option"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    arguments: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.py").touch()
+    result = CliRunner().invoke(main, ["launch", *arguments])
+    assert result.exit_code == 2
+    assert error in result.output
+
+
+def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    for place in ("/dev/null/logs", "/proc/logs"):
+        code, _, err = run("launch", "--log-dir", place, "s.py", cwd=tmp_path)
+        assert code == 1
+        assert err.startswith(f"Error: the log directory {place} can't be created: ")
+
+
+def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        print(os.environ["ZRPC_WORKER_NAME"], os.environ["A"], os.environ["B"], sys.argv)
+    """
+    (tmp_path / "s.py").write_text(dedent(script))
+    code, out, err = run(
+        *("launch", "--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"),
+        *("--log-dir", "logs", "--timeout", "60", "--start-method", "spawn"),
+        *("s.py", "--nprocs", "3", "-m", "--", "--help"),
+        cwd=tmp_path,
+    )
+    assert (code, err) == (0, "")
+    argv = ["s.py", "--nprocs", "3", "-m", "--", "--help"]
+    assert sorted(out.splitlines()) == [f"[{i}] w:{i} 1 x=y {argv}" for i in range(2)]
+    assert (tmp_path / "logs" / "rank1.out").read_text() == f"w:1 1 x=y {argv}\n"
+
+
+def test_module_can_be_launched_and_its_exit_code_is_returned(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:]); sys.exit(9)")
+    code, out, _ = run("launch", "--start-method", "spawn", "-m", "tool", "-n", "4", cwd=tmp_path)
+    assert (code, out) == (9, "[0] ['-n', '4']\n")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_meet_through_torch(tmp_path: Path, method: str) -> None:
+    script = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(total)
+        print(dist.get_world_size(), total.item(), torch.get_num_threads())
+        dist.destroy_process_group()
+    """
+    (tmp_path / "s.py").write_text(dedent(script))
+    code, out, err = run(
+        *("launch", "--start-method", method, "--nprocs", "3", "--timeout", "60", "s.py"),
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "2"},
+    )
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"[{i}] 3 6 2" for i in range(3)]
+
+
+def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        print(os.getppid(), "torch" in sys.modules)
+    """
+    (tmp_path / "s.py").write_text(dedent(script))
+    code, out, err = run("launch", "--nprocs", "16", "s.py", cwd=tmp_path)
+    assert code == 0, err
+    rows = [line.split() for line in out.splitlines()]
+    assert {int(row[0][1:-1]) for row in rows} == set(range(16))
+    assert {row[2] for row in rows} == {"True"}
+    assert len({row[1] for row in rows}) == 1
+
+
+def test_the_interface_is_passed_on(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import os; print(os.environ.get('ZRPC_IFACE'))")
+    assert run("launch", "--iface", "eth7", "s.py", cwd=tmp_path)[:2] == (0, "[0] eth7\n")

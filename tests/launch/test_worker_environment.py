@@ -1,0 +1,116 @@
+"""The environment variables that workers get, in a launcher process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Write = Callable[..., str]
+Start = Callable[..., Any]
+
+SHOW = """
+    import json, os, sys
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "ZRPC_WORKER_NAME", "ZRPC_RUNTIME_DIR", "OMP_NUM_THREADS", "EXTRA",
+            "TORCHELASTIC_USE_AGENT_STORE")
+    print(json.dumps([{key: os.environ.get(key) for key in keys}, sys.argv[1:]]))
+    """
+
+
+def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
+    rows = []
+    for line in out.splitlines():
+        prefix, _, rest = line.partition(" ")
+        rows.append((int(prefix[1:-1]), *json.loads(rest)))
+    return sorted(rows, key=lambda row: row[0])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_each_worker_gets_its_environment(start: Start, write: Write, method: str) -> None:
+    environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    launched = start(
+        write(SHOW),
+        argv=["--nprocs", "9"],
+        nprocs=3,
+        name_prefix="w",
+        env={"EXTRA": "a=b"},
+        start_method=method,
+        environ=environ,
+    )
+    code, out, err = launched.finish()
+    assert (code, err) == (0, "")
+    rows = shown(out)
+    assert [row[0] for row in rows] == [0, 1, 2]
+    for rank, env, argv in rows:
+        assert argv == ["--nprocs", "9"]
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 1024 < int(env["MASTER_PORT"]) < 65536
+        assert env["ZRPC_WORKER_NAME"] == f"w{rank}"
+        assert env["OMP_NUM_THREADS"] == "1"
+        assert env["EXTRA"] == "a=b"
+        assert env["TORCHELASTIC_USE_AGENT_STORE"] is None
+    assert len({row[1]["MASTER_PORT"] for row in rows}) == 1
+    (directory,) = {row[1]["ZRPC_RUNTIME_DIR"] for row in rows}
+    assert not os.path.exists(directory)
+
+
+# Looks for the secret on all command lines, also the launcher's and the fork server's.
+SECRET = """
+    import contextlib, os, pathlib
+    secret, shown = os.environ.get("ZRPC_SECRET", ""), False
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # of a process that has ended
+            shown |= bool(secret) and secret.encode() in path.read_bytes()
+    print(secret, os.environ.get("ZRPC_SECRET_FILE", ""), shown, sep=",")
+    """
+
+
+def shown_secrets(out: str) -> list[list[str]]:
+    return [line.partition(" ")[2].split(",") for line in out.splitlines()]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_share_a_secret_that_is_on_no_command_line(
+    start: Start, write: Write, method: str
+) -> None:
+    script = write(SECRET)
+    runs = [start(script, nprocs=2, start_method=method) for _ in range(2)]
+    secrets = [shown_secrets(run.finish()[1]) for run in runs]
+    for (secret, file, shown), other in secrets:
+        assert len(secret) == 64
+        assert (file, shown) == ("", "False")
+        assert other == [secret, file, shown]
+    assert secrets[0][0][0] != secrets[1][0][0]
+
+
+@pytest.mark.parametrize(
+    ("environ", "env", "secrets"),
+    [
+        ({"ZRPC_SECRET": "given" * 9}, {}, ["given" * 9, ""]),
+        ({"ZRPC_SECRET_FILE": "/a/file"}, {}, ["", "/a/file"]),
+        ({}, {"ZRPC_SECRET_FILE": "/a/file"}, ["", "/a/file"]),
+    ],
+)
+def test_a_given_secret_is_kept(
+    start: Start, write: Write, environ: dict[str, str], env: dict[str, str], secrets: list[str]
+) -> None:
+    out = start(write(SECRET), environ=environ, env=env).finish()[1]
+    assert shown_secrets(out)[0][:2] == secrets
+
+
+@pytest.mark.parametrize(
+    ("nprocs", "environ", "expected"), [(1, {}, None), (2, {"OMP_NUM_THREADS": "3"}, "3")]
+)
+def test_threads_are_not_limited_for_one_worker_or_if_a_number_is_set(
+    start: Start, write: Write, nprocs: int, environ: dict[str, str], expected: str | None
+) -> None:
+    _, out, _ = start(write(SHOW), nprocs=nprocs, environ=environ).finish()
+    assert [row[1]["OMP_NUM_THREADS"] for row in shown(out)] == [expected] * nprocs

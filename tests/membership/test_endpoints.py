@@ -1,0 +1,267 @@
+"""Where workers listen, and which meshes are refused for lack of trust."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.bootstrap
+import zrpc.membership.endpoints
+from zrpc.bootstrap import join_mesh
+from zrpc.errors import AuthenticationError, RpcError
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.secret import ClusterSecret, new_secret
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.testing import local_mesh
+from zrpc.testing.leaks import lasting
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+SOON = 10.0
+SECRET = ClusterSecret(new_secret())
+
+
+@pytest.fixture(autouse=True)
+def _no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE", "ZRPC_IFACE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes each worker see a host of its own."""
+    monkeypatch.setattr(zrpc.bootstrap, "host_key", lambda: threading.current_thread().name)
+
+
+class Started:
+    """Agents, each started in a thread that is named for its host; or their errors."""
+
+    def __init__(
+        self,
+        *options: dict[str, Any],
+        secret: ClusterSecret | None = SECRET,
+        size: int | None = None,
+    ) -> None:
+        with lasting():
+            import torch.distributed as dist
+        self.outcomes = [None] * len(options)
+        self._store, self._secret = dist.HashStore(), secret
+        threads = [
+            threading.Thread(target=self._start, args=(rank, chosen), name=f"boot{rank}/dir")
+            for rank, chosen in enumerate(options)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * SOON)
+            assert not thread.is_alive()
+
+    def _start(self, rank: int, options: dict[str, Any]) -> None:
+        try:
+            self.outcomes[rank] = join_mesh(
+                f"w{rank}",
+                rank=rank,
+                world_size=len(self.outcomes),
+                store=self._store,
+                options=ZmqRpcBackendOptions(**{"init_timeout": SOON, **options}),
+                secret=self._secret,
+            )
+        except Exception as error:
+            self.outcomes[rank] = error
+
+    def __enter__(self) -> list[Any]:
+        return self.outcomes
+
+    def __exit__(self, *_: object) -> None:
+        for outcome in self.outcomes:
+            if not isinstance(outcome, Exception):
+                outcome.close()
+
+
+def talk(agents: Sequence[Any]) -> None:
+    with agents[0].as_current():
+        assert zrpc.rpc_sync(1, torch.add, (torch.ones(3), 1)).tolist() == [2, 2, 2]
+    with agents[1].as_current():
+        assert zrpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+def listeners() -> set[str]:
+    """The local addresses and ports on which this process listens for tcp."""
+    inodes = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(name) as file:
+            rows = [line.split() for line in file][1:]
+        found |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+    return found
+
+
+# -- one host ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("security", ["auto", "none"])
+def test_one_host_needs_no_secret(security: str) -> None:
+    before = listeners()
+    with Started({"security": security}, {"security": security}, secret=None) as agents:
+        talk(agents)
+        assert listeners() == before
+
+
+def test_a_secret_can_be_required_of_one_host_too() -> None:
+    with Started({"security": "required"}, {"security": "required"}, secret=None) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, AuthenticationError)
+            assert "security='required' needs a cluster secret: make a file" in str(error)
+    with Started({"security": "required"}, {"security": "auto"}) as agents:
+        talk(agents)
+
+
+@pytest.mark.parametrize("security", ["auto", "required"])
+def test_tcp_without_a_secret_is_refused_on_one_host_too(security: str) -> None:
+    options = {"transport": "tcp", "security": security}
+    with Started(options, options, secret=None) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, AuthenticationError)
+            assert "zrpc secret" in str(error)
+
+
+def test_a_single_worker_needs_no_secret() -> None:
+    with Started({"transport": "tcp"}, secret=None) as [agent], agent.as_current():
+        assert zrpc.rpc_sync(0, max, (1, 2)) == 2
+        assert agent.network._gatekeeper is None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs /proc")
+@pytest.mark.parametrize("security", ["auto", "required", "none"])
+def test_tcp_on_one_host_listens_on_loopback_only(security: str) -> None:
+    before = listeners()
+    options = {"transport": "tcp", "security": security}
+    with Started(options, options) as agents:
+        talk(agents)
+        assert listeners() - before == {"0100007F"}
+        guarded = [agent.network._gatekeeper is not None for agent in agents]
+        assert guarded == [security != "none"] * 2
+
+
+def test_plain_tcp_needs_no_secret_but_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"transport": "tcp", "security": "none"}
+    with Started(options, options, secret=None) as agents:
+        talk(agents)
+    warnings = [r for r in caplog.records if "neither encrypted nor authenticated" in r.message]
+    assert len(warnings) == 2
+    assert all(record.levelname == "WARNING" for record in warnings)
+
+
+def test_all_workers_must_agree_on_security_none() -> None:
+    with Started({"transport": "tcp", "security": "none"}, {"transport": "tcp"}) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, AuthenticationError)
+            assert "WorkerInfo(id=0, name=w0) talks in the clear" in str(error)
+            assert "but WorkerInfo(id=1, name=w1) does not" in str(error)
+
+
+def test_an_unknown_security() -> None:
+    with pytest.raises(ValueError, match="'auto', 'required' or 'none', but got 'some'"):
+        ZmqRpcBackendOptions(security="some")
+
+
+def test_a_mesh_of_the_test_fixture_has_a_secret() -> None:
+    with local_mesh(2, options={"transport": "tcp"}) as mesh:
+        assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
+
+
+@pytest.mark.parametrize("security", ["auto", "required", "none"])
+def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch, security: str) -> None:
+    monkeypatch.setattr(zrpc.membership.endpoints, "supports_curve", lambda: False)
+    with Started({"security": security}, {"security": security}) as outcomes:
+        if security == "none":
+            talk(outcomes)
+        else:
+            assert all("install pyzmq from its wheels" in str(error) for error in outcomes)
+
+
+# -- several hosts -------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hosts")
+def test_several_hosts_without_a_secret_get_instructions() -> None:
+    with Started({}, {}, secret=None) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, AuthenticationError)
+            assert "they are on 2 host(s)" in str(error)
+            assert "make a file with `zrpc secret FILE`, copy it to each host" in str(error)
+            assert "ZRPC_SECRET_FILE" in str(error)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_an_address_that_other_hosts_cannot_reach_is_an_error() -> None:
+    with Started({}, {}) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, RpcError)
+            assert "listens on tcp://127.0.0.1:" in str(error)
+            assert "set ZRPC_IFACE there" in str(error)
+
+
+@pytest.mark.usefixtures("hosts")
+def test_ipc_between_hosts_is_refused() -> None:
+    with Started({"transport": "ipc"}, {"transport": "ipc"}) as outcomes:
+        assert all("transport='ipc' needs all workers on one" in str(error) for error in outcomes)
+
+
+# -- interfaces ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interface", ["lo", "127.0.0.1", " 127.0.0.1 "])
+def test_an_interface_can_be_named(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.setenv("ZRPC_IFACE", interface)
+    before = listeners()
+    with Started({"transport": "tcp"}, {"transport": "tcp"}) as agents:
+        talk(agents)
+        assert listeners() - before == {"0100007F"}
+
+
+@pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "[::]"])
+def test_all_interfaces_are_refused(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.setenv("ZRPC_IFACE", interface)
+    with Started({"transport": "tcp"}, {"transport": "tcp"}) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, RpcError)
+            assert "never listens on all of them" in str(error)
+
+
+@pytest.mark.parametrize("interface", ["nosuchthing0", "203.0.113.7", "a b"])
+def test_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.setenv("ZRPC_IFACE", interface)
+    with Started({"transport": "tcp"}, {"transport": "tcp"}) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, RpcError)
+            assert f"can't listen on {interface} (" in str(error)
+            assert "set ZRPC_IFACE to the name or the address" in str(error)
+
+
+# -- forged peer records --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user")
+def test_a_directory_of_another_user_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = zrpc.bootstrap.meet
+
+    def meet(*args: Any) -> list[PeerRecord]:
+        records = real(*args)
+        os.chown(records[1].directory, 12345, 12345)
+        return records
+
+    monkeypatch.setattr(zrpc.bootstrap, "meet", meet)
+    with Started({}, {}, secret=None) as outcomes:
+        assert isinstance(outcomes[0], AuthenticationError)
+        assert "found one of user 12345 with mode 0700" in str(outcomes[0])

@@ -1,0 +1,263 @@
+"""When a worker is declared dead: the rules, and their properties for any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zrpc.membership.failure_detector import FailureDetector, Loss, Reason
+
+LIMIT = 10.0
+TICK = 0.1
+
+
+@pytest.fixture
+def detector() -> FailureDetector:
+    return FailureDetector(LIMIT)
+
+
+def ticks(detector: FailureDetector, start: float, end: float) -> list[Loss]:
+    """Lets time pass; returns the first losses."""
+    now = start
+    while now < end:
+        now += TICK
+        losses = detector.tick(now)
+        if losses:
+            return losses
+    return []
+
+
+def test_a_peer_that_answers_is_never_declared_dead(detector: FailureDetector) -> None:
+    detector.monitor(1, 0.0)
+    detector.connected(1, 0.01)
+    assert ticks(detector, 0.0, 100 * LIMIT) == []
+
+
+def test_a_peer_that_never_answers_is_declared_dead_within_the_limit(
+    detector: FailureDetector,
+) -> None:
+    detector.monitor(1, 5.0)
+    (loss,) = ticks(detector, 5.0, 50.0)
+    assert (loss.member, loss.reason, loss.heard) == (1, Reason.SILENT, None)
+    assert 0.8 * LIMIT < loss.at - 5.0 <= LIMIT
+    assert ticks(detector, loss.at, 100.0) == []  # once
+
+
+def test_a_peer_that_stops_is_declared_dead_within_the_limit(detector: FailureDetector) -> None:
+    """The last answer came at 100, and the next time it was asked it did not answer."""
+    detector.monitor(1, 0.0)
+    detector.connected(1, 0.0)
+    ticks(detector, 0.0, 100.0)
+    broken = 100.0 + detector.interval + detector.timeout
+    ticks(detector, 100.0, broken)
+    detector.disconnected(1, broken)
+    (loss,) = ticks(detector, broken, 200.0)
+    assert loss.reason is Reason.SILENT
+    assert loss.heard == pytest.approx(100.0)
+    assert 100.0 + 0.8 * LIMIT < loss.at <= 100.0 + LIMIT
+
+
+def test_a_peer_that_answers_again_by_a_new_connection_is_kept(detector: FailureDetector) -> None:
+    detector.monitor(1, 0.0)
+    detector.connected(1, 0.0)
+    for start in (0.0, 50.0, 100.0):
+        ticks(detector, start, start + 30.0)
+        detector.disconnected(1, start + 30.0)
+        assert ticks(detector, start + 30.0, start + 32.0) == []
+        detector.connected(1, start + 32.0)
+        assert ticks(detector, start + 32.0, start + 50.0) == []
+
+
+def test_a_message_is_a_sign_of_life(detector: FailureDetector) -> None:
+    detector.monitor(1, 0.0)
+    for now in range(0, 100, 5):
+        detector.heard(1, float(now))
+        assert ticks(detector, float(now), now + 4.9) == []
+    (loss,) = ticks(detector, 99.9, 200.0)
+    assert loss.heard == 95.0
+
+
+def test_a_peer_that_is_not_monitored_is_not_declared_dead(detector: FailureDetector) -> None:
+    detector.heard(1, 0.0)
+    detector.disconnected(2, 0.0)
+    assert ticks(detector, 0.0, 10 * LIMIT) == []
+    assert not detector.monitors(1)
+
+
+def test_without_a_limit_no_peer_is_silent() -> None:
+    detector = FailureDetector(0)
+    detector.monitor(1, 0.0)
+    assert ticks(detector, 0.0, 1000.0) == []
+    detector.checked(1, False, 0.0)
+    detector.checked(1, False, 0.0)
+    assert [loss.reason for loss in detector.tick(1000.0)] == [Reason.ENDED]
+
+
+@pytest.mark.parametrize("gap", [5.0, 60.0, 3600.0])
+def test_our_own_gap_does_not_count_as_silence(detector: FailureDetector, gap: float) -> None:
+    detector.monitor(1, 0.0)
+    ticks(detector, 0.0, 8.0)  # not connected for most of the limit
+    assert detector.tick(8.0 + gap) == []
+    assert ticks(detector, 8.0 + gap, 8.0 + gap + 0.8) == []
+    detector.connected(1, 8.8 + gap)
+    assert ticks(detector, 8.8 + gap, 30.0 + gap) == []
+
+
+def test_an_exit_is_believed_at_the_second_check(detector: FailureDetector) -> None:
+    detector.checked(1, False, 0.0)
+    assert detector.tick(0.1) == []
+    detector.checked(1, False, 0.0)
+    assert detector.tick(0.2) == [Loss(1, Reason.ENDED, 0.2, None)]
+    detector.checked(1, False, 0.0)
+    assert detector.tick(0.3) == []
+
+
+def test_a_peer_that_was_never_heard_was_last_seen_alive(detector: FailureDetector) -> None:
+    detector.checked(1, True, 7.0)
+    detector.checked(1, False, 7.1)
+    detector.checked(1, False, 7.2)
+    assert detector.tick(7.2) == [Loss(1, Reason.ENDED, 7.2, 7.0)]
+
+
+def test_a_peer_that_is_seen_alive_again_has_not_ended(detector: FailureDetector) -> None:
+    for lives in (False, True, False, True):
+        detector.checked(1, lives, 0.0)
+        assert detector.tick(0.1) == []
+
+
+def test_a_peer_was_last_heard_when_its_exit_broke_the_connection(
+    detector: FailureDetector,
+) -> None:
+    detector.monitor(1, 0.0)
+    detector.connected(1, 0.0)
+    detector.disconnected(1, 50.0)
+    for _ in range(2):
+        detector.checked(1, False, 50.1)
+    assert detector.tick(50.2) == [Loss(1, Reason.ENDED, 50.2, 50.0)]
+
+
+def test_a_peer_that_has_left_is_lost_once(detector: FailureDetector) -> None:
+    detector.heard(1, 1.0)
+    assert detector.declare_lost(1, Reason.LEFT, 2.0) == Loss(1, Reason.LEFT, 2.0, 1.0)
+    assert detector.declare_lost(1, Reason.LEFT, 3.0) is None
+    detector.checked(1, False, 0.0)
+    detector.checked(1, False, 0.0)
+    assert detector.tick(4.0) == []
+    assert detector.monitors(1)  # so that it is not monitored again
+
+
+def test_suspected_peers_are_checked_each_time_and_others_in_rotation(
+    detector: FailureDetector,
+) -> None:
+    many = list(range(50))
+    for member in (20, 40):
+        detector.checked(member, False, 0.0)
+    seen = set()
+    for _ in range(6):
+        now = detector.to_check(many)
+        assert now[:2] == [20, 40]
+        assert len(now) == 10
+        seen |= set(now)
+    assert seen == set(many)
+
+
+def test_a_few_peers_are_all_checked_once_a_tick(detector: FailureDetector) -> None:
+    for _ in range(3):
+        assert sorted(detector.to_check([0, 2, 3])) == [0, 2, 3]
+    detector.declare_lost(2, Reason.LEFT, 0.0)
+    assert sorted(detector.to_check([0, 2, 3])) == [0, 3]
+    assert detector.to_check([]) == []
+
+
+# -- for any history -------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.sampled_from(["watch", "heard", "up", "down", "dead", "alive", "leave"]),
+            st.floats(0.0, 3.0),
+        ),
+        max_size=60,
+    )
+)
+@example(events=[(2, "up", 3.0), (2, "watch", 3.0), (2, "down", 3.0)])
+@settings(deadline=None, max_examples=60)
+def test_each_peer_is_lost_at_most_once_and_never_without_a_sign(
+    events: list[tuple[int, str, float]],
+) -> None:
+    detector = FailureDetector(LIMIT)
+    lost: dict[int, Reason] = {}
+    up: set[int] = set()
+    dead_in_a_row, found_dead = [0, 0, 0], set()
+    last_sign = [0.0, 0.0, 0.0]
+    now = 0.0
+    for member, event, pause in events:
+        if event == "watch" and not detector.monitors(member):
+            detector.monitor(member, now)
+            last_sign[member] = now
+        elif event == "heard":
+            detector.heard(member, now)
+            last_sign[member] = now
+        elif event == "up" and member not in lost:
+            detector.connected(member, now)
+            up.add(member)
+            last_sign[member] = now
+            dead_in_a_row[member] = 0
+        elif event == "down" and member in up:
+            detector.disconnected(member, now)
+            up.discard(member)
+            last_sign[member] = max(last_sign[member], now - detector.interval - detector.timeout)
+        elif event in ("dead", "alive"):
+            detector.checked(member, event == "alive", now)
+            dead_in_a_row[member] = dead_in_a_row[member] + 1 if event == "dead" else 0
+            if dead_in_a_row[member] == 2:
+                found_dead.add(member)
+        elif event == "leave" and detector.declare_lost(member, Reason.LEFT, now) is not None:
+            assert member not in lost
+            lost[member] = Reason.LEFT
+        end = now + pause
+        while now < end:
+            now += TICK
+            for loss in detector.tick(now):
+                assert loss.member not in lost
+                lost[loss.member] = loss.reason
+                assert loss.heard is None or loss.heard <= loss.at == now
+                if loss.reason is Reason.ENDED:
+                    assert loss.member in found_dead
+                else:
+                    assert loss.reason is Reason.SILENT
+                    assert loss.member not in up
+                    assert now - last_sign[loss.member] >= 0.8 * LIMIT
+            for member in range(3):
+                if detector.monitors(member) and member not in lost and member not in up:
+                    assert now - last_sign[member] <= LIMIT
+
+
+@settings(deadline=None, max_examples=50)
+@given(stops=st.floats(0.0, 60.0), phase=st.floats(0.0, 1.0), limit=st.floats(0.5, 60.0))
+def test_a_stop_at_any_moment_is_noticed_within_the_limit(
+    stops: float, phase: float, limit: float
+) -> None:
+    """A peer that is asked every interval stops at any time between two answers."""
+    detector = FailureDetector(limit)
+    detector.monitor(1, 0.0)
+    detector.connected(1, 0.0)
+    stopped = stops * limit
+    last_answer = max(0.0, stopped - phase * detector.interval)
+    broken = last_answer + detector.interval + detector.timeout
+    tick = min(TICK, limit / 10)
+    now, told = 0.0, False
+    while now <= stopped + 2 * limit:
+        now += tick
+        if not told and now >= broken:
+            detector.disconnected(1, now)
+            told = True
+        losses = detector.tick(now)
+        if losses:
+            assert now > stopped
+            assert now - stopped <= limit + 2 * tick
+            return
+    raise AssertionError("it was never noticed")

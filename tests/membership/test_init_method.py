@@ -1,0 +1,84 @@
+"""The rank, the world size and the master: from arguments, the URL and the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from zrpc.errors import RendezvousError
+from zrpc.membership.init_method import master_host, resolve_rank, restart_count
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZRPC_MAX_RESTARTS")
+    for name in (*names, "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch.setenv
+
+
+def test_arguments_come_first(environment: Callable[[str, str], None]) -> None:
+    environment("RANK", "3")
+    environment("WORLD_SIZE", "9")
+    assert resolve_rank("env://", 1, 4) == (1, 4)
+    assert resolve_rank("env://", -1, None) == (3, 9)
+    assert resolve_rank("env://", 0, None) == (0, 9)
+    assert resolve_rank("tcp://h:1?rank=2&world_size=5", -1, None) == (2, 5)
+    assert resolve_rank("tcp://h:1?rank=2", -1, None) == (2, 9)
+    assert resolve_rank("tcp://h:1?rank=2&world_size=5", 1, 4) == (1, 4)
+
+
+def test_a_missing_rank_is_named(environment: Callable[[str, str], None]) -> None:
+    with pytest.raises(RendezvousError, match="RANK"):
+        resolve_rank("env://", -1, 2)
+
+
+def test_without_a_world_size_a_mesh_is_elastic(environment: Callable[[str, str], None]) -> None:
+    assert resolve_rank("env://", 0, None) == (0, None)
+    assert resolve_rank("env://", -1, None) == (None, None)
+    assert resolve_rank("env://", 3, -1) == (3, None)
+    environment("RANK", "2")
+    assert resolve_rank("env://", -1, None) == (2, None)
+
+
+def test_restarts_count_only_if_workers_are_restarted_one_by_one(
+    environment: Callable[[str, str], None],
+) -> None:
+    assert restart_count(4) is None
+    assert restart_count(None) == 0
+    environment("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restart_count(4) is None  # torchrun's: all are started again
+    assert restart_count(None) == 2
+    environment("ZRPC_MAX_RESTARTS", "3")
+    assert restart_count(4) == 2
+    environment("TORCHELASTIC_RESTART_COUNT", "often")
+    with pytest.raises(RendezvousError, match="TORCHELASTIC_RESTART_COUNT, found 'often'"):
+        restart_count(4)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (5, 2), (0, 0), (1 << 15, None)])
+def test_a_rank_must_fit(
+    environment: Callable[[str, str], None], rank: int, size: int | None
+) -> None:
+    with pytest.raises(ValueError, match=f"got rank={rank} and world_size={size}"):
+        resolve_rank("env://", rank, size)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "three"])
+def test_a_variable_that_is_not_a_number(
+    environment: Callable[[str, str], None], text: str
+) -> None:
+    environment("RANK", text)
+    environment("WORLD_SIZE", "2")
+    with pytest.raises(RendezvousError, match="rank"):
+        resolve_rank("env://", -1, None)
+
+
+def test_the_masters_host(environment: Callable[[str, str], None]) -> None:
+    assert master_host("tcp://10.0.0.7:99") == "10.0.0.7"
+    assert master_host("tcp://[::1]:99") == "::1"
+    environment("MASTER_ADDR", "master")
+    environment("MASTER_PORT", "1")
+    assert master_host("env://") == "master"
+    assert master_host("file:///x")

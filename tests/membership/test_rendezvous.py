@@ -1,0 +1,308 @@
+"""How workers find each other, over each kind of store."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.records import peer_record
+from zrpc.errors import RendezvousError
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.rendezvous import (
+    RendezvousTiming,
+    StoreLost,
+    _digest,
+    exchange,
+    meet,
+)
+from zrpc.membership.signed_store import SignedStore
+
+SOON = 10.0
+TIMING = RendezvousTiming()
+Connect = Callable[[], dist.Store]
+_starts = itertools.count()
+
+
+def record(rank: int, world_size: int, **changes: Any) -> PeerRecord:
+    """Returns the record of a worker's new start."""
+    return peer_record(rank, world_size, start=next(_starts), **changes)
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    """Returns a function that gives a worker its own connection to the store."""
+    if request.param == "hash":
+        store = dist.HashStore()
+        yield lambda: store
+    elif request.param == "file":
+        yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
+    else:
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        yield lambda: dist.TCPStore("127.0.0.1", host.port, is_master=False)
+
+
+def start(
+    connect: Connect,
+    records: list[PeerRecord],
+    timeout: float = SOON,
+    timing: RendezvousTiming = TIMING,
+) -> Callable[[], list[Any]]:
+    """Starts to meet; returns a function that returns the records found, or the errors."""
+    outcomes = {}
+
+    def run(number: int, mine: PeerRecord) -> None:
+        try:
+            outcomes[number] = meet(connect(), mine, timeout, timing=timing)
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=(n, mine), daemon=True) for n, mine in enumerate(records)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def finish() -> list[Any]:
+        for thread in threads:
+            thread.join(2 * SOON)
+            assert not thread.is_alive(), "the rendezvous does not end"
+        return [outcomes[n] for n in range(len(records))]
+
+    return finish
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_all_see_the_same_records(connect: Connect, size: int) -> None:
+    records = [record(rank, size) for rank in range(size)]
+    assert start(connect, records)() == [records] * size
+
+
+def test_late_workers_are_waited_for(connect: Connect) -> None:
+    records = [record(rank, 3) for rank in range(3)]
+    first = start(connect, records[:2])
+    assert start(connect, records[2:])() == [records]
+    assert first() == [records] * 2
+
+
+def test_records_of_an_earlier_mesh_are_not_used(connect: Connect) -> None:
+    # The store outlives the mesh, as torchrun's does.
+    earlier = [record(rank, 3) for rank in range(3)]
+    start(connect, earlier)()
+    records = [record(rank, 3) for rank in range(3)]
+    first = start(connect, records[:2])  # they see an old record of rank 2
+    assert start(connect, records[2:])() == [records]
+    assert first() == [records] * 2
+
+
+def test_a_worker_that_tries_again_is_met(connect: Connect) -> None:
+    left_again = record(1, 2)
+    [outcome] = start(connect, [left_again], timeout=0.05)()
+    assert isinstance(outcome, RendezvousError)
+    records = [record(0, 2), record(1, 2)]
+    assert start(connect, records)() == [records] * 2
+
+
+def test_a_worker_that_tries_again_while_others_wait(connect: Connect) -> None:
+    left_again = record(1, 3)
+    waiting = [record(0, 3)]
+    first = start(connect, waiting)
+    [outcome] = start(connect, [left_again], timeout=0.05)()
+    assert isinstance(outcome, RendezvousError)
+    others = [record(1, 3), record(2, 3)]
+    assert start(connect, others)() == [waiting + others] * 2
+    assert first() == [waiting + others]
+
+
+class PlayedHost:
+    """Hosts the store, and plays all ranks but 1, which meets there."""
+
+    def __init__(self, size: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.entries = SignedStore(self._store, None)
+        port = self._store.port
+        self.records = [record(rank, size) for rank in range(size)]
+        for other in self.records:
+            if other.rank != 1:
+                self.entries.set(f"record/{other.rank}", other.dump())
+        self.digest = _digest(self.records)
+        self.outcome = start(
+            lambda: dist.TCPStore("127.0.0.1", port, is_master=False), self.records[1:2], 3 * SOON
+        )
+
+    def confirm(self) -> None:
+        self.entries.set(f"{self.digest}/0", "met")
+
+    def end(self) -> Any:
+        del self.entries, self._store
+        begun = time.monotonic()
+        [outcome] = self.outcome()
+        assert time.monotonic() - begun < SOON
+        return outcome
+
+
+def test_a_host_that_has_met_the_others_and_exits() -> None:
+    host = PlayedHost(2)
+    host.confirm()
+    host.entries.get(f"{host.digest}/1")  # waits for it
+    assert host.end() == host.records
+
+
+def test_a_host_that_exits_before_it_knows_that_all_have_met() -> None:
+    host = PlayedHost(3)
+    host.confirm()
+    host.entries.get(f"{host.digest}/1")
+    error = host.end()
+    assert isinstance(error, RendezvousError)
+    assert not isinstance(error, StoreLost)
+    assert f"which is {host.records[0].info}, or the launcher" in str(error)
+
+
+def of_an_ended_host() -> dist.TCPStore:
+    """Returns a client's store that is no longer served."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return dist.TCPStore("127.0.0.1", host.port, is_master=False)
+
+
+def test_a_host_that_exits_before_all_have_published_where_they_listen() -> None:
+    store = of_an_ended_host()
+    with pytest.raises(RendezvousError, match="lost their store"):
+        exchange(store, [record(0, 2), record(1, 2)], 1, "here", SOON)
+
+
+def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
+    host = PlayedHost(2)
+    host.entries.get("record/1")
+    assert isinstance(host.end(), StoreLost)
+
+
+def test_missing_ranks_are_named(connect: Connect) -> None:
+    [first, second] = start(connect, [record(0, 4), record(2, 4)], timeout=0.2)()
+    for error in (first, second):
+        assert isinstance(error, RendezvousError)
+        assert "expected 4 workers within 0.2 s, but ranks [1, 3] are missing" in str(error)
+        assert "RANK" in str(error)
+
+
+def test_workers_that_left_again_are_named(connect: Connect) -> None:
+    stale = record(1, 2, name="gone")
+    start(connect, [stale], timeout=0.05)()
+    [error] = start(connect, [record(0, 2)], timeout=0.2)()
+    assert isinstance(error, RendezvousError)
+    assert "WorkerInfo(id=1, name=gone)" in str(error)
+    assert "left again, or are from an earlier run" in str(error)
+
+
+def test_one_name_twice(connect: Connect) -> None:
+    for error in start(connect, [record(0, 2, name="same"), record(1, 2, name="same")])():
+        assert isinstance(error, RendezvousError)
+        assert "worker name same is not unique: ranks 0 and 1 both have it" in str(error)
+
+
+def start_and_take_part_by_hand(
+    connect: Connect, timing: RendezvousTiming = TIMING
+) -> tuple[Callable[[], list[Any]], Callable[[], None]]:
+    """Starts rank 0, and plays rank 1 of the same name until it reads why there is no mesh."""
+    records = [record(0, 2, name="same"), record(1, 2, name="same")]
+    finish = start(connect, records[:1], timing=timing)
+    store = connect()
+    entries, digest = SignedStore(store, None), _digest(records)
+    entries.set("record/1", records[1].dump())
+    entries.set(f"{digest}/1", "met")
+    store.wait([f"zrpc/{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
+    return finish, lambda: entries.set(f"{digest}/1/refused", "1")
+
+
+def test_rank_0_stays_until_the_others_have_read_why(connect: Connect) -> None:
+    # It might close the store, and the others would report a lost connection.
+    finish, read = start_and_take_part_by_hand(connect)
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(finish)
+        assert not wait([outcome], 0.2).done
+        read()
+        [error] = outcome.result(SOON)
+    assert "worker name same is not unique" in str(error)
+
+
+def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:
+    finish, _ = start_and_take_part_by_hand(connect, RendezvousTiming(failure_read_seconds=0.1))
+    [error] = finish()
+    assert "worker name same is not unique" in str(error)
+
+
+def test_one_rank_twice() -> None:
+    store = dist.HashStore()
+    first, second = record(0, 2, name="first"), record(0, 2, name="second")
+    outcomes = start(lambda: store, [first, second, record(1, 2)], timeout=1)()
+    errors = [o for o in outcomes[:2] if isinstance(o, RendezvousError)]
+    assert any("rank 0 is not unique: workers" in str(error) for error in errors)
+
+
+def test_world_sizes_that_differ(connect: Connect) -> None:
+    errors = start(connect, [record(0, 2), record(1, 3)], timeout=0.5)()
+    for error in errors:
+        assert isinstance(error, RendezvousError)
+        assert "expects a world of" in str(error)
+        assert "one of" in str(error)
+
+
+def test_a_smaller_world_is_reported(connect: Connect) -> None:
+    # Rank 0 of two sees both, rank 2 of three waits for the others of its world.
+    errors = start(connect, [record(0, 2), record(1, 2), record(2, 3)], timeout=0.3)()
+    assert not isinstance(errors[0], RendezvousError)
+    assert isinstance(errors[2], RendezvousError)
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.1])
+def test_the_deadline_is_kept(connect: Connect, timeout: float) -> None:
+    [error] = start(connect, [record(0, 2)], timeout=timeout)()
+    assert isinstance(error, RendezvousError)
+    assert f"within {timeout:g} s" in str(error)
+
+
+def test_a_store_that_fails_is_a_rendezvous_error() -> None:
+    with pytest.raises(RendezvousError, match="the store failed during the rendezvous"):
+        meet(of_an_ended_host(), record(0, 1), 1)
+
+
+def test_exchange(connect: Connect) -> None:
+    records = [record(rank, 3) for rank in range(3)]
+    found = {}
+
+    def run(rank: int) -> None:
+        found[rank] = exchange(connect(), records, rank, f"value {rank}", SOON)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(found.values()) == [["value 0", "value 1", "value 2"]] * 3
+
+
+def test_a_worker_that_gives_no_value_is_named(connect: Connect) -> None:
+    records = [record(rank, 3) for rank in range(3)]
+    with pytest.raises(RendezvousError, match=r"within 0.1 s .*\[WorkerInfo\(id=1.*id=2"):
+        exchange(connect(), records, 0, "value", 0.1)
+
+
+def test_exchanges_of_two_meshes_do_not_meet(connect: Connect) -> None:
+    store = connect()
+    for value in ("first", "second"):
+        records = [record(0, 1)]
+        assert exchange(store, records, 0, value, SOON) == [value]
+
+
+def test_identities_have_the_form_that_zeromq_requires() -> None:
+    identity = record(0, 1).identity
+    assert identity[0:1] == b"z"
+    assert identity.isascii()
+    assert len(identity) == 23

@@ -1,0 +1,329 @@
+"""Entries of a store: only validly signed ones are accepted."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.membership.test_rendezvous import record
+from tests.support.waiting import until
+from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.rendezvous import RendezvousTiming, exchange, meet
+from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.signed_store import SignedStore
+
+SOON = 10.0
+TIMING = RendezvousTiming()
+GOOD, BAD = ClusterSecret("good" * 16), ClusterSecret("evil" * 16)
+
+
+@pytest.mark.parametrize("secret", [None, GOOD])
+def test_a_value_is_read_as_it_was_written(secret: ClusterSecret | None) -> None:
+    entries = SignedStore(dist.HashStore(), secret)
+    for value in ("", "value", "wörd and space", "x" * 10_000):
+        entries.set("key", value)
+        assert entries.get("key") == value
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "told"),
+    [
+        (BAD, GOOD, "signed with another cluster secret, or forged"),
+        (None, GOOD, "is not signed: give the worker that wrote it the same"),
+        (GOOD, None, "is signed with a cluster secret, but this worker has none"),
+    ],
+)
+def test_another_secret(
+    writer: ClusterSecret | None, reader: ClusterSecret | None, told: str
+) -> None:
+    store = dist.HashStore()
+    SignedStore(store, writer).set("key", "value")
+    with pytest.raises(AuthenticationError, match=told) as caught:
+        SignedStore(store, reader).get("key")
+    assert "ZRPC_SECRET_FILE" in str(caught.value)
+
+
+def test_an_entry_is_not_valid_under_another_key() -> None:
+    store = dist.HashStore()
+    entries = SignedStore(store, GOOD)
+    entries.set("record/0", "value")
+    raw = entries.get_raw("record/0")
+    with pytest.raises(AuthenticationError, match="forged"):
+        entries.verified("record/1", raw)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+@example(b"", True)
+@example(b" ", True)
+@example(b"-", True)
+@example(b"0" * 64 + b" {}", True)
+@example(b"x" * 100_000, False)
+def test_other_bytes_are_refused(data: bytes, signed: bool) -> None:
+    entries = SignedStore(dist.HashStore(), GOOD if signed else None)
+    if not signed and data.startswith((b"- ", b"-")) and data.partition(b" ")[0] == b"-":
+        return
+    with pytest.raises(AuthenticationError):
+        entries.verified("key", data)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_changed_byte_is_detected(at: int, change: int) -> None:
+    entries = SignedStore(dist.HashStore(), GOOD)
+    entries.set("key", "some value")
+    raw = bytearray(entries.get_raw("key"))
+    raw[at % len(raw)] ^= change
+    with pytest.raises(AuthenticationError):
+        entries.verified("key", bytes(raw))
+
+
+# -- peer records ---------------------------------------------------------------------------------
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(deadline=None)
+@given(values | st.dictionaries(st.sampled_from(list(PeerRecord.__slots__)), values))
+def test_json_that_is_not_a_peer_record(value: Any) -> None:
+    with pytest.raises(ValueError, match="record"):
+        PeerRecord.parse(json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": "0"},
+        {"rank": True},
+        {"token": "z" * 32},
+        {"token": ""},
+        {"name": "not a name"},
+        {"ipc": 1},
+        {"more": 1},
+    ],
+)
+def test_a_peer_record_with_a_wrong_field(change: dict[str, Any]) -> None:
+    values = json.loads(record(0, 1).dump())
+    with pytest.raises(ValueError, match="record"):
+        PeerRecord.parse(json.dumps({**values, **change}))
+
+
+def test_a_peer_record_is_read_as_it_was_written() -> None:
+    mine = record(0, 1)
+    assert PeerRecord.parse(mine.dump()) == mine
+
+
+# -- the rendezvous ------------------------------------------------------------------------
+
+
+def start(
+    store: dist.Store,
+    *members: tuple[PeerRecord, ClusterSecret | None],
+    timeout: float = SOON,
+    timing: RendezvousTiming = TIMING,
+) -> Callable[[], list[Any]]:
+    """Starts workers with a secret each; returns a function that returns records or errors."""
+    outcomes = {}
+
+    def run(number: int, mine: PeerRecord, secret: ClusterSecret | None) -> None:
+        try:
+            outcomes[number] = meet(store, mine, timeout, secret, timing)
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [
+        threading.Thread(target=run, args=(n, *member), daemon=True)
+        for n, member in enumerate(members)
+    ]
+    for thread in threads:
+        thread.start()
+
+    def finish() -> list[Any]:
+        for thread in threads:
+            thread.join(2 * SOON)
+            assert not thread.is_alive(), "the rendezvous does not end"
+        return [outcomes[n] for n in range(len(members))]
+
+    return finish
+
+
+def test_all_with_one_secret_meet() -> None:
+    records = [record(rank, 3) for rank in range(3)]
+    store = dist.HashStore()
+    assert start(store, *[(mine, GOOD) for mine in records])() == [records] * 3
+
+
+@pytest.mark.parametrize("other", [BAD, None])
+def test_both_workers_soon_report_different_secrets(
+    other: ClusterSecret | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = time.monotonic()
+    errors = start(dist.HashStore(), (record(0, 2), GOOD), (record(1, 2), other))()
+    assert time.monotonic() - begun < SOON / 2
+    for rank, error in enumerate(errors):
+        assert isinstance(error, AuthenticationError)
+        assert f"(rank {rank}) and the worker of rank {1 - rank} refuse each other" in str(error)
+        assert "ZRPC_SECRET_FILE" in str(error)
+        told = f"name=worker{rank}) refuses what claims to be worker {1 - rank}"
+        assert sum(told in record.getMessage() for record in caplog.records) == 1
+
+
+def test_different_secrets_are_reported_while_a_third_worker_is_missing() -> None:
+    begun = time.monotonic()
+    timing = RendezvousTiming(present_check_seconds=0.1)
+    errors = start(dist.HashStore(), (record(0, 3), GOOD), (record(1, 3), BAD), timing=timing)()
+    assert time.monotonic() - begun < SOON / 2
+    assert all("refuse each other" in str(error) for error in errors)
+
+
+def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> None:
+    # As a TCPStore in the process of rank 0 does.
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    second = start(client, (record(1, 2), BAD))
+    [first] = start(host, (record(0, 2), GOOD))()
+    del host
+    for error in (first, *second()):
+        assert isinstance(error, AuthenticationError), error
+
+
+def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.HashStore()
+    forged = record(1, 2)
+    SignedStore(store, BAD).set("record/1", forged.dump())
+    mine, real = record(0, 2), record(1, 2)
+    first = start(store, (mine, GOOD))
+    until(lambda: "refuses what claims to be worker 1" in caplog.text)
+    assert start(store, (real, GOOD))() == [[mine, real]]
+    assert first() == [[mine, real]]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        b"",
+        b"{}",
+        b"- {}",
+        b"- null",
+        b"- " + b"[" * 60_000,
+        b"- \xff",
+        b"0" * 64 + b' {"token": "' + b"0" * 32 + b'"}',
+        b"x" * 1_000_000,
+    ],
+)
+@pytest.mark.parametrize("secret", [None, GOOD])
+def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
+    entry: bytes, secret: ClusterSecret | None
+) -> None:
+    store = dist.HashStore()
+    dist.PrefixStore("zrpc", store).set("record/1", entry)
+    [error] = start(store, (record(0, 2), secret), timeout=0.1)()
+    assert isinstance(error, AuthenticationError)
+    assert "what claims to be ranks [1] was refused. Rank 1: " in str(error)
+
+
+def test_the_record_of_another_rank_is_refused() -> None:
+    store = dist.HashStore()
+    entries = SignedStore(store, None)  # with a secret, its signature would be refused already
+    entries.set("record/1", record(2, 3).dump())
+    [error] = start(store, (record(0, 2), None), timeout=0.1)()
+    assert isinstance(error, AuthenticationError)
+    assert "expected the record of rank 1, found that of 2" in str(error)
+
+
+def test_a_replayed_worker_is_not_met() -> None:
+    # All that rank 1 wrote in an earlier run, with the right secret, is written again.
+    earlier = RecordingStore()
+    outcomes = start(earlier, (record(0, 2), GOOD), (record(1, 2), GOOD))()
+    assert all(isinstance(outcome, list) for outcome in outcomes)
+    recorded = {k: v for k, v in earlier.entries.items() if k.endswith("/1")}
+    assert len(recorded) == 2  # a peer record, and its confirmation
+    store = dist.HashStore()
+    for key, value in recorded.items():
+        store.set(key, value)
+    [error] = start(store, (record(0, 2), GOOD), timeout=0.3)()
+    assert isinstance(error, RendezvousError)
+    assert "are from an earlier run" in str(error)
+
+
+def test_a_replayed_confirmation_is_refused() -> None:
+    earlier = RecordingStore()
+    start(earlier, (record(0, 2), GOOD), (record(1, 2), GOOD))()
+    recorded = {k: v for k, v in earlier.entries.items() if k.endswith("/1")}
+    [confirmation] = [value for key, value in recorded.items() if "record" not in key]
+    store = RecordingStore()
+    for key, value in recorded.items():
+        store.set(key, value)
+    store.answer = confirmation  # to all that rank 0 asks rank 1 to confirm
+    [error] = start(store, (record(0, 2), GOOD), timeout=2)()
+    assert isinstance(error, AuthenticationError)
+    assert "forged" in str(error)
+
+
+class RecordingStore(dist.Store):
+    """Remembers all entries; may confirm in the name of rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = {}
+        self.answer = None
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.entries[key] = value if isinstance(value, bytes) else value.encode()
+        if self.answer is not None and key.endswith("/0") and "record" not in key:
+            self.entries[key.removesuffix("/0") + "/1"] = self.answer
+
+    def get(self, key: str) -> bytes:
+        return self.entries[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.entries[key] for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.entries for key in keys)
+
+
+def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
+    store = dist.HashStore()
+    first = start(store, (record(0, 2), GOOD))
+    entries = SignedStore(store, BAD)
+    until(lambda: entries.check(["record/0"]))
+    entries.set("record/0", record(0, 2).dump())
+    second = start(store, (record(1, 2), GOOD), timeout=0.3)
+    [error] = first()
+    assert isinstance(error, AuthenticationError)
+    assert "the record of worker worker0 (rank 0) was replaced" in str(error)
+    second()
+
+
+def test_the_second_round_is_signed_too() -> None:
+    store = dist.HashStore()
+    records = [record(rank, 2) for rank in range(2)]
+    errors = []
+
+    def run() -> None:
+        try:
+            exchange(store, records, 0, "mine", SOON, GOOD)
+        except AuthenticationError as error:
+            errors.append(str(error))
+
+    honest = threading.Thread(target=run)
+    honest.start()
+    with pytest.raises(AuthenticationError, match="forged"):
+        exchange(store, records, 1, "forged", SOON, BAD)
+    honest.join(SOON)
+    assert not honest.is_alive()
+    assert "forged" in errors[0]

@@ -1,0 +1,148 @@
+"""The store in which workers meet: each kind of it, and where it listens."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zrpc.membership.store
+from zrpc.errors import RendezvousError
+from zrpc.launch import Task
+from zrpc.membership.store import connect_store
+from zrpc.testing.server import warm_server
+
+SOON = 10.0
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
+def test_a_store_of_each_kind(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, scheme: str, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    url = {
+        "tcp": f"tcp://127.0.0.1:{free_port}",
+        "env": "env://",
+        "file": f"file://{tmp_path}/store",
+    }[scheme]
+    with ThreadPoolExecutor() as threads:
+        futures = [threads.submit(connect_store, url, rank, 2, 2.0) for rank in (0, 1)]
+        stores = [future.result() for future in futures]
+    stores[1].set_timeout(timedelta(seconds=SOON))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+def test_ranks_in_the_url_are_ignored(tmp_path: Path) -> None:
+    store = connect_store(f"file://{tmp_path}/store?rank=0&world_size=1", 0, 1, SOON)
+    store.set("key", "value")
+
+
+def test_a_missing_master_is_named(free_port: int) -> None:
+    begun = time.monotonic()
+    with pytest.raises(
+        RendezvousError, match=f"at 127.0.0.1:{free_port} within 0.2 s, found nobody"
+    ):
+        connect_store(f"tcp://127.0.0.1:{free_port}", 1, 2, 0.2)
+    assert time.monotonic() - begun < SOON  # torch's own wait has a minimum of minutes
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("env://", "MASTER_ADDR"),
+        ("nonsense://x", "nonsense"),
+        ("tcp://127.0.0.1", "port"),
+    ],
+)
+def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RendezvousError, match=told):
+        connect_store(url, 0, 1, 1.0)
+
+
+@pytest.mark.system
+def test_a_missing_directory(tmp_path: Path) -> None:
+    # In a process of its own, which can be killed: torch's FileStore would retry for minutes.
+    connect = Task.function(
+        "zrpc.membership.store:connect_store", "file:///is/missing/store", 0, 1, 0.5
+    )
+    output = tmp_path / "output"
+    with output.open("wb") as stream:
+        pid = warm_server().spawn(connect, stderr=stream.fileno())
+    try:
+        assert warm_server().wait(pid, 2 * SOON) == 1
+    finally:
+        warm_server().send_signal(pid, signal.SIGKILL)
+    assert "RendezvousError" in output.read_text()
+    assert "/is/missing" in output.read_text()
+
+
+# -- where it listens ----------------------------------------------------------------------
+
+
+def listens_at(port: int) -> list[str]:
+    """Returns the local addresses, in the kernel's notation, with a listener on a port."""
+    found = []
+    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with open(name) as file:
+            rows = [line.split() for line in file][1:]
+        local = [row[1].split(":") for row in rows if row[3] == "0A"]
+        found += [address for address, number in local if int(number, 16) == port]
+    return found
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs /proc")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_store_listens_on_its_address_only(free_port: int, host: str) -> None:
+    store = connect_store(f"tcp://{host}:{free_port}", 0, 2, SOON)
+    assert listens_at(free_port) == ["0100007F"]
+    other = connect_store(f"tcp://{host}:{free_port}", 1, 2, SOON)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_port_that_is_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, found that address in use"):
+            connect_store(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
+
+
+def test_a_second_store_of_one_process_is_the_first(
+    free_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    stores = [connect_store(f"tcp://127.0.0.1:{free_port}", 0, 1, SOON) for _ in range(2)]
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_the_port_is_free_again_after_the_store(free_port: int) -> None:
+    connect_store(f"tcp://127.0.0.1:{free_port}", 0, 1, SOON)
+    gc.collect()  # stores of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        connect_store(f"tcp://127.0.0.1:{free_port}", 0, 1, SOON)
+        assert listens_at(free_port) == []
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("found", [["192.0.2.1"], ["127.0.1.1"], ["127.0.0.1", "127.0.0.2"]])
+def test_an_ambiguous_address_is_left_to_torch(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, found: list[str]
+) -> None:
+    def resolve(host: str, port: int, **_: Any) -> list[tuple[Any, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
+
+    monkeypatch.setattr(zrpc.membership.store.socket, "getaddrinfo", resolve)
+    assert zrpc.membership.store._listen("master", free_port) is None

@@ -1,0 +1,148 @@
+"""Which workers are in the mesh, and which are gone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.records import peer_record
+from zrpc.errors import RpcError
+from zrpc.membership.view import Membership
+from zrpc.membership.worker_info import WorkerInfo
+
+
+@pytest.fixture
+def members() -> Membership:
+    return Membership([peer_record(rank) for rank in range(4)], own_id=1)
+
+
+@pytest.mark.parametrize("to", ["worker2", 2, WorkerInfo("worker2", 2), True + 1])
+def test_find(members: Membership, to: Any) -> None:
+    assert members.find(to) == WorkerInfo("worker2", 2)
+
+
+@pytest.mark.parametrize(
+    "to", ["worker4", "", "Worker2", -1, 4, 99, WorkerInfo("worker2", 3), WorkerInfo("other", 9)]
+)
+def test_a_destination_that_does_not_exist(members: Membership, to: Any) -> None:
+    with pytest.raises(RpcError, match="could not find destination") as caught:
+        members.find(to)
+    assert repr(to) in str(caught.value)
+    assert "worker0, worker1, worker2, worker3" in str(caught.value)
+
+
+@pytest.mark.parametrize("to", [None, 1.0, b"worker1", ["worker1"], object()])
+def test_a_destination_of_another_type(members: Membership, to: Any) -> None:
+    with pytest.raises(ValueError, match="Cannot get WorkerInfo from name"):
+        members.find(to)
+
+
+def test_an_error_names_some_of_many_workers() -> None:
+    many = Membership([peer_record(rank) for rank in range(64)], own_id=0)
+    with pytest.raises(RpcError, match=r"worker7 and 56 more$"):
+        many.find("nobody")
+
+
+def test_identities(members: Membership) -> None:
+    for rank in range(4):
+        assert members.member_of(peer_record(rank).identity) == rank
+    for stranger in (b"", b"waker", b"\0" * 17, peer_record(5).identity):
+        assert members.member_of(stranger) is None
+
+
+def test_an_identity_is_valid_for_zeromq() -> None:
+    assert peer_record(0).identity[0] != 0  # which ZeroMQ keeps for itself
+    assert len(peer_record(0).identity) <= 255
+
+
+def test_this_worker(members: Membership) -> None:
+    assert members.info == WorkerInfo("worker1", 1)
+    assert members.living == [0, 1, 2, 3]
+
+
+def test_same_main() -> None:
+    members = Membership([peer_record(0), peer_record(1), peer_record(2, main="other")], own_id=0)
+    assert [members.same_main(rank) for rank in range(3)] == [True, True, False]
+    text = [("main", "a"), ("main", "b"), ("other", "a"), ("other", "b"), ("other", "")]
+    records = [peer_record(i, main=main, main_digest=text) for i, (main, text) in enumerate(text)]
+    members = Membership(records, own_id=0)
+    assert [members.same_main(rank) for rank in range(5)] == [True, True, True, False, False]
+
+
+def test_shared_host() -> None:
+    records = [
+        peer_record(0),
+        peer_record(1),
+        peer_record(2, host_key="elsewhere"),
+        peer_record(3, directory=""),
+    ]
+    assert [Membership(records, 0).shares_host(rank) for rank in range(4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not Membership(records, 3).shares_host(3)
+
+
+def test_lost_workers_are_no_longer_members(members: Membership) -> None:
+    identity = members.records[2].identity
+    assert members.member_of(identity) == 2
+    assert members.lost_member_of(identity) is None
+    for _ in range(2):
+        members.mark_lost(2)
+        assert members.lost == {2}
+        assert members.living == [0, 1, 3]
+        assert members.member_of(identity) is None
+        assert members.lost_member_of(identity) == 2
+    assert members.member_of(b"a stranger") is None
+    assert members.lost_member_of(b"a stranger") is None
+
+
+def test_lost_workers_can_still_be_found(members: Membership) -> None:
+    # A call to them fails with WorkerDied, which is clearer than "no such worker".
+    members.mark_lost(2)
+    assert members.find("worker2").id == 2
+
+
+def test_a_worker_that_joins_later(members: Membership) -> None:
+    late = peer_record(4)
+    members.introduce(late)
+    assert members.awaited == {4}
+    assert members.living == [0, 1, 2, 3]
+    assert members.member_of(late.identity) is None
+    assert members.awaited_member_of(late.identity) == 4
+    with pytest.raises(RpcError):
+        members.find("worker4")
+    assert members.infos[4] == WorkerInfo("worker4", 4)
+    assert members.same_main(4)
+    assert [members.admit(4), members.admit(4)] == [True, False]
+    assert members.living == [0, 1, 2, 3, 4]
+    assert members.member_of(late.identity) == members.find("worker4").member_id == 4
+    assert members.awaited == set()
+
+
+def test_a_worker_that_never_joins(members: Membership) -> None:
+    members.introduce(peer_record(4))
+    members.mark_lost(4)
+    assert not members.admit(4)
+    assert not members.was_found(4)
+    assert members.awaited_member_of(peer_record(4).identity) is None
+    assert members.lost_member_of(peer_record(4).identity) == 4
+    assert members.living == [0, 1, 2, 3]
+
+
+def test_another_incarnation_takes_the_name_and_the_rank(members: Membership) -> None:
+    old, new = members.records[2], replace(peer_record(2), token="f" * 32, incarnation=1)
+    members.introduce(new)
+    assert members.find(2).member_id == old.member_id == 2
+    members.mark_lost(2)
+    assert members.find("worker2").member_id == 2  # which is gone
+    members.admit(new.member_id)
+    for to in ("worker2", 2, WorkerInfo("worker2", 2), old.info):
+        assert members.find(to).member_id == new.member_id
+    assert members.member_of(old.identity) is None
+    assert members.member_of(new.identity) == new.member_id
+    assert members.living == [0, 1, 3, new.member_id]

@@ -1,0 +1,23 @@
+"""A mesh in which the test itself is worker0, and a module on worker1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.nn.remote_layers import Scale
+from zrpc.nn import RemoteModule
+from zrpc.testing import Mesh
+
+
+@pytest.fixture
+def caller(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, with the agent of worker0 as the test's current one."""
+    with mesh.agent(0).as_current():
+        yield mesh
+
+
+@pytest.fixture
+def module(caller: Mesh) -> RemoteModule:
+    return RemoteModule("worker1/cpu", Scale, args=(2.0,))

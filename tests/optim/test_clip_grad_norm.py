@@ -1,0 +1,160 @@
+"""clip_grad_norm_ bounds the norm of gradients over all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.optim.remote_parameters import (
+    PARAMETERS,
+    Parameter,
+    gradients,
+    make,
+    refer,
+    run_backward,
+    use,
+)
+from zrpc.optim import DistributedOptimizer, clip_grad_norm_
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+Clipped = tuple[torch.Tensor, list[Any]]
+
+
+def clip_both(
+    mesh: Mesh, factors: list[float | None], max_norm: float, norm_type: float = 2.0
+) -> tuple[Clipped, Clipped]:
+    """Returns norm and gradients of zrpc, for parameters of several workers, and of torch."""
+    owners = [1, 0, 2, 1][: len(factors)]
+
+    def run() -> Clipped:
+        rrefs = [make(f"w{i}", owner) for i, owner in enumerate(owners)]
+        with dist_autograd.context() as context_id:
+            used = [(rref, by) for rref, by in zip(rrefs, factors, strict=True) if by is not None]
+            if used:
+                losses = [zrpc.rpc_sync(rref.owner(), use, (rref, by)) for rref, by in used]
+                dist_autograd.backward(context_id, losses)
+            norm = clip_grad_norm_(context_id, rrefs, max_norm, norm_type)
+            return norm, [gradients(rref, context_id) for rref in rrefs]
+
+    found = mesh.run(0, run)
+    locals_ = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in factors]
+    for weight, by in zip(locals_, factors, strict=True):
+        weight.grad = None if by is None else torch.full_like(weight, by)
+    norm = torch.nn.utils.clip_grad_norm_(locals_, max_norm, norm_type)
+    return found, (norm, [weight.grad for weight in locals_])
+
+
+@pytest.mark.parametrize(
+    "norm_type",
+    [2.0, 1.0, 3.0, float("inf"), 0.0],
+)
+@pytest.mark.parametrize("max_norm", [0.5, 1000.0])
+def test_clipping_equals_that_of_torch(mesh: Mesh, norm_type: float, max_norm: float) -> None:
+    (norm, found), (expected_norm, expected) = clip_both(
+        mesh, [1.0, -4.0, 0.25, 3.0], max_norm, norm_type
+    )
+    torch.testing.assert_close(norm, expected_norm)
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_parameter_without_gradient_does_not_count(mesh: Mesh) -> None:
+    (norm, found), (expected_norm, expected) = clip_both(mesh, [1.0, None, 2.0], 0.5)
+    torch.testing.assert_close(norm, expected_norm)
+    assert found[1] is None
+    assert expected[1] is None
+    torch.testing.assert_close([found[0], found[2]], [expected[0], expected[2]])
+
+
+def test_the_norm_of_no_gradients_is_0(mesh: Mesh) -> None:
+    (norm, found), (expected_norm, _) = clip_both(mesh, [None, None], 0.5)
+    assert norm.item() == expected_norm.item() == 0.0
+    assert found == [None, None]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_norm_that_is_not_finite_scales_like_torch(mesh: Mesh, bad: float) -> None:
+    (norm, found), (expected_norm, expected) = clip_both(mesh, [1.0, bad, 2.0], 0.5)
+    torch.testing.assert_close(norm, expected_norm, equal_nan=True)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_norm_that_is_not_finite_can_be_an_error(mesh: Mesh, bad: float) -> None:
+    def run() -> list[float]:
+        rrefs = [make("a", 1), make("b", 2)]
+        with dist_autograd.context() as context_id:
+            losses = [
+                zrpc.rpc_sync(rref.owner(), use, (rref, by))
+                for rref, by in zip(rrefs, (bad, 4.0), strict=True)
+            ]
+            dist_autograd.backward(context_id, losses)
+            with pytest.raises(RuntimeError, match=f"{bad}"):
+                clip_grad_norm_(context_id, rrefs, 0.5, error_if_nonfinite=True)
+            return gradients(rrefs[1], context_id).tolist()
+
+    assert mesh.run(0, run) == [4.0, 4.0, 4.0]
+
+
+def test_sparse_gradients_are_clipped(mesh: Mesh) -> None:
+    weight = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    PARAMETERS["table"] = weight
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, Any]:
+        table, dense = zrpc.rpc_sync("worker1", refer, ("table",)), make("w", 2)
+        with dist_autograd.context() as context_id:
+            rows = zrpc.rpc_sync("worker1", look_up_rows, (table,))
+            dist_autograd.backward(context_id, [rows, zrpc.rpc_sync("worker2", use, (dense, 2.0))])
+            norm = clip_grad_norm_(context_id, [table, dense], 0.5)
+            found = gradients(table, context_id)
+            assert found.is_sparse
+            return norm, found.to_dense(), gradients(dense, context_id)
+
+    norm, sparse, dense = mesh.run(0, run)
+    # torch refuses sparse gradients, so compare with a dense one.
+    locals_ = [weight, torch.ones(3, dtype=torch.float64, requires_grad=True)]
+    locals_[0].grad = torch.autograd.grad(sum_of_rows(weight, sparse=False), weight)[0]
+    locals_[1].grad = torch.full_like(locals_[1], 2.0)
+    expected = torch.nn.utils.clip_grad_norm_(locals_, 0.5)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close([sparse, dense], [w.grad for w in locals_])
+
+
+def look_up_rows(rref: Parameter) -> torch.Tensor:
+    return sum_of_rows(rref.local_value(), sparse=True)
+
+
+def sum_of_rows(weight: torch.Tensor, sparse: bool) -> torch.Tensor:
+    indices = torch.tensor([1, 3, 1])
+    return torch.nn.functional.embedding(indices, weight, sparse=sparse).sum()
+
+
+def test_clipping_in_an_unknown_context_raises(mesh: Mesh) -> None:
+    def run() -> None:
+        rref = make("a", 1)
+        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
+            clip_grad_norm_(77, [rref], 1.0)
+
+    mesh.run(0, run)
+
+
+def test_a_step_uses_the_clipped_gradients(mesh: Mesh) -> None:
+    def run() -> tuple[float, torch.Tensor, torch.Tensor]:
+        rrefs = [make("a", 1), make("b", 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=1.0)
+        with dist_autograd.context() as context_id:
+            run_backward(context_id, rrefs)
+            norm = clip_grad_norm_(context_id, rrefs, 0.5)
+            optimizer.step(context_id)
+        return norm.item(), PARAMETERS["a"].detach(), PARAMETERS["b"].detach()
+
+    norm, a, b = mesh.run(0, run)
+    assert norm == pytest.approx(6**0.5)
+    step = 0.5 / 6**0.5
+    torch.testing.assert_close(a, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) - step)
+    torch.testing.assert_close(b, a)

@@ -1,0 +1,228 @@
+"""The two I/O threads: which one receives, and which one runs jobs."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import until
+from zrpc.runtime.leader_follower import LeaderFollower
+from zrpc.runtime.thread_pool import HandlerPool, acquire
+
+LONG = 30.0
+
+
+class Desk:
+    """I/O threads whose turns take one job each from a queue, instead of messages."""
+
+    def __init__(self, size: int = 2) -> None:
+        self.jobs = deque()
+        self.arrived = threading.Semaphore(0)
+        self.turns = []
+        self.pool = HandlerPool(size, "test-worker")
+        self.io = LeaderFollower(
+            contextvars.copy_context(), "test-io", self.turn, lambda: self.arrived.release()
+        )
+        self.io.start()
+
+    def turn(self) -> None:
+        self.turns.append(threading.current_thread())
+        self.arrived.acquire()
+        if not self.jobs:
+            return
+        job = self.jobs.popleft()
+        if not self.io.take(self.pool, job):
+            self.pool.submit(job)
+
+    def put(self, job: Callable[[], object]) -> None:
+        self.jobs.append(job)
+        self.arrived.release()
+
+    def do(self, job: Callable[[], object]) -> threading.Thread:
+        """Runs a job and returns the thread that ran it."""
+        done = threading.Event()
+        threads = []
+
+        def run() -> None:
+            job()
+            threads.append(threading.current_thread())
+            done.set()
+
+        self.put(run)
+        assert done.wait(LONG)
+        return threads[0]
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    assert desk.io.stop(LONG)
+    assert desk.pool.close(LONG)
+
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def settled(desk: Desk) -> None:
+    """Waits until both threads are back, so the leader will take the next job."""
+    while not desk.do(lambda: None).name.startswith("test-io"):
+        pass
+
+
+def test_the_leader_runs_quick_jobs(desk: Desk) -> None:
+    settled(desk)
+    thread = desk.do(lambda: None)
+    assert thread.name.startswith("test-io")
+    assert thread in desk.turns
+
+
+def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:
+    settled(desk)
+    gate = threading.Event()
+    desk.put(lambda: gate.wait(LONG))
+    desk.do(gate.set)
+
+
+def test_jobs_can_wait_for_later_ones(desk: Desk) -> None:
+    settled(desk)
+    gates = [threading.Lock() for _ in range(8)]
+    for gate in gates:
+        gate.acquire()
+    for gate in gates:
+        desk.put(lambda gate=gate: acquire(gate, LONG))
+    desk.do(lambda: [gate.release() for gate in gates])
+
+
+def test_a_leader_gives_way_before_it_waits(desk: Desk) -> None:
+    settled(desk)
+    gate = threading.Lock()
+    gate.acquire()
+    first = []
+
+    def wait() -> None:
+        first.append(threading.current_thread())
+        assert acquire(gate, LONG)
+
+    desk.put(wait)
+    desk.do(gate.release)
+    assert first[0] in desk.io._threads
+
+
+def test_a_job_that_raises_stops_no_thread(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
+    settled(desk)
+    desk.put(lambda: 1 / 0)
+    settled(desk)
+    assert "A job of test-worker failed" in caplog.text
+
+
+def test_long_jobs_move_to_the_pool(desk: Desk) -> None:
+    settled(desk)
+    gate = threading.Event()
+    desk.put(lambda: gate.wait(0.01))
+    desk.do(lambda: None)
+    for _ in range(20):
+        gate.clear()
+        desk.do(lambda: gate.wait(0.002))
+    assert desk.do(lambda: None).name.startswith("test-worker")
+    settled(desk)  # after a while, quick jobs return to the leader
+
+
+def test_no_more_jobs_run_than_the_pool_allows() -> None:
+    desk = Desk(size=1)
+    settled(desk)
+    most, running, lock = 0, 0, threading.Lock()
+
+    def job() -> None:
+        nonlocal most, running
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.001)
+        with lock:
+            running -= 1
+
+    for _ in range(30):
+        desk.put(job)
+    desk.do(lambda: None)
+    assert most == 1
+    assert desk.io.stop(LONG)
+    assert desk.pool.close(LONG)
+
+
+def test_stop_reports_a_job_that_still_runs(desk: Desk) -> None:
+    settled(desk)
+    gate = threading.Event()
+    begun = threading.Event()
+
+    def job() -> None:
+        begun.set()
+        gate.wait(LONG)
+
+    desk.put(job)
+    assert begun.wait(LONG)
+    assert not desk.io.stop(0.01)
+    gate.set()
+
+
+def test_stop_from_a_job(desk: Desk) -> None:
+    settled(desk)
+    desk.do(lambda: desk.io.stop(LONG))
+
+
+def test_the_threads_can_be_stopped_before_the_second_has_started() -> None:
+    waits = threading.Semaphore(0)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", waits.acquire, waits.release)
+    first, second = io._threads
+    first.start()
+    assert io.stop(LONG)
+    second.start()
+    for thread in (first, second):
+        thread.join(LONG)
+        assert not thread.is_alive()
+
+
+class SlowGate:
+    """A lock that the threads in ``slow`` find open late."""
+
+    def __init__(self, lock: threading.Lock, slow: set[Any], looks: Counter[Any]) -> None:
+        self.lock, self.slow, self.looks = lock, slow, looks
+        self.locked, self.release = lock.locked, lock.release
+
+    def acquire(self, timeout: float) -> bool:
+        me, end = threading.current_thread(), time.monotonic() + timeout
+        while me in self.slow or not self.lock.acquire(blocking=False):
+            self.looks[me] += 1
+            if timeout >= 0 and time.monotonic() > end:
+                return False
+            time.sleep(0.0001)
+        return True
+
+
+def test_the_old_leader_does_not_take_the_wake_up_of_the_new_one(desk: Desk) -> None:
+    """The old leader follows before the new one is awake."""
+    slow, looks = set(), Counter()
+    desk.io._gates = [SlowGate(gate, slow, looks) for gate in desk.io._gates]
+    first, second = desk.io._threads
+    while not looks[first] or not looks[second]:  # both threads use these gates now
+        desk.do(lambda: time.sleep(0.005))
+    settled(desk)
+    until(lambda: any(desk.io._asleep))
+    sleeper = desk.io._asleep.index(True)
+    slow.add(desk.io._threads[sleeper])
+    giver = desk.io._threads[1 - sleeper]
+    locked = threading.Lock()
+    locked.acquire()
+    while desk.do(lambda: acquire(locked, 1e-6)) is not giver:
+        pass
+    before = looks[giver]
+    while looks[giver] < before + 50:
+        time.sleep(0.001)
+    slow.clear()
+    settled(desk)

@@ -1,0 +1,528 @@
+"""The handler pool: how many jobs run, and when threads start and stop."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support import waiting
+from zrpc.runtime.thread_pool import _QUICK_JOB_SECONDS, MAX_THREADS, HandlerPool, acquire, in_pool
+
+SOON = 5.0
+
+until = partial(waiting.until, within=SOON)
+
+# A function that makes a pool of a size. The events in its list `gates` are set after the test.
+MakePool = Any
+
+
+@pytest.fixture
+def make_pool(no_leaks: None) -> Iterator[MakePool]:
+    pools = []
+    gates = []
+
+    def make(size: int, **kwargs: Any) -> HandlerPool:
+        pools.append(HandlerPool(size, "test-pool", **kwargs))
+        return pools[-1]
+
+    make.gates = gates
+    yield make
+    for gate in gates:
+        gate.set()
+    for pool in pools:
+        assert pool.close(SOON)
+
+
+class Jobs:
+    """Jobs that wait until `go` is set, in a way that the pool can't see."""
+
+    def __init__(self, make_pool: MakePool) -> None:
+        self.go = threading.Event()
+        make_pool.gates.append(self.go)
+        self.begun = threading.Semaphore(0)
+        self.ended = threading.Semaphore(0)
+        self.threads = set()
+
+    def __call__(self) -> None:
+        self.threads.add(threading.current_thread())
+        self.begun.release()
+        assert self.go.wait(SOON)
+        self.ended.release()
+
+    def await_begun(self, count: int) -> None:
+        for _ in range(count):
+            assert self.begun.acquire(timeout=SOON)
+
+    def await_ended(self, count: int) -> None:
+        for _ in range(count):
+            assert self.ended.acquire(timeout=SOON)
+
+
+@pytest.fixture
+def jobs(make_pool: MakePool) -> Jobs:
+    return Jobs(make_pool)
+
+
+def done(pool: HandlerPool) -> None:
+    """Submits a job and waits for it."""
+    event = threading.Event()
+    pool.submit(event.set)
+    assert event.wait(SOON)
+
+
+def test_jobs_run_in_threads_of_the_pool(make_pool: MakePool) -> None:
+    pool, found = make_pool(2), []
+    assert not in_pool(pool)
+    pool.submit(lambda: found.append((in_pool(pool), threading.current_thread())))
+    done(pool)
+    [(inside, thread)] = found
+    assert inside
+    assert thread is not threading.current_thread()
+    assert thread.name.startswith("test-pool-")
+    assert thread.daemon
+    assert not in_pool(make_pool(1))
+
+
+def test_threads_start_when_needed_and_are_reused(make_pool: MakePool) -> None:
+    pool, threads = make_pool(16), set()
+    assert pool.active == 0
+    for _ in range(50):
+        pool.submit(lambda: threads.add(threading.current_thread()))
+        until(lambda: pool.active == 0)
+    assert len(threads) == 1
+
+
+def test_no_more_jobs_run_than_the_size(make_pool: MakePool, jobs: Jobs) -> None:
+    pool = make_pool(3)
+    for _ in range(5):
+        pool.submit(jobs)
+    jobs.await_begun(3)
+    assert pool.active == 5
+    assert not jobs.begun.acquire(blocking=False)
+    assert len(pool._threads) == 3
+    jobs.go.set()
+    jobs.await_ended(5)
+    assert len(jobs.threads) == 3
+
+
+def test_jobs_begin_in_order(make_pool: MakePool) -> None:
+    pool, order = make_pool(1), []
+    for number in range(20):
+        pool.submit(lambda number=number: order.append(number))
+    done(pool)
+    assert order == list(range(20))
+
+
+def test_a_waiting_thread_is_replaced(make_pool: MakePool) -> None:
+    # Recursion: each job waits for the next. With a fixed number of threads it would deadlock.
+    pool, depth, bottom = make_pool(2), 100, threading.Event()
+
+    def descend(level: int) -> None:
+        if level == 0:
+            bottom.set()
+            return
+        gate = threading.Lock()
+        gate.acquire()
+
+        def next_level() -> None:
+            descend(level - 1)
+            gate.release()
+
+        pool.submit(next_level)
+        assert acquire(gate, SOON)
+
+    pool.submit(lambda: descend(depth))
+    assert bottom.wait(SOON)
+    until(lambda: pool.active == 0)
+    # Surplus threads are not kept.
+    until(lambda: len(pool._threads) <= 2 * pool._size)
+
+
+def test_a_thread_that_comes_back_from_a_wait_counts_again(make_pool: MakePool) -> None:
+    pool, gate = make_pool(1), threading.Lock()
+    gate.acquire()
+    running, most, back = [], [], threading.Event()
+    lock = threading.Lock()
+
+    def count() -> None:
+        with lock:
+            running.append(1)
+            most.append(len(running))
+        until(lambda: True)
+        with lock:
+            running.pop()
+
+    def wait() -> None:
+        assert acquire(gate, SOON)
+        back.set()
+
+    pool.submit(wait)
+    done(pool)  # another thread has taken its place
+    gate.release()
+    assert back.wait(SOON)
+    for _ in range(20):
+        pool.submit(count)
+    done(pool)
+    assert max(most) == 1
+
+
+def test_acquire_outside_of_a_pool() -> None:
+    gate = threading.Lock()
+    assert acquire(gate)
+    assert not acquire(gate, 0.01)
+    gate.release()
+    assert acquire(gate, 0.01)
+
+
+def test_acquire_in_a_pool_can_time_out(make_pool: MakePool) -> None:
+    pool, gate, found = make_pool(1), threading.Lock(), []
+    gate.acquire()
+    pool.submit(lambda: found.append(acquire(gate, 0.01)))
+    until(lambda: found)
+    assert found == [False]
+    gate.release()
+    pool.submit(lambda: found.append(acquire(gate)))
+    done(pool)
+    assert found == [False, True]
+
+
+def test_relieve_replaces_threads_that_wait_unseen(make_pool: MakePool, jobs: Jobs) -> None:
+    pool = make_pool(2)
+    pool.submit(jobs)
+    pool.submit(jobs)
+    jobs.await_begun(2)
+    freed = threading.Event()
+    pool.submit(freed.set)
+    until(lambda: pool.relieve() or freed.is_set())
+
+
+def test_relieve_starts_nothing_if_nothing_is_queued(make_pool: MakePool, jobs: Jobs) -> None:
+    pool = make_pool(2)
+    pool.submit(jobs)
+    pool.submit(jobs)
+    jobs.await_begun(2)
+    for _ in range(5):
+        pool.relieve()
+    assert len(pool._threads) == 2
+
+
+@pytest.mark.skipif("sys.platform != 'linux'", reason="needs the processor time of a thread")
+def test_relieve_does_not_replace_working_threads(make_pool: MakePool) -> None:
+    pool, stop = make_pool(1), threading.Event()
+    make_pool.gates.append(stop)
+    working = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            working.set()
+
+    pool.submit(work)
+    assert working.wait(SOON)
+    pool.submit(lambda: None)
+    for _ in range(3):
+        pool.relieve()
+        # Lets the job work, by waiting for its progress.
+        for _ in range(20):
+            working.clear()
+            assert working.wait(SOON)
+    assert len(pool._threads) == 1
+    stop.set()
+
+
+def test_a_job_that_fails_is_logged_and_its_thread_goes_on(
+    make_pool: MakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, threads = make_pool(1), []
+
+    def fail() -> None:
+        threads.append(threading.current_thread())
+        raise LookupError("of the job")
+
+    def exit_thread() -> None:
+        raise SystemExit
+
+    pool.submit(fail)
+    pool.submit(exit_thread)
+    pool.submit(lambda: threads.append(threading.current_thread()))
+    done(pool)
+    assert threads[0] is threads[1]
+    assert "LookupError: of the job" in caplog.text
+    assert "A job of test-pool failed" in caplog.text
+
+
+def test_jobs_run_in_copies_of_the_context(make_pool: MakePool) -> None:
+    variable = contextvars.ContextVar("variable", default="unset")
+    context = contextvars.Context()
+    context.run(variable.set, "of the pool")
+    pool, found = make_pool(2, context=context), []
+    variable.set("of the caller")
+
+    def job() -> None:
+        found.append(variable.get())
+        variable.set("changed")
+
+    pool.submit(job)
+    done(pool)
+    assert found == ["of the pool"]
+    assert context.run(variable.get) == "of the pool"
+
+
+def test_a_finished_job_is_not_kept_alive(make_pool: MakePool) -> None:
+    class Thing:
+        def __del__(self) -> None:
+            ended.set()
+
+    pool, ended = make_pool(1), threading.Event()
+    pool.submit(lambda thing=Thing(): None)  # noqa: B008
+    assert ended.wait(SOON)
+
+
+def test_close_waits_for_jobs_and_drops_those_queued(make_pool: MakePool, jobs: Jobs) -> None:
+    pool, ran = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    pool.submit(lambda: ran.append(1))
+    jobs.go.set()
+    pool.close(SOON)
+    jobs.await_ended(1)
+    assert pool.active == 0
+    assert not any(thread.is_alive() for thread in jobs.threads)
+    pool.submit(lambda: ran.append(2))
+    assert pool.active == 0
+    assert 2 not in ran
+
+
+def test_close_can_finish_queued_jobs(make_pool: MakePool, jobs: Jobs) -> None:
+    pool, done = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    for number in range(10):
+        pool.submit(lambda number=number: done.append(number))
+    jobs.go.set()
+    assert pool.close(SOON, finish=True)
+    assert done == list(range(10))
+    pool.submit(lambda: done.append("late"))
+    assert pool.active == 0
+    assert "late" not in done
+
+
+def test_close_finishes_only_what_its_timeout_allows(make_pool: MakePool, jobs: Jobs) -> None:
+    pool, done = make_pool(1), []
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    pool.submit(lambda: done.append("late"))
+    assert not pool.close(0.01, finish=True)
+    jobs.go.set()
+    assert pool.close(SOON)
+    assert done == []
+
+
+def test_close_reports_a_job_that_is_stuck(make_pool: MakePool, jobs: Jobs) -> None:
+    pool = make_pool(2)
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    assert pool.close(0.01) is False
+    jobs.go.set()
+    jobs.await_ended(1)
+    assert pool.close(SOON) is True
+
+
+def test_close_from_a_job_of_the_pool(make_pool: MakePool) -> None:
+    pool, found = make_pool(2), []
+    pool.submit(lambda: found.append(pool.close(SOON)))
+    until(lambda: found)
+    assert found == [True]
+
+
+def test_idle_threads_end_at_once(make_pool: MakePool) -> None:
+    pool, threads = make_pool(4), set()
+    barrier = threading.Barrier(4)
+
+    def job() -> None:
+        threads.add(threading.current_thread())
+        barrier.wait(SOON)
+
+    for _ in range(4):
+        pool.submit(job)
+    until(lambda: pool.active == 0 and len(threads) == 4)
+    assert all(thread.is_alive() for thread in threads)
+    assert pool.close(SOON)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+@pytest.mark.parametrize("why", ["the system has no more", "there are enough"])
+def test_a_job_waits_if_no_thread_can_be_started(
+    make_pool: MakePool,
+    jobs: Jobs,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    pool = make_pool(2)
+    pool.submit(jobs)
+    jobs.await_begun(1)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if why == "there are enough":
+            patch.setattr("zrpc.runtime.thread_pool.MAX_THREADS", 1)
+        else:
+            patch.setattr(threading.Thread, "start", refuse)
+        ran = threading.Event()
+        pool.submit(ran.set)
+    assert "a call waits" in caplog.text
+    assert not ran.is_set()
+    jobs.go.set()
+    assert ran.wait(SOON)
+    assert MAX_THREADS > 1000
+
+
+def test_many_submitters(make_pool: MakePool) -> None:
+    pool, count, lock = make_pool(4), [0], threading.Lock()
+
+    def job() -> None:
+        with lock:
+            count[0] += 1
+
+    def submit() -> None:
+        for _ in range(500):
+            pool.submit(job)
+
+    threads = [threading.Thread(target=submit) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: count[0] == 2000)
+    assert len(pool._threads) <= 4
+
+
+def admitted(pool: HandlerPool) -> int:
+    """Admits the current thread as a guest; returns its ident."""
+    assert pool.admit(threading.get_ident())
+    return threading.get_ident()
+
+
+def test_a_guest_runs_jobs_queued_behind_its_own(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However busy this machine is.
+    monkeypatch.setattr("zrpc.runtime.thread_pool._QUICK_JOB_SECONDS", SOON)
+    pool, found = make_pool(1), []
+    me = admitted(pool)
+
+    def note() -> None:
+        found.append(threading.get_ident())
+
+    for _ in range(3):
+        pool.submit(note)
+    pool.run_as_guest(me, [note])
+    assert found == [me] * 4
+    assert pool.active == 0
+
+
+def test_a_guest_runs_no_queued_jobs_after_a_long_one(make_pool: MakePool) -> None:
+    pool, found = make_pool(1), []
+    me, done = admitted(pool), threading.Event()
+
+    def note() -> None:
+        found.append(threading.get_ident())
+        done.set()
+
+    def long() -> None:
+        end = time.perf_counter() + 2 * _QUICK_JOB_SECONDS
+        while time.perf_counter() < end:
+            pass
+
+    pool.submit(note)
+    pool.run_as_guest(me, [long])
+    assert done.wait(SOON)
+    assert found != [me]
+
+
+def test_jobs_queued_behind_a_waiting_guest_run_meanwhile(make_pool: MakePool) -> None:
+    pool, gate = make_pool(1), threading.Lock()
+    me = admitted(pool)
+    gate.acquire()
+    pool.submit(gate.release)  # nobody else opens it
+    results = []
+    pool.run_as_guest(me, [lambda: results.append(acquire(gate, SOON))])
+    assert results == [True]
+
+
+def test_a_guests_job_is_freed_before_the_next_one_runs(make_pool: MakePool) -> None:
+    pool, found = make_pool(1), []
+    me = admitted(pool)
+    gone = threading.Event()
+    argument = threading.Event()
+    weakref.finalize(argument, gone.set)
+    jobs = [partial(argument.is_set)]
+    del argument
+    pool.submit(lambda: found.append(gone.is_set()))
+    pool.run_as_guest(me, jobs)
+    assert found == [True]
+
+
+@pytest.mark.parametrize("as_guest", [True, False])
+def test_a_job_can_close_its_pool_and_finish_queued_jobs(
+    make_pool: MakePool, as_guest: bool
+) -> None:
+    pool, found, done = make_pool(1), [], threading.Event()
+
+    def end() -> None:
+        for each in range(3):
+            pool.submit(partial(found.append, each))
+        pool.close(SOON, finish=True)
+        done.set()
+
+    if as_guest:
+        pool.run_as_guest(admitted(pool), [end])
+    else:
+        pool.submit(end)
+    assert done.wait(SOON)
+    assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize("in_a_pool", [True, False])
+def test_a_waiting_thread_may_receive_for_itself(make_pool: MakePool, in_a_pool: bool) -> None:
+    gate, ended = threading.Lock(), threading.Event()
+    gate.acquire()
+    found = []
+
+    def job() -> None:
+        found.append(acquire(gate, SOON, lambda gate, timeout: gate.release()))
+        found.append(acquire(gate, 0, lambda gate, timeout: found.append(("received", timeout))))
+        ended.set()
+
+    if in_a_pool:
+        make_pool(1).submit(job)
+    else:
+        job()
+    assert ended.wait(SOON)
+    assert found == [True, ("received", 0), False]
+
+
+def test_nothing_is_received_for_an_open_gate() -> None:
+    assert acquire(threading.Lock(), SOON, lambda gate, timeout: pytest.fail("received"))
+
+
+def test_others_run_while_a_thread_receives(make_pool: MakePool) -> None:
+    pool, gate, ran = make_pool(1), threading.Lock(), threading.Event()
+    gate.acquire()
+
+    def receive(gate: threading.Lock, timeout: float) -> None:
+        pool.submit(ran.set)
+        assert ran.wait(SOON)
+        gate.release()
+
+    pool.submit(lambda: acquire(gate, SOON, receive))
+    assert ran.wait(SOON)

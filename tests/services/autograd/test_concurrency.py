@@ -1,0 +1,354 @@
+"""Many threads in one context, and many contexts over the same parameters."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.services.autograd.split_models import (
+    LEAVES,
+    SOON,
+    W,
+    X,
+    assert_as_local,
+    assert_freed,
+    call,
+    gradients_at,
+    layer,
+    leaf,
+    local_gradients,
+)
+from tests.support.identity import here
+from zrpc.agent.current import find_agent
+from zrpc.services.autograd.contexts import PASS_LAYOUT
+from zrpc.services.autograd.service import AutogradService
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.message import Message
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=90)
+
+
+def fan_out(calls: Any) -> Any:
+    """The results of several calls at once, by threads of the callees."""
+    if find_agent() is None:
+        return [call(to, fn, *args) for to, fn, *args in calls]
+    futures = [zrpc.rpc_async(to, here(fn), args) for to, fn, *args in calls]
+    return [future.wait() for future in futures]
+
+
+def test_a_fan_out_that_is_joined(mesh: Mesh) -> None:
+    def model() -> Any:
+        x = layer(0, X)
+        parts = fan_out([(f"worker{1 + i % 2}", layer, 1 + i % 2, x * i) for i in range(24)])
+        return torch.stack(parts).prod(0).sum() + sum(parts).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_fan_out_of_handlers_that_fan_out(mesh: Mesh) -> None:
+    def there(rank: Any, x: Any) -> Any:
+        x = layer(rank, x)
+        parts = fan_out([(f"worker{to}", layer, to, x * i) for i, to in enumerate((0, 1, 2))])
+        return x + sum(parts)
+
+    def model() -> Any:
+        parts = fan_out([(f"worker{i % 3}", there, i % 3, X * i) for i in range(9)])
+        return sum(parts).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_handlers_that_run_at_the_same_time(mesh: Mesh) -> None:
+    """All of them have received before the first one answers."""
+    barrier = threading.Barrier(8)
+
+    def there(x: Any) -> Any:
+        if find_agent() is not None:
+            barrier.wait(SOON)
+        return layer(1, x)
+
+    def model() -> Any:
+        return sum(fan_out([("worker1", there, X * i) for i in range(8)])).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_micro_batches_through_a_pipeline(mesh: Mesh) -> None:
+    def stage(x: Any) -> Any:
+        return call("worker2", layer, 2, layer(1, x))
+
+    def model() -> Any:
+        batches = (leaf(4, 3, seed=7).detach() * X).split(1)
+        return torch.cat(fan_out([("worker1", stage, batch) for batch in batches])).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_contexts_over_the_same_parameters(make_mesh: MakeMesh, count: int) -> None:
+    """Trainers at one parameter worker: threads of one process each."""
+    mesh = make_mesh(workers=3)
+    weight = W[2]
+    together = threading.Barrier(count)
+
+    def there(x: Any) -> Any:
+        return (x @ weight).sin()
+
+    def trainer(number: Any) -> Any:
+        rank = number % 2
+        with mesh.agent(rank).as_current():
+            found = []
+            for step in range(4):
+                with dist_autograd.context() as context_id:
+                    x = torch.full((3,), float(number + 1), dtype=torch.float64)
+                    far = call("worker2", there, x)
+                    far = call("worker2", there, far)
+                    together.wait(SOON)
+                    dist_autograd.backward(context_id, [far.sum() * (step + 1)])
+                    together.wait(SOON)
+                    found.append(gradients_at(mesh, 2, context_id)[weight])
+            return found
+
+    with ThreadPoolExecutor(count) as pool:
+        outcomes = list(pool.map(trainer, range(count)))
+    for number, found in enumerate(outcomes):
+        x = torch.full((3,), float(number + 1), dtype=torch.float64)
+        [expected] = torch.autograd.grad(there(there(x)).sum(), [weight])
+        torch.testing.assert_close(found, [expected * (step + 1) for step in range(4)])
+    assert weight.grad is None
+    assert_freed(mesh)
+
+
+@pytest.mark.parametrize("hooked", ["no hooks", "hooks"])
+def test_contexts_that_go_through_all_workers_in_both_directions(
+    make_mesh: MakeMesh, hooked: str
+) -> None:
+    """Trainers at either end of one chain, over the same parameters."""
+    mesh = make_mesh(workers=3)
+    together = threading.Barrier(3)
+    calls = [0] * 3
+
+    def chain(ranks: Any, x: Any) -> Any:
+        rank, *rest = ranks
+        x = layer(rank, x)
+        return call(f"worker{rest[0]}", chain, rest, x) if rest else x
+
+    def model(rank: Any) -> Any:
+        order = [rank, (rank + 1) % 3, (rank + 2) % 3, rank]
+        return chain(order, X * (rank + 1)).sum()
+
+    def trainer(rank: Any) -> Any:
+        with mesh.agent(rank).as_current():
+            found = []
+            for _ in range(10):
+                together.wait(SOON)
+                with dist_autograd.context() as context_id:
+                    dist_autograd.backward(context_id, [model(rank)])
+                    found.append(
+                        sum(
+                            gradients_at(mesh, at, context_id).get(W[2], torch.zeros(()))
+                            for at in range(3)
+                        )
+                    )
+            return found
+
+    def count(rank: Any) -> Any:
+        def note(parameter: Any) -> None:
+            calls[rank] += 1
+
+        return note
+
+    handles = [
+        W[rank].register_post_accumulate_grad_hook(count(rank))
+        for rank in range(3)
+        if hooked == "hooks"
+    ]
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            outcomes = list(pool.map(trainer, range(3)))
+    finally:
+        for handle in handles:
+            handle.remove()
+    for rank, found in enumerate(outcomes):
+        [expected] = local_gradients(lambda rank=rank: model(rank), [W[2]])
+        torch.testing.assert_close(found, [expected] * 10)
+    if hooked == "hooks":
+        assert calls == [30] * 3
+    assert all(w.grad is None for w in W)
+    assert_freed(mesh)
+
+
+def test_two_passes_at_once_in_one_context(mesh: Mesh) -> None:
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            losses = [call("worker1", layer, 1, X * i).sum() for i in range(1, 5)]
+            agent = mesh.agent(0)
+
+            def go_back(loss: Any) -> None:
+                with agent.as_current():
+                    dist_autograd.backward(context_id, [loss], retain_graph=True)
+
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(go_back, losses))
+            return gradients_at(mesh, 0, context_id)[X], gradients_at(mesh, 1, context_id)[W[1]]
+
+    found = mesh.run(0, run)
+    expected = local_gradients(lambda: sum(layer(1, X * i).sum() for i in range(1, 5)), [X, W[1]])
+    torch.testing.assert_close(list(found), expected)
+
+
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 2})
+def test_more_contexts_than_threads(mesh: Mesh) -> None:
+    """Passes that wait hold no thread that others need."""
+    count = 12
+    together = threading.Barrier(count)
+
+    def there(depth: Any, x: Any) -> Any:
+        x = layer(depth % 2, x)
+        return call(f"worker{depth % 2}", there, depth - 1, x) if depth else x
+
+    def trainer(number: Any) -> Any:
+        with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
+            loss = call("worker1", there, 4, X * number).sum()
+            together.wait(SOON)
+            dist_autograd.backward(context_id, [loss])
+            return dist_autograd.get_gradients(context_id)[X]
+
+    with ThreadPoolExecutor(count) as pool:
+        outcomes = list(pool.map(trainer, range(count)))
+    for number, found in enumerate(outcomes):
+        [expected] = local_gradients(lambda n=number: there(4, X * n).sum(), [X])
+        torch.testing.assert_close(found, expected)
+    assert_freed(mesh)
+
+
+def test_calls_go_on_while_a_pass_runs(mesh: Mesh) -> None:
+    """In the same context too; they are not part of it."""
+    results = []
+
+    def hook(gradient: Any) -> None:
+        results.append(call("worker2", layer, 2, X).sum().item())
+        results.append(call("worker0", layer, 0, X).sum().item())
+
+    handle = W[1].register_hook(hook)
+    try:
+
+        def run() -> Any:
+            with dist_autograd.context() as context_id:
+                loss = call("worker1", layer, 1, X * 2).sum()
+                W0 = layer(0, X).register_hook(hook)
+                dist_autograd.backward(context_id, [loss])
+                assert W0 is not None
+                return gradients_at(mesh, 0, context_id)[X]
+
+        found = mesh.run(0, run)
+    finally:
+        handle.remove()
+    [expected] = local_gradients(lambda: layer(1, X * 2).sum(), [X])
+    torch.testing.assert_close(found, expected)
+    assert len(results) == 2
+    assert_freed(mesh)
+
+
+def test_grad_is_left_to_those_that_use_it(mesh: Mesh) -> None:
+    """Ordinary training goes on beside contexts, over the same parameter."""
+    w = leaf(3, seed=30)
+    stop = threading.Event()
+    errors = []
+
+    def there(x: Any) -> Any:
+        return x * w
+
+    def local() -> None:
+        try:
+            while not stop.is_set():
+                w.grad = None
+                (w * 2).sum().backward()
+                assert torch.equal(w.grad, torch.full((3,), 2.0, dtype=torch.float64))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=local)
+    thread.start()
+    try:
+
+        def run() -> None:
+            for _ in range(50):
+                with dist_autograd.context() as context_id:
+                    dist_autograd.backward(context_id, [call("worker1", there, X.detach()).sum()])
+                    assert torch.equal(gradients_at(mesh, 1, context_id)[w], X.detach())
+
+        mesh.run(0, run)
+    finally:
+        stop.set()
+        thread.join(SOON)
+    assert errors == []
+
+
+def test_hooks_of_one_context_while_those_of_another_run(mesh: Mesh) -> None:
+    """A hook on the accumulated gradient takes its time; a tensor hook is called meanwhile."""
+    w = leaf(3, seed=31)
+    inside, through = threading.Event(), threading.Event()
+    accumulated, passed = [], []
+
+    def there(x: Any) -> Any:
+        return x * w
+
+    def slow(parameter: Any) -> None:
+        first = not accumulated
+        accumulated.append(parameter.grad.clone())
+        if first:
+            inside.set()
+            assert through.wait(SOON)
+
+    handles = [
+        w.register_hook(lambda gradient: passed.append(gradient.clone())),
+        w.register_post_accumulate_grad_hook(slow),
+    ]
+
+    def trainer(number: Any) -> None:
+        with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
+            x = X.detach().requires_grad_()
+            if number:
+                assert inside.wait(SOON)
+                x.register_hook(lambda gradient: through.set())
+            dist_autograd.backward(context_id, [(call("worker1", there, x) * (number + 1)).sum()])
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(trainer, range(2)))
+    finally:
+        through.set()
+        for handle in handles:
+            handle.remove()
+    expected = [X.detach(), X.detach() * 2]
+    torch.testing.assert_close(accumulated, expected)
+    torch.testing.assert_close(passed, expected)
+
+
+def test_the_io_thread_does_not_wait_while_gradients_are_added_up(mesh: Mesh) -> None:
+    """It looks who takes part in passes, each second, and takes in gradients."""
+    agent = mesh.agent(0)
+    layer_of_autograd = agent.service(AutogradService)
+    done = threading.Event()
+    with agent.as_current(), dist_autograd.context() as context_id:
+        extension = [(Tag.PASS, PASS_LAYOUT.pack(context_id, 7, 0, False))]
+
+        def look() -> None:
+            message = Message(Kind.GRADIENT, extensions=extension, sender=1)
+            message.attachments = {Tag.PASS: PASS_LAYOUT.unpack(extension[0][1])}
+            layer_of_autograd.passes._on_gradient(message)
+            agent.awaited_members()
+            done.set()
+
+        with layer_of_autograd.contexts.find(context_id).lock:
+            agent.receiver.in_io_thread(look)
+            assert done.wait(SOON)

@@ -1,0 +1,93 @@
+"""What one worker's run of torch's engine leaves: gradients with memory of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zrpc.services.autograd import engine
+
+
+def run(root: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+    found: dict[torch.Tensor, torch.Tensor] = {}
+    start = torch.empty(0, requires_grad=True)
+    engine.run([root], start, start, False, found.__setitem__)
+    return found
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_gradient_that_the_engine_has_made_is_not_copied(name: str) -> None:
+    """Both of a linear layer's are views of what the engine has made."""
+    layer = torch.nn.Linear(8, 4)
+    leaf = getattr(layer, name)
+    places = []
+    leaf.register_hook(lambda gradient: places.append(gradient.data_ptr()))
+    gradient = run(layer(torch.ones(2, 8)).sum())[leaf]
+    assert [gradient.data_ptr()] == places
+    assert gradient._base is None
+    gradient.detach_()  # which is refused for views
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda one, other: one + other,
+        lambda one, other: one.t() + other,
+        lambda one, other: one.t() + other.t(),
+        lambda one, other: (one.view(16) + other.view(16)).view(4, 4),
+        lambda one, other: torch.stack([one, other]),
+        lambda one, other: torch.cat([one.view(1, 16), other.view(1, 16)]),
+    ],
+    ids=["sum", "one transposed", "both transposed", "views", "stack", "cat"],
+)
+def test_gradients_of_two_leaves_share_no_memory(combine: Any) -> None:
+    one, other = (torch.rand(4, 4, requires_grad=True) for _ in range(2))
+    result = combine(one, other)
+    found = run((result * torch.arange(result.numel()).view(result.shape)).sum())
+    before = found[other].clone()
+    found[one].zero_()
+    assert torch.equal(found[other], before)
+
+
+def test_a_gradient_that_a_hook_keeps_is_copied() -> None:
+    leaf, kept = torch.rand(4, 4, requires_grad=True), []
+    middle = leaf + torch.zeros(4, 4)
+    middle.register_hook(kept.append)
+    gradient = run((middle * 2).sum())[leaf]
+    gradient.zero_()
+    assert torch.equal(kept[0], torch.full((4, 4), 2.0))
+
+
+def test_a_gradient_that_is_a_view_of_what_a_hook_keeps_is_copied() -> None:
+    leaf, kept = torch.rand(4, 4, requires_grad=True), []
+    middle = leaf.view(16)
+    middle.register_hook(kept.append)
+    gradient = run((middle * 2).sum())[leaf]
+    gradient.zero_()
+    assert torch.equal(kept[0], torch.full((16,), 2.0))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("shape", [(4, 4), (16,)])
+def test_a_gradient_that_is_a_users_tensor_is_copied(saved: bool, shape: tuple[int, ...]) -> None:
+    """Or a view of it."""
+    constant = torch.ones(16)
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Any) -> Any:
+            if saved:
+                ctx.save_for_backward(constant)
+            return tensor.sum()
+
+        @staticmethod
+        def backward(ctx: Any, _: Any) -> Any:
+            kept = ctx.saved_tensors[0] if saved else constant
+            return kept if shape == kept.shape else kept.view(shape)
+
+    leaf = torch.rand(shape, requires_grad=True)
+    gradient = run(Constant.apply(leaf))[leaf]
+    gradient.zero_()
+    assert torch.equal(constant, torch.ones(16))

@@ -1,0 +1,511 @@
+"""Hooks fire once with the whole gradient, nodes run once, and messages are few."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.services.autograd.split_models import (
+    LEAVES,
+    SOON,
+    W,
+    X,
+    assert_as_local,
+    call,
+    layer,
+    leaf,
+    local_gradients,
+    posted,
+    train,
+)
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+
+def residual() -> Any:
+    """Uses each parameter several times, at its worker and across hops."""
+    x = layer(0, X)
+    for rank in (1, 2, 1, 2):
+        x = x + call(f"worker{rank}", layer, rank, x)
+    return layer(0, x).sum()
+
+
+class Seen:
+    """What a hook was called with."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.gradients = []
+
+    def __call__(self, gradient: Any) -> None:
+        with self._lock:
+            self.gradients.append(gradient.clone())
+
+    def once(self, expected: Any) -> None:
+        assert len(self.gradients) == 1
+        torch.testing.assert_close(self.gradients[0], expected)
+
+
+def on_tensor(at: Any, seen: Any) -> Any:
+    return at.register_hook(lambda g: seen(g))
+
+
+def on_accumulated(at: Any, seen: Any) -> Any:
+    return at.register_post_accumulate_grad_hook(lambda p: seen(p.grad))
+
+
+def on_node(at: Any, seen: Any) -> Any:
+    node = at.view_as(at).grad_fn.next_functions[0][0]
+    return Kept(node, node.register_hook(lambda inputs, outputs: seen(outputs[0])))
+
+
+def before_node(at: Any, seen: Any) -> Any:
+    node = at.view_as(at).grad_fn.next_functions[0][0]
+    return Kept(node, node.register_prehook(lambda gradients: seen(gradients[0])))
+
+
+class Kept:
+    """A hook on a node, which lives as long as somebody has it."""
+
+    def __init__(self, node: Any, handle: Any) -> None:
+        self.node, self.handle = node, handle
+
+    def remove(self) -> None:
+        self.handle.remove()
+        self.node = None
+
+
+@contextmanager
+def hooks(register: Any, *leaves: Any) -> Iterator[Any]:
+    with ExitStack() as stack:
+        seen = []
+        for at in leaves:
+            seen.append(Seen())
+            stack.callback(register(at, seen[-1]).remove)
+        yield seen
+
+
+REGISTER = pytest.mark.parametrize(
+    "register", [on_tensor, on_accumulated, on_node, before_node], ids=lambda f: f.__name__
+)
+
+
+@REGISTER
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hook_on_a_parameter_fires_once_with_the_whole_gradient(
+    mesh: Mesh, register: Any, rank: int
+) -> None:
+    [expected] = local_gradients(residual, [W[rank]])
+    with hooks(register, W[rank]) as [seen]:
+        found = train(mesh, residual)
+    seen.once(expected)
+    torch.testing.assert_close(found[W[rank]], expected)
+    assert W[rank].grad is None
+
+
+@REGISTER
+def test_hooks_on_parameters_of_all_workers(mesh: Mesh, register: Any) -> None:
+    expected = local_gradients(residual, LEAVES)
+    with hooks(register, *LEAVES) as all_seen:
+        found = train(mesh, residual)
+    for at, seen, gradient in zip(LEAVES, all_seen, expected, strict=True):
+        seen.once(gradient)
+        torch.testing.assert_close(found[at], gradient)
+        assert at.grad is None
+
+
+def test_a_tensor_hook_that_changes_the_gradient(mesh: Mesh) -> None:
+    handle = W[1].register_hook(lambda g: g * 10)
+    try:
+        assert_as_local(mesh, residual, LEAVES)
+    finally:
+        handle.remove()
+
+
+@REGISTER
+def test_a_gradient_from_before_is_put_back(mesh: Mesh, register: Any) -> None:
+    before = torch.full_like(W[1], 7)
+    [expected] = local_gradients(residual, [W[1]])
+    W[1].grad = before
+    try:
+        with hooks(register, W[1]) as [seen]:
+            found = train(mesh, residual)
+        assert W[1].grad is before
+        assert torch.equal(before, torch.full_like(before, 7))
+    finally:
+        W[1].grad = None
+    seen.once(expected)
+    torch.testing.assert_close(found[W[1]], expected)
+
+
+def test_an_optimizer_in_a_hook(mesh: Mesh) -> None:
+    """The hook that is told of an accumulated gradient may use it up."""
+    w = leaf(3, 3, seed=20)
+    optimizer = torch.optim.SGD([w], lr=0.5)
+
+    def model() -> Any:
+        return call("worker1", lambda x: x @ w, X).sum()
+
+    [expected] = local_gradients(model, [w])
+    before = w.detach().clone()
+
+    def step(parameter: Any) -> None:
+        optimizer.step()
+
+    w.register_post_accumulate_grad_hook(step)
+    train(mesh, model)
+    torch.testing.assert_close(w.detach(), before - 0.5 * expected)
+
+
+@pytest.mark.parametrize("where", ["sent", "received", "result"])
+def test_a_hook_on_an_activation_fires_once_with_the_whole_gradient(mesh: Mesh, where: str) -> None:
+    seen = Seen()
+
+    def twice(x: Any) -> Any:
+        if where == "received":
+            x.register_hook(seen)
+        y = layer(1, x)
+        return y, y.sin()
+
+    def model() -> Any:
+        x = layer(0, X)
+        if where == "sent":
+            x.register_hook(seen)
+        first, second = call("worker1", twice, x)
+        if where == "result":
+            first.register_hook(seen)
+        return (first * second * x + call("worker2", layer, 2, first) + first).sum()
+
+    local_gradients(model, LEAVES)
+    [expected] = seen.gradients
+    seen.gradients.clear()
+    train(mesh, model)
+    seen.once(expected)
+
+
+def test_retain_grad_on_activations(mesh: Mesh) -> None:
+    kept = []
+
+    def there(x: Any) -> Any:
+        y = layer(1, x)
+        y.retain_grad()
+        kept.append(y)
+        return y * 2
+
+    def model() -> Any:
+        return (call("worker1", there, X) ** 2).sum()
+
+    train(mesh, model)
+    with_local = model()
+    with_local.backward()
+    try:
+        distributed, local = kept
+        torch.testing.assert_close(distributed.grad, local.grad)
+    finally:
+        for at in LEAVES:
+            at.grad = None
+
+
+def test_module_hooks(mesh: Mesh) -> None:
+    linear = torch.nn.Linear(3, 3).double()
+    seen = Seen()
+    linear.register_full_backward_hook(lambda module, inputs, outputs: seen(outputs[0]))
+
+    def model() -> Any:
+        return (call("worker1", lambda x: linear(x.sin()), X) ** 2).sum()
+
+    local_gradients(model, LEAVES)
+    [expected] = seen.gradients
+    seen.gradients.clear()
+    train(mesh, model)
+    seen.once(expected)
+
+
+class Counted(torch.autograd.Function):
+    """The cube, which counts its runs."""
+
+    forwards = 0
+    backwards = 0
+    lock = threading.Lock()
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        with Counted.lock:
+            Counted.forwards += 1
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        with Counted.lock:
+            Counted.backwards += 1
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x**2
+
+
+@pytest.fixture
+def counted() -> Any:
+    Counted.forwards = Counted.backwards = 0
+    return Counted
+
+
+def cubed(rank: Any, x: Any) -> Any:
+    return Counted.apply(layer(rank, x))
+
+
+def test_each_node_runs_once_in_a_pass(mesh: Mesh, counted: Any) -> None:
+    def model() -> Any:
+        x = Counted.apply(X)
+        for hop in range(8):
+            rank = 1 + hop % 2
+            x = x + call(f"worker{rank}", cubed, rank, x) * 0.1
+        return x.sum()
+
+    train(mesh, model)
+    assert (counted.forwards, counted.backwards) == (9, 9)
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_each_node_runs_once_in_each_of_two_passes(mesh: Mesh, counted: Any) -> None:
+    def model() -> Any:
+        x = Counted.apply(X)
+        return (x + call("worker1", cubed, 1, x) + call("worker2", cubed, 2, x)).sum()
+
+    train(mesh, model, passes=2)
+    assert (counted.forwards, counted.backwards) == (3, 6)
+
+
+def test_a_node_that_leads_to_no_root_does_not_run(mesh: Mesh, counted: Any) -> None:
+    def model() -> Any:
+        Counted.apply(X)
+        far = call("worker1", layer, 1, X)
+        Counted.apply(far)
+        return far.sum()
+
+    train(mesh, model)
+    assert (counted.forwards, counted.backwards) == (2, 0)
+
+
+@pytest.mark.parametrize("hook", ["parameter", "sent", "result"])
+def test_hooks_on_what_leads_to_no_root_do_not_fire(mesh: Mesh, hook: str) -> None:
+    seen = []
+
+    def there(x: Any) -> Any:
+        y = layer(1, x)
+        if hook == "result":
+            y.register_hook(seen.append)
+        return y
+
+    def model() -> Any:
+        x = layer(0, X)
+        if hook == "sent":
+            x.register_hook(seen.append)
+        call("worker1", there, x)
+        return (X**2).sum()
+
+    handle = W[1].register_hook(seen.append) if hook == "parameter" else None
+    try:
+        found = train(mesh, model)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert seen == []
+    assert W[1] not in found
+    assert W[0] not in found
+
+
+class Attributes(torch.autograd.Function):
+    """A function that names its own things as torch's nodes name theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, names: Any) -> Any:
+        for name in names:
+            setattr(ctx, name, torch.ones(1))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize("name", ["variable", "token", "link", "tensors"])
+def test_a_custom_function_with_attributes_of_its_own(mesh: Mesh, name: str) -> None:
+    def there(x: Any) -> Any:
+        return Attributes.apply(layer(1, x), [name])
+
+    def model() -> Any:
+        return call("worker1", there, Attributes.apply(layer(0, X), [name])).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+class Split(torch.autograd.Function):
+    """Several outputs, not all of them differentiable, without gradients for unused ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        order = x.argsort()
+        ctx.mark_non_differentiable(order)
+        return x.sin(), x * 2, order
+
+    @staticmethod
+    def backward(ctx: Any, first: Any, second: Any, order: Any) -> Any:
+        assert first is None
+        return second * 2
+
+
+def test_a_custom_function_with_unused_outputs(mesh: Mesh) -> None:
+    def there(x: Any) -> Any:
+        return Split.apply(layer(1, x))
+
+    def model() -> Any:
+        _, used, order = call("worker1", there, X)
+        assert not order.requires_grad
+        return used.sum()
+
+    # Copies are nodes of their own, which would give the unused output a gradient of None too.
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_function_that_is_differentiated_by_torch_within_backward(mesh: Mesh) -> None:
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            ctx.save_for_backward(x)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                return torch.autograd.grad(x.exp(), x, gradient)[0]
+
+    def model() -> Any:
+        return call("worker1", lambda x: Nested.apply(layer(1, x)), Nested.apply(X)).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_call_in_a_backward_function(mesh: Mesh) -> None:
+    """Code of the backward pass may call, also where it is run for another worker."""
+
+    class Far(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return call("worker2", torch.mul, gradient, 2)
+
+    def model() -> Any:
+        return call("worker1", lambda x: Far.apply(layer(1, x)), Far.apply(X)).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+# The messages of a pass.
+
+
+def both(x: Any, y: Any) -> Any:
+    return x + y, x * y, [x.sin()]
+
+
+def number(x: Any) -> Any:
+    return x.sum().item()
+
+
+def test_one_gradient_message_for_each_message_that_carried_tensors(mesh: Mesh) -> None:
+    def model() -> Any:
+        a, b, _ = call("worker1", both, X * 2, X.sin())  # two messages
+        call("worker1", number, a)  # one: its answer carries no tensor
+        c = call("worker2", lambda: W[2] * 2)  # one: its request carries no tensor
+        call("worker2", max, 1, 2)  # none
+        call("worker1", torch.add, torch.ones(2), 1)  # none: no tensor requires grad
+        return (a * b @ c).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model)
+    assert counts[Kind.GRADIENT] == 4
+    assert counts[Kind.RELEASE] <= 4
+    assert counts[Kind.ABORT] == 0
+
+
+def test_one_gradient_message_for_each_hop_of_a_residual_chain(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        train(mesh, residual)
+    assert counts[Kind.GRADIENT] == 2 * 4
+
+
+def test_messages_of_a_second_pass(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        train(mesh, residual, passes=2)
+    assert counts[Kind.GRADIENT] == 2 * 2 * 4
+
+
+def test_no_messages_without_tensors(mesh: Mesh) -> None:
+    def model() -> Any:
+        call("worker1", max, 1, 2)
+        return (X**2).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model)
+    assert counts[Kind.GRADIENT] == 0
+
+
+def test_no_messages_outside_of_a_context(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        result = mesh.run(0, call, "worker1", layer, 1, X)
+        assert result.is_leaf
+        assert result.requires_grad
+    assert not any(
+        counts[kind] for kind in (Kind.GRADIENT, Kind.BACKWARD, Kind.ABORT, Kind.RELEASE)
+    )
+
+
+def test_the_gradient_of_a_leaf_is_its_own(mesh: Mesh) -> None:
+    """Leaves whose gradients are equal do not share them."""
+    a, b = leaf(3, seed=1), leaf(3, seed=2)
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            loss = zrpc.rpc_sync("worker1", torch.sum, (a + b,))
+            dist_autograd.backward(context_id, [loss])
+            found = dist_autograd.get_gradients(context_id)
+            found[a].mul_(5)
+            return found[a], found[b]
+
+    first, second = mesh.run(0, run)
+    assert torch.equal(first, torch.full_like(a, 5))
+    assert torch.equal(second, torch.ones_like(b))
+
+
+def test_a_hook_that_waits_for_another_worker_holds_nobody_up(mesh: Mesh) -> None:
+    """While a hook at one worker waits, a hook at another one runs."""
+    other_ran = threading.Event()
+
+    def wait(gradient: Any) -> None:
+        assert other_ran.wait(SOON)
+
+    def model() -> Any:
+        x = call("worker1", layer, 1, X)
+        y = call("worker2", layer, 2, X)
+        return (x + y).sum()
+
+    handles = [W[1].register_hook(wait), W[2].register_hook(lambda g: other_ran.set())]
+    try:
+        train(mesh, model)
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,298 @@
+"""The log of a mesh, in any kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.secret import ClusterSecret, new_secret
+from zrpc.membership.signed_store import SignedStore, take_ranks
+from zrpc.services.elastic.log import MembershipLog
+from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.state import MembershipState
+from zrpc.wire.member_id import RANKS
+
+SECRET = ClusterSecret(new_secret())
+
+
+@pytest.fixture(params=["hash", "file", "tcp"])
+def open_store(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[], dist.Store]]:
+    """Opens the store like one more process."""
+    if request.param == "tcp":
+        limit = timedelta(seconds=20)
+        host = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
+        yield lambda: dist.TCPStore("127.0.0.1", host.port, None, False, limit)
+    elif request.param == "file":
+        yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
+    else:
+        store = dist.HashStore()
+        yield lambda: store
+
+
+@pytest.fixture
+def store() -> dist.HashStore:
+    return dist.HashStore()
+
+
+def log_in(store: dist.Store, secret: ClusterSecret | None = SECRET) -> MembershipLog:
+    return MembershipLog(SignedStore(store, secret))
+
+
+def event(token: object) -> MembershipEvent:
+    return MembershipEvent(Verb.IN, str(token))
+
+
+def test_all_read_the_same_events_in_the_same_order(open_store: Callable[[], dist.Store]) -> None:
+    readers = [log_in(open_store()) for _ in range(3)]
+    readers[0].append(event("a"))
+    readers[1].append(event("b"))
+    assert readers[0].read() == [event("a"), event("b")]
+    assert readers[0].read() == []
+    readers[0].append(event("c"))
+    assert [reader.read() for reader in readers[1:]] == [[event(c) for c in "abc"]] * 2
+    assert readers[0].read() == [event("c")]
+
+
+def test_concurrent_appends_are_all_kept(open_store: Callable[[], dist.Store]) -> None:
+    writers = [log_in(open_store()) for _ in range(4)]
+
+    def write(number: int) -> None:
+        for i in range(10):
+            writers[number].append(event(f"{number}.{i}"))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    found = log_in(open_store()).read()
+    assert sorted(i.token for i in found) == sorted(f"{n}.{i}" for n in range(4) for i in range(10))
+    for writer in writers:
+        assert writer.read() == found
+
+
+def test_positions_of_others_can_be_read(open_store: Callable[[], dist.Store]) -> None:
+    one, other = log_in(open_store()), log_in(open_store())
+    assert one.noted_position("x") == 0
+    other.note_position("x", 3)
+    one.note_position("y", 0)
+    other.note_position("x", 4)
+    assert other.noted_position("x") == 4  # TCPStore does not wait until what it sends has come in
+    assert [one.noted_position("x"), one.noted_position("y")] == [4, 0]
+    one.withdraw_position("x")
+    assert other.noted_position("x") == 0
+
+
+def test_each_rank_is_given_once(open_store: Callable[[], dist.Store]) -> None:
+    assert take_ranks(SignedStore(open_store(), None), 3) == 0
+    assert [log_in(open_store()).next_rank() for _ in range(2)] == [3, 4]
+
+
+def test_an_unsigned_event_is_skipped(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    log, other = log_in(store), log_in(store)
+    mesh = SignedStore(store, SECRET).get("mesh")
+    dist.PrefixStore("zrpc", store).set(f"log/{mesh}/0", "- " + event("forged").dump())
+    log.append(event("true"))
+    assert other.read() == [None, event("true")]
+    assert "an event of the mesh's log is refused" in caplog.text
+    assert "is not signed" in caplog.text
+
+
+def test_an_event_copied_to_another_place_is_skipped(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when somebody who can write to the store repeats the events of an old incarnation."""
+    log, other = log_in(store), log_in(store)
+    log.append(event("old"))
+    raw = dist.PrefixStore("zrpc", store)
+    mesh = SignedStore(store, SECRET).get("mesh")
+    raw.set(f"log/{mesh}/1", raw.get(f"log/{mesh}/0"))
+    assert other.read() == [event("old"), None]
+    assert "signed with another cluster secret, or forged" in caplog.text
+
+
+def test_an_event_of_an_earlier_mesh_is_skipped(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same secret: the mesh's id is signed too."""
+    earlier = dist.HashStore()
+    log_in(earlier).append(event("old"))
+    entry = dist.PrefixStore("zrpc", earlier).get(
+        f"log/{SignedStore(earlier, SECRET).get('mesh')}/0"
+    )
+    log = log_in(store)
+    mesh = SignedStore(store, SECRET).get("mesh")
+    dist.PrefixStore("zrpc", store).set(f"log/{mesh}/0", entry)
+    assert log.read() == [None]
+
+
+@pytest.mark.parametrize("secrets", [(SECRET, None), (None, SECRET)])
+def test_a_reader_with_another_secret_is_refused(
+    store: dist.Store, secrets: Sequence[ClusterSecret | None]
+) -> None:
+    log_in(store, secrets[0])
+    with pytest.raises(AuthenticationError, match="ZRPC_SECRET"):
+        log_in(store, secrets[1])
+
+
+# -- compaction --------------------------------------------------------------------------------
+
+
+def visit(log: MembershipLog, state: MembershipState, number: int, shorten: bool = True) -> None:
+    """A worker joins and leaves, and the reader of this log applies that."""
+    record = PeerRecord(f"w{number}", number, 0, f"{number:032x}", "", "", "")
+    log.note_position(record.token, 0)
+    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Departure.LEFT})):
+        assert log.append(MembershipEvent(verb, record.token, **fields))
+        for found in log.read():
+            state.apply(found)
+        if shorten:
+            log.compact(state, 0)
+
+
+def read_by(log: MembershipLog) -> MembershipState:
+    state = MembershipState()
+    for found in log.read():
+        state.apply(found)
+    return state
+
+
+def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store]) -> None:
+    store = open_store()
+    frozen, early = log_in(open_store()), MembershipState()
+    steady, state = log_in(store), MembershipState()
+    counts = []
+    for number in range(100):
+        visit(steady, state, number)
+        counts.append(store.num_keys())
+        if number == 10:
+            for found in frozen.read():
+                early.apply(found)
+    assert counts[-1] < 3 * 40 + 10
+    late = log_in(open_store())
+    [snapshot, *rest] = late.read()
+    assert isinstance(snapshot, StateSnapshot)
+    assert len(rest) < 40
+    for _ in range(5):  # it checks only now and then whether its place is still there
+        for found in frozen.read():
+            early.apply(found)
+    assert early.snapshot() == state.snapshot() == read_by(log_in(open_store())).snapshot()
+    assert frozen.append(event("a"))
+    assert [reader.read() for reader in (late, steady)] == [[event("a")]] * 2
+
+
+class Plain(dist.Store):
+    """A user's own store, which has what torch requires, and can't delete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.entries[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        return self.entries[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.entries[key] = str(int(self.entries.get(key, b"0")) + amount).encode()
+        return int(self.entries[key])
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.entries for key in keys)
+
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        if self.entries.get(key, b"") == expected:
+            self.entries[key] = value
+        return self.entries.get(key, expected)
+
+
+def test_a_store_that_cant_delete_is_not_compacted() -> None:
+    store = Plain()
+    log, state = log_in(store), MembershipState()
+    for number in range(30):
+        visit(log, state, number)
+    assert len(log_in(store).read()) == 60
+    assert log.noted_position(f"{3:032x}") == 0
+    log.withdraw_position(f"{3:032x}")
+
+
+@pytest.mark.parametrize("what", ["bounds", "snapshot"])
+@pytest.mark.parametrize(
+    ("entry", "error", "words"),
+    [
+        ("- [1]", AuthenticationError, "is not signed"),
+        (
+            None,
+            RendezvousError,
+            "expected (the bounds of a mesh's log|a snapshot)",
+        ),
+    ],
+)
+def test_bounds_or_a_snapshot_that_cant_be_read(
+    store: dist.Store, what: str, entry: str | None, error: type[Exception], words: str
+) -> None:
+    log, state = log_in(store), MembershipState()
+    for number in range(20):
+        visit(log, state, number)
+    entries = SignedStore(store, SECRET)
+    key = f"{what}/{entries.get('mesh')}" + ("/1" if what == "snapshot" else "")
+    if entry is None:
+        entries.set(key, "[]")
+    else:
+        dist.PrefixStore("zrpc", store).set(key, entry)
+    with pytest.raises(error, match=words):
+        log_in(store).read()
+
+
+def test_a_missing_snapshot(store: dist.Store) -> None:
+    log, state = log_in(store), MembershipState()
+    for number in range(20):
+        visit(log, state, number)
+    entries = SignedStore(store, SECRET)
+    entries.delete(f"snapshot/{entries.get('mesh')}/1")
+    with pytest.raises(RendezvousError, match="something else has deleted it"):
+        log_in(store).read()
+
+
+def test_a_forged_snapshot_stops_compaction(
+    store: dist.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, state = log_in(store), MembershipState()
+    mesh = SignedStore(store, SECRET).get("mesh")
+    dist.PrefixStore("zrpc", store).set(f"snapshot/{mesh}/1", "- forged")
+    for number in range(40):
+        visit(log, state, number)
+    assert caplog.text.count("the mesh's log is not compacted: the entry") == 1
+    assert read_by(log_in(store)).snapshot() == state.snapshot()
+
+
+def test_old_bounds_are_ignored(store: dist.Store) -> None:
+    """As when somebody who can write to the store repeats it."""
+    log, state = log_in(store), MembershipState()
+    entries = SignedStore(store, SECRET)
+    raw, key = dist.PrefixStore("zrpc", store), f"bounds/{entries.get('mesh')}"
+    for number in range(20):
+        visit(log, state, number)
+    old = raw.get(key)
+    for number in range(20, 80):
+        visit(log, state, number)
+    raw.set(key, old)
+    assert log.append(event("a"))
+    assert log.read() == [event("a")]
+    with pytest.raises(RendezvousError, match="found none"):
+        log_in(store).read()
+
+
+def test_ranks_start_over_when_all_were_given(store: dist.Store) -> None:
+    entries = SignedStore(store, SECRET)
+    assert take_ranks(entries, RANKS - 3) == 0
+    assert log_in(store).next_rank() == RANKS - 3
+    assert take_ranks(entries, 4) == 2  # one after the other
+    assert log_in(store).next_rank() == 6

@@ -1,0 +1,278 @@
+"""The rules of an elastic mesh's membership."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.records import peer_record
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.state import ChangeKind, MembershipState
+from zrpc.wire.member_id import RANKS, incarnation_of, member_id_of, rank_of
+
+
+def record(
+    rank: int, start: int = 0, *, name: str | None = None, size: int = 0, restarts: int = 0
+) -> PeerRecord:
+    """The record of one start of a worker."""
+    name = f"w{rank}" if name is None else name
+    return peer_record(rank, size, start=start, name=name, restarts=restarts)
+
+
+def join(record: PeerRecord) -> MembershipEvent:
+    return MembershipEvent(Verb.JOIN, record.token, record)
+
+
+def come_in(record: PeerRecord) -> MembershipEvent:
+    return MembershipEvent(Verb.IN, record.token)
+
+
+def gone(record: PeerRecord, why: Departure = Departure.LEFT) -> MembershipEvent:
+    return MembershipEvent(Verb.GONE, record.token, why=why)
+
+
+def apply(
+    state: MembershipState, *events: MembershipEvent | None
+) -> list[tuple[ChangeKind, int, Departure | None]]:
+    return [(c.kind, c.record.member_id, c.why) for event in events for c in state.apply(event)]
+
+
+@pytest.fixture
+def state() -> MembershipState:
+    return MembershipState()
+
+
+def test_a_worker_joins_and_leaves(state: MembershipState) -> None:
+    one = record(1)
+    assert apply(state, join(one)) == [(ChangeKind.INTRODUCED, 1, None)]
+    assert (state.member_of(one.token), state.joined_at(one.token)) == (1, 1)
+    assert state.admitted == set()
+    assert apply(state, come_in(one), come_in(one)) == [(ChangeKind.ADMITTED, 1, None)]
+    assert state.admitted == {1}
+    assert apply(state, gone(one), gone(one)) == [(ChangeKind.LOST, 1, Departure.LEFT)]
+    assert (state.members, state.admitted) == ({}, set())
+    assert apply(state, come_in(one)) == []  # too late
+    assert state.departed == {1: (one, Departure.LEFT)}
+    assert state.position == 6
+
+
+def test_a_rank_is_used_again_by_another_incarnation(state: MembershipState) -> None:
+    first, second, third = record(1), record(1, 1), record(1, 2, name="another")
+    numbers = []
+    for one in (first, second, third):
+        apply(state, join(one))
+        numbers.append(state.member_of(one.token))
+        apply(state, *([gone(one)] if one is not third else []))
+    assert numbers == [1, member_id_of(1, 1), member_id_of(1, 2)]
+    assert state.members[member_id_of(1, 2)] == replace(third, incarnation=2)
+
+
+def test_an_old_record_is_never_accepted_again(state: MembershipState) -> None:
+    old, new = record(1), record(1, 1)
+    apply(state, join(old), gone(old))
+    assert apply(state, join(old)) == []
+    assert apply(state, join(new)) == [(ChangeKind.INTRODUCED, member_id_of(1, 1), None)]
+    assert apply(state, join(old), come_in(old), gone(old)) == []
+    assert list(state.members) == [member_id_of(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (record(1, 1, name="x"), "rank 1 is not unique: workers w1 and x"),
+        (record(2, name="w1"), "worker name w1 is not unique: ranks 1 and 2"),
+        (record(1, 1), "rank 1 is not unique: workers w1 and w1"),
+        (record(1, 1, name="x", restarts=1), "rank 1 is not unique"),
+        (record(2, name="w1", restarts=1), "worker name w1 is not unique"),
+        (record(RANKS), f"expected a rank below {RANKS}, found {RANKS}"),
+        (record(2, size=3), "RPC group mixes statically and dynamically"),
+    ],
+)
+def test_a_worker_that_is_refused(state: MembershipState, other: PeerRecord, words: str) -> None:
+    mine = record(1)
+    apply(state, join(mine))
+    assert apply(state, join(other)) == []
+    assert words in state.refusal(other.token)
+    assert state.member_of(other.token) is None
+    assert list(state.members) == [1]
+    assert apply(state, come_in(other), gone(other)) == []
+
+
+def test_a_refused_worker_may_ask_again(state: MembershipState) -> None:
+    mine, other = record(1), record(1, 1)
+    apply(state, join(mine), join(other), gone(mine, Departure.ENDED))
+    assert apply(state, join(other)) == [(ChangeKind.INTRODUCED, member_id_of(1, 1), None)]
+    assert state.refusal(other.token) is None
+
+
+def test_a_restarted_worker_replaces_its_predecessor(state: MembershipState) -> None:
+    old, new = record(1), record(1, 1, restarts=1)
+    apply(state, join(old), come_in(old))
+    assert state.obstacle(new) is None
+    assert apply(state, join(new)) == [
+        (ChangeKind.LOST, 1, Departure.REPLACED),
+        (ChangeKind.INTRODUCED, member_id_of(1, 1), None),
+    ]
+    # A worker that was restarted later, and whose event comes sooner, is not replaced.
+    late = record(1, 2, restarts=1)
+    assert state.obstacle(late) is not None
+    assert apply(state, join(late)) == []
+
+
+def test_a_mesh_of_a_fixed_size(state: MembershipState) -> None:
+    records = [record(rank, size=2) for rank in range(2)]
+    apply(state, join(records[1]))
+    assert state.missing == [0, 1]
+    apply(state, come_in(records[1]), join(records[0]))
+    assert state.missing == [0]
+    apply(state, come_in(records[0]))
+    assert state.missing == []
+    three = record(0, 1, size=3, restarts=1)
+    assert "expects a world of 3 workers, but worker" in str(state.mismatch(three))
+    assert apply(state, join(three), join(record(2, size=2))) == []
+    apply(state, gone(records[0], Departure.ENDED))
+    assert state.missing == [0]
+
+
+def test_workers_that_left_while_another_was_restarted(state: MembershipState) -> None:
+    records = [record(rank, size=3) for rank in range(3)]
+    apply(state, *map(join, records), *map(come_in, records), gone(records[1], Departure.ENDED))
+    again = record(1, 1, size=3, restarts=1)
+    apply(state, gone(records[0]), join(again), come_in(again))
+    mine = state.members[state.member_of(again.token)]
+    assert state.left_during_restart(mine) == [WorkerInfo("w0", 0)]
+    apply(state, gone(records[2], Departure.ENDED))  # which may be restarted too
+    assert state.left_during_restart(mine) == [WorkerInfo("w0", 0)]
+    apply(state, join(record(0, 1, size=3)), come_in(record(0, 1)))
+    assert state.left_during_restart(mine) == []
+    # If all have left, they may meet in a new mesh.
+    apply(state, gone(again), gone(record(0, 1)), join(record(1, 2, size=3)))
+    assert state.left_during_restart(state.members[member_id_of(1, 2)]) == []
+
+
+def test_an_unreadable_entry_counts_as_an_event(state: MembershipState) -> None:
+    assert apply(state, None, join(record(1))) == [(ChangeKind.INTRODUCED, 1, None)]
+    assert state.position == 2
+
+
+@pytest.mark.parametrize("event", [join(record(3)), come_in(record(3)), gone(record(3))])
+def test_an_event_as_text(event: MembershipEvent) -> None:
+    assert MembershipEvent.parse(event.dump()) == event
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "1",
+        "[" * 10_000,
+        '["in", "a", null, null]',
+        '["join", "a", null, null, ""]',
+        '["gone", "a", null, null, ""]',
+        '["gone", "a", null, "bored", ""]',
+        '["sing", "a", null, null, ""]',
+        join(record(3)).dump().replace(record(3).token, record(4).token, 1),
+    ],
+)
+def test_a_text_that_is_not_an_event(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        MembershipEvent.parse(text)
+
+
+def test_member_ids() -> None:
+    assert (rank_of(member_id_of(7, 3)), incarnation_of(member_id_of(7, 3))) == (7, 3)
+    assert WorkerInfo("w", 7).member_id == 7
+    assert WorkerInfo("w", 7, 3).member_id == member_id_of(7, 3)
+    assert WorkerInfo("w", 7, 3) == WorkerInfo("w", 7)
+    assert hash(WorkerInfo("w", 7, 3)) == hash(WorkerInfo("w", 7))
+
+
+records = st.builds(
+    lambda rank, start, name, again: record(rank, start, name=f"n{name}", restarts=again),
+    st.integers(0, 2),
+    st.integers(0, 5),
+    st.integers(0, 2),
+    st.integers(0, 2),
+)
+events = st.one_of(records.map(join), records.map(come_in), records.map(gone), st.none())
+
+
+@given(st.lists(events, max_size=40))
+@settings(max_examples=60, deadline=None)
+def test_no_worker_is_taken_for_another_whatever_the_events(
+    log: list[MembershipEvent | None],
+) -> None:
+    state, numbers = MembershipState(), {}
+    known = set()
+    for event in log:
+        for change in state.apply(event):
+            number, token = change.record.member_id, change.record.token
+            assert numbers.setdefault(number, token) == token
+            if change.kind is ChangeKind.INTRODUCED:
+                assert number not in known
+                known.add(number)
+        members = list(state.members.values())
+        assert len({member.rank for member in members}) == len(members)
+        assert len({member.name for member in members}) == len(members)
+        assert state.admitted <= state.members.keys()
+        assert not state.members.keys() & state.departed.keys()
+
+
+@given(st.lists(events, max_size=40), st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_a_snapshot_replaces_all_earlier_events(
+    log: list[MembershipEvent | None], half: int
+) -> None:
+    state, late, frozen = MembershipState(), MembershipState(), MembershipState()
+    for event in log[:half]:
+        state.apply(event)
+    for event in log[: half // 2]:
+        frozen.apply(event)
+    snapshot = StateSnapshot.parse(state.snapshot().dump())
+    assert snapshot == state.snapshot()
+    known = set(frozen.members)
+    for reader, had in ((late, set()), (frozen, known)):
+        changes = [(change.kind, change.record.member_id) for change in reader.apply(snapshot)]
+        assert reader.snapshot() == snapshot
+        lost = {number for what, number in changes if what is ChangeKind.LOST}
+        introduced = {number for what, number in changes if what is ChangeKind.INTRODUCED}
+        assert (had - lost) | introduced == set(state.members)
+        assert len(changes) == len(set(changes))
+    for event in log[half:]:
+        assert state.apply(event) == late.apply(event) == frozen.apply(event)
+    assert state.snapshot() == late.snapshot() == frozen.snapshot()
+
+
+def test_the_state_does_not_grow_as_workers_come_and_go(state: MembershipState) -> None:
+    sizes = []
+    for rank in range(400):
+        apply(state, join(record(rank)), join(record(rank, 1, name="w0")), come_in(record(rank)))
+        if rank:
+            apply(state, gone(record(rank)))
+        state.forget_lost(state.position - 10)
+        sizes.append(len(state.snapshot().dump()))
+    assert max(sizes[100:]) < sizes[50] + 1000
+    assert (len(state.departed), len(state.lost)) == (16, 3)
+    # The member ids of all of them are known.
+    assert sum(state.starts.values()) == 400
+    again = record(7, 9)
+    assert apply(state, join(again)) == [(ChangeKind.INTRODUCED, member_id_of(7, 1), None)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "[" * 10_000, "[1, [], []]", "[1, [], [], [[5, 4, 1]]]", "[1, [[1]], [], []]"),
+        *(f"[1, [], [], [[0, {RANKS + 1}, 1]]]", '[1, [], [["record", "left"]], []]'),
+    ],
+)
+def test_a_text_that_is_not_a_snapshot(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a snapshot"):
+        StateSnapshot.parse(text)

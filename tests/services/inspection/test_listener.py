@@ -1,0 +1,270 @@
+"""Where a worker is asked what it does: who may ask, and what is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import zrpc
+from tests.services.inspection.doors import knock_and_return, knock_at
+from tests.support.gates import Gate
+from tests.support.waiting import SOON, until
+from zrpc.membership.view import Membership
+from zrpc.services.inspection import listener as listening
+from zrpc.services.inspection.congestion import InspectionSettings
+from zrpc.services.inspection.discovery import ask, directories, meshes
+from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, Listener, Visitor
+from zrpc.services.inspection.snapshot import Snapshot
+from zrpc.testing import Mesh
+
+
+def directory(mesh: Mesh, worker: int = 0) -> Path:
+    membership = mesh.agent(worker).membership
+    return Path(membership.records[worker].directory)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Iterator[tuple[Listener, list[tuple[Visitor, str]]]]:
+    questions: list[tuple[Visitor, str]] = []
+    listener = Listener(tmp_path, lambda *asked: questions.append(asked), InspectionSettings())
+    yield listener, questions
+    listener.close()
+
+
+def visit(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(SOON)
+    connection.connect(str(path / SOCKET))
+    return connection
+
+
+def serve_until(listener: Listener, done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + SOON
+    while not done():
+        assert time.monotonic() < limit
+        listener.serve(time.monotonic())
+
+
+def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
+) -> None:
+    listener, questions = asked
+    with visit(tmp_path) as connection:
+        connection.sendall(b"se")
+        listener.serve(time.monotonic())
+        assert questions == []
+        connection.sendall(b"lf\n")
+        serve_until(listener, lambda: bool(questions))
+        [(visitor, question)] = questions
+        assert question == SELF
+        large = os.urandom(1 << 20).replace(b"\n", b" ")
+        visitor.write(large)
+        visitor.finish()
+        listener.serve(time.monotonic())
+        assert not visitor.closed  # it does not fit, and nobody waits
+        came = bytearray()
+        while not visitor.closed:
+            came += connection.recv(1 << 16)
+            listener.serve(time.monotonic())
+        while data := connection.recv(1 << 16):
+            came += data
+        assert came == large + b"\n"
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 1000])
+def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path, sent: bytes
+) -> None:
+    listener, questions = asked
+    with visit(tmp_path) as connection:
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        gone = threading.Event()
+        threading.Thread(target=lambda: (_read(connection), gone.set())).start()
+        serve_until(listener, gone.is_set)
+    assert questions == []
+
+
+def test_a_visitor_that_says_nothing_for_long_is_sent_away(
+    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
+) -> None:
+    listener, _ = asked
+    connections = [visit(tmp_path) for _ in range(listening.MAX_VISITORS + 2)]
+    now = time.monotonic()
+    for _ in range(2 * len(connections)):
+        listener.serve(now)
+    assert len(listener._visitors) == listening.MAX_VISITORS
+    listener.serve(now + 60)
+    assert listener._visitors == []
+    assert connections[0].recv(1) == b""
+    for connection in connections:
+        connection.close()
+
+
+def test_another_user_is_refused(
+    asked: tuple[Listener, list[tuple[Visitor, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener, questions = asked
+    monkeypatch.setattr(listening, "peer_of", lambda _: (1, os.geteuid() + 1))
+    with visit(tmp_path) as connection:
+        connection.sendall(b"self\n")
+        gone = threading.Event()
+        threading.Thread(target=lambda: (_read(connection), gone.set())).start()
+        serve_until(listener, gone.is_set)
+    assert questions == []
+    assert "Refused to tell user" in caplog.text
+
+
+def _read(connection: socket.socket) -> bytes:
+    with contextlib.suppress(ConnectionError):
+        return connection.recv(1)
+    return b""
+
+
+@pytest.mark.zrpc(options={"transport": "tcp"})
+def test_a_worker_is_asked_also_if_the_mesh_uses_tcp(mesh: Mesh) -> None:
+    [answer] = ask([directory(mesh)], SOON)
+    [snapshot] = answer.snapshots
+    assert (snapshot.member, snapshot.name) == (0, "worker0")
+    assert snapshot.pid == answer.pid == os.getpid()
+    assert [member.name for member in snapshot.members] == ["worker0", "worker1"]
+    assert stat.S_IMODE(directory(mesh).stat().st_mode) == 0o700
+
+
+def test_meshes_are_distinguished_wherever_their_sockets_are(mesh: Mesh, make_mesh: object) -> None:
+    other: Mesh = make_mesh(3)  # type: ignore[operator]
+    expected = {str(directory(m, i)) for m in (mesh, other) for i in range(len(m))}
+    paths = [path for path in directories() if str(path) in expected]
+    assert len(paths) == 5
+    found, rest = meshes(ask(paths, SOON))
+    assert sorted(len(view.snapshots) for view in found) == [2, 3]
+    assert rest == []
+    assert all(view.silent == {} for view in found)
+
+
+def test_a_directory_that_others_can_read_is_not_asked(mesh: Mesh) -> None:
+    path = directory(mesh)
+    path.chmod(0o755)
+    assert path not in directories()
+    path.chmod(0o700)
+    assert path in directories()
+
+
+def test_a_worker_reports_calls_requests_and_waiting_threads(mesh: Mesh, door: Gate) -> None:
+    with mesh.agent(0).as_current():
+        futures = [
+            zrpc.rpc_async("worker1", knock_at, args=("worker0",)),
+            zrpc.rpc_async("worker1", knock_and_return, args=("worker0",)),
+        ]
+        door.await_entry(2)
+        answers = ask([directory(mesh, rank) for rank in range(2)], SOON)
+        caller, callee = (answer.snapshots[0] for answer in answers)
+        assert [(call.what, call.to) for call in caller.calls] == [
+            ("knock_at", 1),
+            ("knock_and_return", 1),
+        ]
+        assert {(r.caller, r.what) for r in caller.requests} == {(1, "knock")}
+        [waits] = [each for each in callee.activities if each.calls]
+        assert waits.request == (0, caller.calls[0].id)
+        assert waits.what == "knock_at"
+        assert waits.where is not None
+        assert waits.where.function == "knock_at"
+        assert {(r.id, r.what, r.queued) for r in callee.requests} == {
+            (caller.calls[0].id, "knock_at", False),
+            (caller.calls[1].id, "knock_and_return", False),
+        }
+        inside = [each for each in caller.activities if each.request]
+        assert [each.where and each.where.function for each in inside] == ["knock", "knock"]
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in", "in"]
+
+
+@pytest.mark.zrpc(options={"transport": "tcp"})
+def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "shares_host", lambda self, member: member == self.own_id)
+    [here], rest = meshes(ask([directory(mesh)], SOON))
+    assert rest == []
+    assert list(here.snapshots) == [0]
+    assert here.silent == {1: "it is on another host, and did not answer the workers here in time"}
+    here.ask_other_hosts(SOON)
+    assert {rank: s.name for rank, s in here.snapshots.items()} == {0: "worker0", 1: "worker1"}
+    assert here.silent == {}
+
+
+def test_a_worker_lost_on_another_host_is_not_waited_for(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Membership, "shares_host", lambda self, member: member == self.own_id)
+    with mesh.agent(0).as_current():
+        zrpc.rpc_sync("worker1", max, args=(1, 2))
+        lost = threading.Event()
+        zrpc.on_worker_lost(lambda _: lost.set())
+        mesh.run(1, zrpc.shutdown, graceful=False)
+        assert lost.wait(SOON)
+    [answer] = ask([directory(mesh)], SOON, OTHERS)
+    assert answer.snapshots == []
+    [here], _ = meshes(ask([directory(mesh)], SOON))
+    assert "worker1 (rank 1) is gone: it left the mesh" in here.silent[1]
+
+
+def test_an_error_in_an_answer_ends_the_visit_and_not_the_worker(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("broken")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("zrpc.services.inspection.service.take_snapshot", fail)
+        [answer] = ask([directory(mesh)], SOON)
+        assert answer.problem == "it exited while it was asked"
+        until(lambda: caplog.records)
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", max, (1, 2)) == 2
+    [answer] = ask([directory(mesh)], SOON)
+    assert answer.snapshots
+
+
+def test_nothing_is_left(mesh: Mesh) -> None:
+    path = directory(mesh)
+    assert (path / SOCKET).is_socket()
+    connection = visit(path)
+    mesh.shutdown()
+    assert not path.exists()
+    assert _read(connection) == b""
+    connection.close()
+
+
+def test_a_snapshot_travels(mesh: Mesh) -> None:
+    [answer] = ask([directory(mesh)], SOON)
+    [snapshot] = answer.snapshots
+    assert Snapshot.parse(snapshot.dump()) == snapshot
+    for wrong in (
+        b"[]",
+        b"{}",
+        b'{"format": 2}',
+        b"x",
+        snapshot.dump().replace(b"member", b"rebmem"),
+    ):
+        with pytest.raises(ValueError, match=r"expected|Expecting"):
+            Snapshot.parse(wrong)
+
+
+def test_a_worker_that_does_not_answer_is_reported_so(tmp_path: Path) -> None:
+    silent = Listener(tmp_path, lambda visitor, question: None, InspectionSettings())
+    [answer] = ask([tmp_path], 0.1)
+    silent.close()
+    assert answer.pid == os.getpid()
+    assert answer.problem.startswith("no answer within 0.1 s: its Python does not get to run")
+    [answer] = ask([tmp_path], 0.1)
+    assert answer.problem == "it can't be asked: it is starting or exiting"

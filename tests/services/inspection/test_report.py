@@ -1,0 +1,229 @@
+"""What is said of a mesh: circles of waiting that are real, and workers as text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.inspection.doors import knock, knock_and_await, knock_at
+from tests.support import waiting_circle
+from tests.support.gates import Gate
+from tests.support.waiting import SOON, until
+from zrpc.services.inspection.congestion import InspectionSettings
+from zrpc.services.inspection.discovery import MeshView, ask, meshes
+from zrpc.services.inspection.report import Report
+from zrpc.services.inspection.service import InspectionService
+from zrpc.testing import Mesh
+
+lock = threading.Lock()
+kept: dict[str, zrpc.Future[int]] = {}
+
+
+def look(mesh: Mesh) -> MeshView:
+    cards = mesh.agent(0).membership.records.values()
+    [view], rest = meshes(ask([Path(card.directory) for card in cards], SOON))
+    assert rest == []
+    return view
+
+
+def awaited(mesh: Mesh, find: Callable[[Report], list[list[str]]]) -> list[str]:
+    """What the first report says in which there is one, waited for."""
+    found = until(lambda: find(Report(look(mesh))), "one is found")
+    assert len(found) == 1, found
+    return found[0]
+
+
+def ends(mesh: Mesh, waits: Future[int]) -> None:
+    """Ends what would wait for ever."""
+    for rank in range(len(mesh)):
+        mesh.agent(rank).caller.calls.fail(lambda _: zrpc.RpcError("enough"))
+    with pytest.raises(zrpc.RpcError, match="enough"):
+        waits.result(SOON)
+
+
+def test_a_coroutine_that_waits_without_await(mesh: Mesh) -> None:
+    waits = mesh.submit(0, zrpc.rpc_sync, "worker0", waiting_circle.holds_up_its_loop)
+    lines = awaited(mesh, Report.cycles)
+    assert lines[0] == "A circle of waiting over 2 workers: none of these can go on."
+    assert lines[1].startswith(
+        "1. worker0 (rank 0): zrpc-worker0-asyncio, which runs holds_up_its_loop for worker0 "
+        "(rank 0), waits for calls_a_coroutine at worker1 (rank 1), for "
+    )
+    assert f", at {waiting_circle.__file__}:" in lines[1]
+    assert "which runs calls_a_coroutine for worker0 (rank 0), waits for coroutine at" in lines[2]
+    assert lines[3].startswith("3. worker0 (rank 0): a coroutine, which runs coroutine for worker1")
+    assert "needs the thread of its event loop" in lines[3]
+    assert len(lines) == 5
+    ends(mesh, waits)
+
+
+def waits_unseen() -> int:
+    """Waits in a way that the pool does not see."""
+    [value] = torch.futures.wait_all([zrpc.rpc_async("worker0", comes_back)])
+    return int(value)
+
+
+def comes_back() -> int:
+    return zrpc.rpc_sync("worker1", max, args=(1, 2))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_a_pool_whose_only_thread_waits(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = itertools.count()
+    monkeypatch.setattr("zrpc.runtime.thread_pool._cpu_time", lambda ident: float(next(used)))
+    waits = mesh.submit(0, zrpc.rpc_sync, "worker1", waits_unseen)
+    lines = awaited(mesh, Report.cycles)
+    assert "runs comes_back for worker1 (rank 1), waits for max at worker1 (rank 1)" in lines[1]
+    assert lines[2] == (
+        "2. worker1 (rank 1): what is queued can't begin: the only thread of its pool "
+        "(num_worker_threads is 1) waits like this."
+    )
+    assert "runs waits_unseen for worker0 (rank 0), waits for comes_back at worker0" in lines[3]
+    ends(mesh, waits)
+
+
+def begins() -> int:
+    kept["future"] = zrpc.rpc_async("worker1", asks_for_itself)
+    return kept["future"].wait()
+
+
+def asks_for_itself() -> int:
+    return zrpc.rpc_sync("worker0", waits_for_the_kept)
+
+
+def waits_for_the_kept() -> int:
+    return kept["future"].wait()
+
+
+def test_a_future_for_which_its_own_handler_waits(mesh: Mesh) -> None:
+    waits = mesh.submit(0, begins)
+    lines = awaited(mesh, Report.cycles)
+    assert "waits for asks_for_itself at worker1" in lines[1]
+    assert "waits for waits_for_the_kept at worker0" in lines[2]
+    assert len(lines) == 4
+    ends(mesh, waits)
+    kept.clear()
+
+
+def needs_itself() -> int:
+    return zrpc.rpc_sync("worker0", fetches)
+
+
+def fetches() -> int:
+    return mesh_rref[0].to_here()
+
+
+mesh_rref: list[zrpc.RRef[int]] = []
+
+
+def test_a_value_that_needs_itself(mesh: Mesh) -> None:
+    came = threading.Event()
+
+    def begin() -> int:
+        mesh_rref.append(zrpc.remote("worker1", slowly, args=(came_number(came),)))
+        came.set()
+        return mesh_rref[0].to_here()
+
+    waits = mesh.submit(0, begin)
+    lines = awaited(mesh, Report.cycles)
+    assert any("needs the value of an RRef, which slowly for worker0 (rank 0)" in x for x in lines)
+    ends(mesh, waits)
+    mesh_rref.clear()
+
+
+events: list[threading.Event] = []
+
+
+def came_number(event: threading.Event) -> int:
+    events.append(event)
+    return len(events) - 1
+
+
+def slowly(number: int) -> int:
+    assert events[number].wait(SOON)
+    return needs_itself()
+
+
+def holds_a_lock() -> int:
+    with lock:
+        return zrpc.rpc_sync("worker1", calls_back)
+
+
+def calls_back() -> int:
+    return zrpc.rpc_sync("worker0", needs_the_lock)
+
+
+def needs_the_lock() -> int:
+    assert lock.acquire(timeout=SOON)
+    lock.release()
+    return 1
+
+
+def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
+    waits = mesh.submit(0, lambda: zrpc.rpc_async("worker1", calls_back).wait())
+    assert waits.result() == 1  # nothing holds it
+    with lock:
+        waits = mesh.submit(0, lambda: zrpc.rpc_async("worker1", calls_back).wait())
+        lines = awaited(mesh, lambda report: report.suspects(look(mesh)))
+    assert lines[0] == "A chain of waiting comes back to worker0 (rank 0):"
+    assert "waits for calls_back at worker1 (rank 1)" in lines[1]
+    assert "waits for needs_the_lock at worker0 (rank 0)" in lines[2]
+    assert "which runs needs_the_lock for worker1 (rank 1), stands still, at" in lines[3]
+    assert waits.result() == 1
+
+
+def test_what_is_too_much_is_counted(mesh: Mesh, door: Gate) -> None:
+    for rank in range(2):
+        mesh.agent(rank).service(InspectionService).settings = InspectionSettings(max_entries=2)
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
+        door.await_entry(5)
+        view = look(mesh)
+        assert "  and 3 more calls" in Report(view).worker(view.snapshots[0])
+        assert "  and 3 more requests" in Report(view).worker(view.snapshots[1])
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in"] * 5
+
+
+def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
+    with mesh.agent(0).as_current():
+        futures = [
+            zrpc.rpc_async("worker1", knock_at, args=("worker0",), timeout=0),
+            zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
+        ]
+        door.await_entry(2)
+        limit = time.monotonic() + SOON
+        view = look(mesh)
+        while not any(each.task for each in view.snapshots[1].activities):
+            assert time.monotonic() < limit, "no coroutine waits"
+            view = look(mesh)
+        report = Report(view)
+        assert report.cycles() == []
+        assert report.heading().startswith("Mesh of 2 workers (")
+        caller = "\n".join(report.worker(view.snapshots[0]))
+        callee = "\n".join(report.worker(view.snapshots[1]))
+        assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
+        assert ", without a timeout" in caller
+        assert "\n  ← knock for worker1 (rank 1), called 0." in caller
+        assert " s ago, runs in zrpc-worker0-" in caller
+        assert "\n  → knock at worker0 (rank 0), for 0." in callee
+        assert " waits for it, at " in callee
+        assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
+        assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
+        assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
+        assert "nothing to do (--all shows them)" in callee
+        everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
+        assert "Thread zrpc-worker1-io-" in everything
+        assert "in HandlerPool._run" in everything or "in LeaderFollower._lead" in everything
+        assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
+        door.opened.set()
+        assert [future.wait() for future in futures] == ["in", "in"]

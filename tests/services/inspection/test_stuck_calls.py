@@ -1,0 +1,246 @@
+"""The warning about calls that wait for long."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.inspection import doors
+from tests.services.inspection.doors import knock, knock_and_await, knock_at
+from tests.support.gates import Gate
+from tests.support.waiting import SOON, until
+from zrpc.services.inspection.stacks import activities
+from zrpc.services.inspection.stuck import StuckCalls
+from zrpc.testing import Mesh
+
+LOGGER = "zrpc.inspection.stuck"
+
+
+class Warnings(logging.Handler):
+    """The warnings about calls, in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came: queue.Queue[str] = queue.Queue()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.came.put(record.getMessage())
+
+    def next(self) -> str:
+        return self.came.get(timeout=SOON)
+
+    def all(self) -> list[str]:
+        return [self.came.get() for _ in range(self.came.qsize())]
+
+
+@pytest.fixture
+def warnings() -> Iterator[Warnings]:
+    handler, logger = Warnings(), logging.getLogger(LOGGER)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+def stuck(mesh: Mesh, limit: float = 30.0, worker: int = 0) -> StuckCalls:
+    """The rules, asked by the test and with times of its own."""
+    return StuckCalls(mesh.agent(worker), limit, lambda _: "")
+
+
+def await_waiting(mesh: Mesh, count: int) -> None:
+    """Waits until something at worker0 waits for so many calls."""
+    until(lambda: any(len(a.calls) == count for a in activities(mesh.agent(0))), "nothing waits")
+
+
+def later(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.mark.zrpc(options={"warn_after": 0.2})
+def test_a_waiting_call_is_named_with_its_line_and_its_callee(
+    mesh: Mesh, door: Gate, warnings: Warnings
+) -> None:
+    waits = mesh.submit(0, knock_at, "worker1")
+    text = warnings.next()
+    line = inspect.getsourcelines(knock_at)[1] + 1
+    assert text.startswith("worker0 (rank 0) waits for a call:\n- knock at worker1 (rank 1), ")
+    assert f"for which zrpc-test-worker0-main waits at {doors.__file__}:{line} in knock_at" in (
+        text
+    )
+    assert "(warn_after is 0.2 s)" in text
+    door.opened.set()
+    assert waits.result() == "in"
+
+
+@pytest.mark.parametrize("handler", [knock_at, knock_and_await])
+def test_a_waiting_handler_reports_which_worker_it_waits_for(
+    mesh: Mesh, door: Gate, warnings: Warnings, handler: Any
+) -> None:
+    waits = mesh.submit(1, zrpc.rpc_sync, "worker0", handler, ("worker1",))
+    await_waiting(mesh, 1)
+    stuck(mesh).check_calls(later(31))
+    [text] = warnings.all()
+    assert "- knock at worker1 (rank 1), for which " in text
+    assert f"{doors.__file__}:" in text
+    assert f"running {handler.__name__} for worker1 (rank 1), for 31." in text
+    door.opened.set()
+    assert waits.result() == "in"
+
+
+def test_each_call_is_named_once_together_with_those_that_began_about_then(
+    mesh: Mesh, door: Gate, warnings: Warnings
+) -> None:
+    rules = stuck(mesh)
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", knock) for _ in range(3)]
+        door.await_entry(3)
+        rules.check_calls(later(20))
+        assert warnings.all() == []
+        rules.check_calls(later(30))
+        [text] = warnings.all()
+        assert "waits for 3 calls" in text
+        assert "the longest of 3 such calls" in text
+        rules.check_calls(later(60))
+        assert warnings.all() == []
+        futures.append(zrpc.rpc_async("worker1", knock))
+        rules.check_calls(later(90))
+        [text] = warnings.all()
+        assert "waits for a call:" in text
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in"] * 4
+
+
+def test_a_call_that_is_young_is_not_named(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
+    with mesh.agent(0).as_current():
+        future = zrpc.rpc_async("worker1", knock)
+        call = future._call
+        assert call is not None
+        call.begun -= 20
+        zrpc_later = zrpc.rpc_async("worker1", knock)
+        stuck(mesh).check_calls(later(11))
+        [text] = warnings.all()
+        assert "waits for a call:" in text  # 31 s, and one of 11 s, which is less than half
+    door.opened.set()
+    assert future.wait() == zrpc_later.wait() == "in"
+
+
+def named(name: str) -> Any:
+    """Returns a function of this name that does what `knock` does."""
+
+    def function() -> str:
+        return knock()
+
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def test_many_places_are_not_all_listed(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
+    with mesh.agent(0).as_current():
+        futures = [zrpc.rpc_async("worker1", named(f"function{i}")) for i in range(12)]
+        stuck(mesh).check_calls(later(31))
+        [text] = warnings.all()
+        assert "waits for 12 calls" in text
+        assert text.count("\n- function") == 10
+        assert "- and others, in 2 more places" in text
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in"] * 12
+
+
+@pytest.mark.zrpc(options={"warn_after": None})
+def test_none_is_never(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
+    with mesh.agent(0).as_current():
+        future = zrpc.rpc_async("worker1", knock)
+        never = zrpc.ZmqRpcBackendOptions(warn_after=None).warn_after
+        rules = StuckCalls(mesh.agent(0), never, lambda _: "")
+        rules.check_calls(later(1e6))
+        assert warnings.all() == []
+    door.opened.set()
+    assert future.wait() == "in"
+
+
+def test_what_remote_makes_may_take_its_time(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
+    with mesh.agent(0).as_current():
+        rref = zrpc.remote("worker1", knock)
+        door.await_entry()
+        rules = stuck(mesh)
+        rules.check_calls(later(31))
+        assert warnings.all() == []
+        waits = mesh.submit(0, rref.to_here)
+        while len(mesh.agent(0).caller.calls) < 2:
+            assert not waits.done()
+            time.sleep(0.001)  # it has no event
+        rules.check_calls(later(60))
+        [text] = warnings.all()
+        assert "- FETCH at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
+    door.opened.set()
+    assert waits.result() == "in"
+
+
+def waits_for_all() -> Any:
+    return torch.futures.wait_all([zrpc.rpc_async("worker1", knock) for _ in range(2)])
+
+
+async def gathers() -> Any:
+    return await asyncio.gather(*[knock_and_await("worker1") for _ in range(2)])
+
+
+@pytest.mark.parametrize("wait", [waits_for_all, gathers])
+def test_waits_for_several_calls_are_seen(
+    mesh: Mesh, door: Gate, warnings: Warnings, wait: Any
+) -> None:
+    waits = mesh.submit(1, zrpc.rpc_sync, "worker0", wait)
+    await_waiting(mesh, 2)
+    stuck(mesh).check_calls(later(31))
+    [text] = warnings.all()
+    assert "the longest of 2 such calls" in text
+    assert f" in {wait.__name__}, running {wait.__name__} for worker1 (rank 1)" in text
+    door.opened.set()
+    assert waits.result() == ["in", "in"]
+
+
+class Holder:
+    def knock(self) -> str:
+        return knock()
+
+
+def test_a_call_does_not_keep_its_function(mesh: Mesh, door: Gate) -> None:
+    holder = Holder()
+    gone = weakref.ref(holder)
+    with mesh.agent(0).as_current():
+        future = zrpc.rpc_async("worker1", holder.knock)
+        assert future._call is not None
+        assert future._call.what == "Holder.knock"
+        del holder
+        door.await_entry()
+        # The callee has a copy.
+        gc.collect()
+        assert gone() is None
+    door.opened.set()
+    assert future.wait() == "in"
+
+
+def test_an_object_that_is_called_is_named_by_its_type(mesh: Mesh) -> None:
+    from zrpc.calls.pending_calls import name_of
+
+    assert name_of((torch.nn.Linear(1, 1), (), {})) == "Linear"
+    assert name_of((threading.Thread, (), {})) == "Thread"
+    assert name_of(("append", (1,), {})) == "append"
+    assert name_of(None) == name_of(b"123") == ""
+
+
+def test_the_option_is_checked() -> None:
+    assert zrpc.ZmqRpcBackendOptions().warn_after == 30
+    assert zrpc.ZmqRpcBackendOptions(warn_after=None).warn_after == 0
+    with pytest.raises(ValueError, match="warn_after"):
+        zrpc.ZmqRpcBackendOptions(warn_after=-1)

@@ -1,0 +1,458 @@
+"""A value lives as long as a reference to it does anywhere, and not much longer."""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+import zrpc
+from tests.services.rref.tracked import (
+    SOON,
+    Value,
+    assert_empty,
+    assert_kept,
+    ended,
+    entries,
+    is_freed,
+    layers,
+    rest,
+)
+from tests.support.identity import event
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind
+
+KEPT: dict[str, object] = {}
+
+
+@pytest.fixture(autouse=True)
+def _forget_kept() -> Iterator[Any]:
+    yield
+    KEPT.clear()
+
+
+def keep(name: Any, value: Any) -> None:
+    KEPT[name] = value
+
+
+def let_go(name: Any) -> None:
+    del KEPT[name]
+
+
+def key_of(rref: Any) -> Any:
+    return rref.rpc_sync().get_key()
+
+
+def test_a_value_ends_with_its_only_rref(mesh: Mesh) -> None:
+    rref = mesh.run(0, lambda: zrpc.RRef(Value("own")))
+    assert_kept(mesh, "own")
+    del rref
+    assert is_freed("own")
+    assert_empty(mesh)
+
+
+def test_the_end_of_many_is_sent_in_few_messages(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, count = mesh.agent(0), 600  # two messages and a bit
+    rrefs = [mesh.run(0, zrpc.remote, "worker1", Value, args=(f"{i}",)) for i in range(count)]
+    until(lambda: all(rref.confirmed_by_owner() for rref in rrefs))
+    sent, post = [], agent.outbox.post
+
+    def note(rank: Any, message: Any, *args: Any, **kwargs: Any) -> None:
+        sent.append(message.kind)
+        post(rank, message, *args, **kwargs)
+
+    monkeypatch.setattr(agent.outbox, "post", note)
+    dropped, told = threading.Event(), threading.Event()
+    # All together: the I/O thread waits meanwhile, and looks at what was dropped afterwards.
+    agent.receiver.in_io_thread(lambda: (told.set(), dropped.wait(SOON)))
+    assert told.wait(SOON)
+    rrefs.clear()
+    dropped.set()
+    assert all(is_freed(f"{i}") for i in range(count))
+    assert sent.count(Kind.REFERENCE) == 3
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_a_remote_value_ends_with_its_only_rref(mesh: Mesh, to: str) -> None:
+    rref = mesh.run(0, zrpc.remote, to, Value, args=("remote",))
+    mesh.run(0, key_of, rref)
+    assert_kept(mesh, "remote")
+    del rref
+    assert is_freed("remote")
+    assert_empty(mesh)
+
+
+def test_a_value_is_freed_whose_rref_ended_before_it_was_made(mesh: Mesh) -> None:
+    mesh.run(0, zrpc.remote, "worker1", make_late, args=("late", "go"))
+    event("go").set()
+    assert is_freed("late")
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_a_value_is_freed_whose_rref_ended_before_its_call_was_read(mesh: Mesh, to: str) -> None:
+    agent, held, go = mesh.agent(to), threading.Event(), threading.Event()
+    agent.receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
+    assert held.wait(SOON)
+    mesh.run(0, zrpc.remote, to, Value, args=("unread",))
+    go.set()  # next this worker looks at what was dropped, and only then at messages
+    assert is_freed("unread")
+    assert_empty(mesh)
+
+
+def test_a_call_to_oneself_that_timed_out_before_it_was_read(mesh: Mesh) -> None:
+    agent, held, go = mesh.agent(0), threading.Event(), threading.Event()
+
+    def call() -> Any:
+        zrpc.rpc_async("worker0", ignore)  # is read first, and what was dropped is told after it
+        return zrpc.remote("worker0", Value, args=("late",), timeout=0.01)
+
+    def hold() -> None:
+        held.set()
+        assert go.wait(SOON)
+        until(lambda: time.monotonic() > deadline, "the time is over")
+
+    agent.receiver.in_io_thread(hold)
+    assert held.wait(SOON)
+    mesh.run(0, call)
+    deadline = time.monotonic() + 0.02
+    go.set()
+    assert is_freed("late")
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_call_that_can_not_be_sent(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, to: int) -> None:
+    def fail_to_send(*_: Any) -> None:
+        raise zmq.ZMQError(errno.ENOMEM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mesh.agent(0).network, "send", fail_to_send)
+        with pytest.raises(MemoryError, match="can't be sent"):
+            mesh.run(0, zrpc.remote, to, Value, args=("unsent",))
+    rest(mesh)
+    assert_empty(mesh)
+
+
+def make_late(key: Any, name: Any) -> Any:
+    assert event(name).wait(SOON)
+    return Value(key)
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("last", ["worker0", "worker1", "worker2"])
+def test_the_last_rref_may_be_anywhere(mesh: Mesh, last: str) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", Value, args=("anywhere",))
+    mesh.run(0, zrpc.rpc_sync, last, keep, args=("last", rref))
+    del rref
+    assert_kept(mesh, "anywhere")
+    assert mesh.run(last, lambda: key_of(KEPT["last"])) == "anywhere"
+    mesh.run(last, let_go, "last")
+    assert is_freed("anywhere")
+    assert_empty(mesh)
+
+
+@pytest.mark.zrpc(workers=4)
+def test_a_user_hands_on_and_forgets(mesh: Mesh) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", Value, args=("moving",))
+    for step, (sender, receiver) in enumerate([(0, 2), (2, 3), (3, 0), (0, 1), (1, 2)]):
+        mesh.run(sender, zrpc.rpc_sync, receiver, keep, args=(step, rref))
+        rref = KEPT.pop(step)
+        assert_kept(mesh, "moving")
+    del rref
+    assert is_freed("moving")
+    assert_empty(mesh)
+
+
+def test_the_owners_object_may_live_on(mesh: Mesh) -> None:
+    value = Value("shared")
+    rref = mesh.run(0, zrpc.RRef, value)
+    mesh.run(0, zrpc.rpc_sync, "worker1", key_of, args=(rref,))
+    del rref
+    assert_empty(mesh)
+    assert not ended("shared").is_set()
+    del value
+    assert is_freed("shared")
+
+
+# -- carriers that come to nothing ---------------------------------------------------------
+
+
+class Stops:
+    """Can't be pickled; what stands before it in a message has been."""
+
+    def __reduce__(self) -> None:
+        raise TypeError("stops here")
+
+
+class StopsAtArrival:
+    """Can't be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return _stop, ()
+
+
+def _stop() -> None:
+    raise TypeError("stops there")
+
+
+def ignore(*_args: Any) -> Any:
+    return None
+
+
+def fail(*_args: Any) -> None:
+    raise KeyError("fails")
+
+
+def give(rref: Any) -> Any:
+    return rref
+
+
+def give_and_stop(rref: Any) -> Any:
+    return [rref, Stops()]
+
+
+def wait_at(name: Any, rref: Any) -> Any:
+    assert event(name).wait(SOON)
+    return rref
+
+
+@pytest.fixture(params=["owner", "user"])
+def kept(request: pytest.FixtureRequest, mesh: Mesh) -> Any:
+    """worker0's RRef to a value of its own, or of worker1's, in a list; None once forgotten."""
+    if request.param == "owner":
+        return [mesh.run(0, lambda: zrpc.RRef(Value("value")))]
+    rref = mesh.run(0, zrpc.remote, "worker1", Value, args=("value",))
+    mesh.run(0, key_of, rref)
+    return [rref]
+
+
+def assert_kept_and_then_freed(mesh: Mesh, kept: Any) -> None:
+    assert_kept(mesh, "value")
+    assert mesh.run(0, key_of, kept[0]) == "value"
+    kept.clear()
+    assert is_freed("value")
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("by", [zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote])
+def test_after_arguments_that_could_not_be_pickled(mesh: Mesh, kept: Any, by: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(zrpc.SerializationError, match="stops here"):
+            mesh.run(0, by, "worker1", ignore, args=(kept[0], Stops()))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_arguments_that_could_not_be_rebuilt(mesh: Mesh, kept: Any) -> None:
+    with pytest.raises(zrpc.SerializationError, match="stops there"):
+        mesh.run(0, zrpc.rpc_sync, "worker1", ignore, args=(kept[0], StopsAtArrival()))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_cloudpickle_had_to_try_again(mesh: Mesh, kept: Any) -> None:
+    # The first pass hands on the RRef too, before it comes to the lambda.
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", ignore, args=(kept[0], lambda: 1)) is None
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_function_has_failed(mesh: Mesh, kept: Any) -> None:
+    with pytest.raises(KeyError):
+        mesh.run(0, zrpc.rpc_sync, "worker1", fail, args=(kept[0],))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_function_was_not_found(mesh: Mesh, kept: Any) -> None:
+    with pytest.raises(AttributeError):
+        mesh.run(0, zrpc.rpc_sync, "worker1", getattr, args=(kept[0], "nothing_like_it"))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_call_has_timed_out(mesh: Mesh, kept: Any) -> None:
+    with pytest.raises(zrpc.RpcTimeoutError):
+        mesh.run(0, zrpc.rpc_sync, "worker1", wait_at, args=("go", kept[0]), timeout=0.05)
+    assert_kept(mesh, "value")
+    event("go").set()  # its answer has an RRef that nobody waits for
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_answer_was_never_read(mesh: Mesh, kept: Any) -> None:
+    future = mesh.run(0, zrpc.rpc_async, "worker1", give, args=(kept[0],))
+    until(future.done, "the answer is there")
+    del future
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_future_was_dropped_at_once(mesh: Mesh, kept: Any) -> None:
+    mesh.run(0, zrpc.rpc_async, "worker1", give, args=(kept[0],))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_the_answer_could_not_be_pickled(mesh: Mesh, kept: Any) -> None:
+    for _ in range(2):
+        with pytest.raises(zrpc.SerializationError, match="stops here"):
+            mesh.run(0, zrpc.rpc_sync, "worker1", give_and_stop, args=(kept[0],))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_a_fetch_of_it_has_failed(mesh: Mesh, kept: Any) -> None:
+    holder = mesh.run(0, zrpc.remote, "worker1", give_and_stop, args=(kept[0],))
+    with pytest.raises(zrpc.SerializationError, match="stops here"):
+        mesh.run(0, holder.to_here)
+    del holder
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_after_an_error_kept_it(mesh: Mesh, kept: Any) -> None:
+    mesh.run(0, zrpc.remote, "worker1", fail, args=(kept[0],))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_an_error_that_is_kept_keeps_no_arguments(mesh: Mesh, kept: Any) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", fail, args=(kept[0],))
+    with pytest.raises(KeyError):
+        mesh.run(0, rref.to_here)
+    kept.clear()
+    assert is_freed("value")
+    assert rref.owner_name() == "worker1"
+
+
+def test_after_an_unknown_destination(mesh: Mesh, kept: Any) -> None:
+    with pytest.raises(zrpc.RpcError, match="could not find destination"):
+        mesh.run(0, zrpc.rpc_sync, "worker9", ignore, args=(kept[0],))
+    assert_kept_and_then_freed(mesh, kept)
+
+
+def test_a_call_in_progress_keeps_its_rref(mesh: Mesh) -> None:
+    def at_user() -> Any:
+        rref = zrpc.remote("worker1", Value, args=("called",))
+        return rref.rpc_async().wait_for("go")
+
+    future = mesh.run(0, at_user)
+    assert_kept(mesh, "called")
+    event("go").set()
+    assert future.wait() == "called"
+    del future
+    assert is_freed("called")
+    assert_empty(mesh)
+
+
+# -- many ----------------------------------------------------------------------------------
+
+
+def test_a_thousand_rrefs_leave_nothing(mesh: Mesh) -> None:
+    def make_and_drop() -> None:
+        rrefs = [zrpc.remote("worker1", max, args=(1, n)) for n in range(1, 501)]
+        own = [zrpc.RRef(n) for n in range(500)]
+        echoed = zrpc.rpc_sync("worker1", give, args=(rrefs + own,))
+        assert echoed == rrefs + own
+        assert sum(rref.to_here() for rref in rrefs[::50]) == sum(range(1, 501, 50))
+        assert entries(layers(mesh)[0]) >= 1000
+
+    mesh.run(0, make_and_drop)
+    assert_empty(mesh)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
+    def work(seed: Any) -> None:
+        draw = random.Random(seed)
+        rrefs = []
+        for n in range(60):
+            what = draw.randrange(5)
+            to = draw.randrange(3)
+            if what == 0 or not rrefs:
+                rrefs.append((zrpc.remote(to, Box, args=(n,)), n))
+            elif what == 1:
+                rrefs.append((zrpc.RRef(Box(n)), n))
+            elif what == 2:
+                rref, number = draw.choice(rrefs)
+                rrefs.append((zrpc.rpc_sync(to, give, args=(rref,)), number))
+            elif what == 3:
+                rref, number = rrefs.pop(draw.randrange(len(rrefs)))
+                assert zrpc.rpc_sync(to, member_id_of, args=(rref,)) == number
+            else:
+                rref, number = draw.choice(rrefs)
+                assert rref.rpc_sync().get() == number
+
+    def work_in_threads(rank: Any) -> None:
+        agent = mesh.agent(rank)
+        errors = []
+
+        def run(seed: Any) -> None:
+            try:
+                with agent.as_current():
+                    work(seed)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(10 * rank + n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert errors == []
+
+    futures = [mesh.submit(rank, work_in_threads, rank) for rank in range(3)]
+    for future in futures:
+        future.result()
+    assert_empty(mesh)
+
+
+class Box:
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+    def get(self) -> Any:
+        return self.number
+
+
+def member_id_of(rref: Any) -> Any:
+    return rref.rpc_sync().get()
+
+
+def test_finalizers_run_anywhere(mesh: Mesh) -> None:
+    # Dropped while the lock of the layer is held, as the garbage collector may do it.
+    rref = mesh.run(0, lambda: zrpc.RRef(Value("dropped")))
+    [layer, _] = layers(mesh)
+    with layer._lock:
+        del rref
+    assert is_freed("dropped")
+    rest(mesh)
+
+
+def test_a_values_own_end_may_make_calls(mesh: Mesh) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", CallsAtItsEnd, args=("called",))
+    mesh.run(0, rref.rpc_sync().number)
+    del rref
+    assert event("called").wait(SOON)
+
+
+class CallsAtItsEnd:
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+    def number(self) -> Any:
+        return 1
+
+    def __del__(self) -> None:
+        if zrpc.rpc_sync("worker0", max, args=(1, 2)) == 2:
+            event(self.name).set()
+
+
+def test_tensors_end_too(mesh: Mesh) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", torch.zeros, args=(1000,))
+    mesh.run(0, rref.to_here)
+    assert entries(layers(mesh)[1]) > 0
+    del rref
+    assert_empty(mesh)

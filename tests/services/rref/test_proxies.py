@@ -1,0 +1,285 @@
+"""Methods of the value, called through an RRef."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.rref.tracked import (
+    SOON,
+    Value,
+    is_freed,
+)
+from tests.support.identity import event
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+
+
+class Counter:
+    """What the proxies call."""
+
+    attribute = 5
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def add(self, number: Any, twice: bool = False) -> Any:
+        self.count += 2 * number if twice else number
+        return self.count
+
+    def where(self) -> Any:
+        return zrpc.get_worker_info().name
+
+    def wait_for(self, name: Any) -> Any:
+        assert event(name).wait(SOON)
+        return name
+
+    def fail(self) -> None:
+        raise LookupError("not here", 7)
+
+    def __call__(self, number: Any) -> Any:
+        return number + 1
+
+    def __getitem__(self, key: Any) -> Any:
+        return f"item {key}"
+
+    def __len__(self) -> Any:
+        return 3
+
+    @staticmethod
+    def static(number: Any) -> Any:
+        return number * 2
+
+    @classmethod
+    def of_class(cls) -> Any:
+        return cls.__name__
+
+    @zrpc.functions.async_execution
+    def later(self, to: Any, number: Any) -> Any:
+        return zrpc.rpc_async(to, torch.add, args=(torch.ones(1), number)).then(
+            lambda future: future.wait() + self.count
+        )
+
+    @staticmethod
+    @zrpc.functions.async_execution
+    def static_later(to: Any, number: Any) -> Any:
+        return zrpc.rpc_async(to, max, args=(number, 3))
+
+    @classmethod
+    @zrpc.functions.async_execution
+    def class_later(cls, to: Any, number: Any) -> Any:
+        return zrpc.rpc_async(to, max, args=(number, 4))
+
+    @zrpc.functions.async_execution
+    def forgets_its_future(self) -> Any:
+        return 5
+
+    async def soon(self, to: Any, number: Any) -> Any:
+        await asyncio.sleep(0)
+        return await zrpc.rpc_async(to, max, args=(number, self.count))
+
+    def of_name(self, name: Any) -> Any:
+        return getattr(self, name)
+
+
+def by_sync(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(rref.rpc_sync(), name)(*args, **kwargs)
+
+
+def by_async(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    future = getattr(rref.rpc_async(), name)(*args, **kwargs)
+    assert isinstance(future, torch.futures.Future)
+    return future.wait()
+
+
+def by_remote(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    result = getattr(rref.remote(), name)(*args, **kwargs)
+    assert isinstance(result, zrpc.RRef)
+    assert result.owner() == rref.owner()
+    return result.to_here()
+
+
+@pytest.fixture(params=[by_sync, by_async, by_remote])
+def call(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(params=["worker1", "worker0"])
+def counter(request: pytest.FixtureRequest, mesh: Mesh) -> Iterator[Any]:
+    """An RRef of worker0's to a Counter on another worker, or on itself."""
+    rref = mesh.run(0, zrpc.remote, request.param, Counter, args=(10,))
+    yield rref
+    event("go").set()
+
+
+def test_methods_run_at_the_owner(mesh: Mesh, counter: Any, call: Any) -> None:
+    assert mesh.run(0, call, counter, "where") == counter.owner_name()
+    assert mesh.run(0, call, counter, "add", 1) == 11
+    assert mesh.run(0, call, counter, "add", 2, twice=True) == 15
+    assert mesh.run(0, call, counter, "add", number=1) == 16
+
+
+def test_other_callables(mesh: Mesh, counter: Any, call: Any) -> None:
+    assert mesh.run(0, call, counter, "static", 4) == 8
+    assert mesh.run(0, call, counter, "of_class") == "Counter"
+    assert mesh.run(0, call, counter, "__call__", 4) == 5
+    assert mesh.run(0, call, counter, "__getitem__", "k") == "item k"
+    assert mesh.run(0, call, counter, "__len__") == 3
+
+
+def test_async_execution(mesh: Mesh, counter: Any, call: Any) -> None:
+    assert mesh.run(0, call, counter, "later", "worker0", 2).tolist() == [13]
+    assert mesh.run(0, call, counter, "static_later", "worker0", 2) == 3
+    assert mesh.run(0, call, counter, "class_later", "worker0", 2) == 4
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape(
+            "Functions decorated with @rpc.async_function must return a torch.futures.Future object"
+        ),
+    ):
+        mesh.run(0, call, counter, "forgets_its_future")
+
+
+def test_async_def(mesh: Mesh, counter: Any, call: Any) -> None:
+    assert mesh.run(0, call, counter, "soon", "worker0", 20) == 20
+    assert mesh.run(0, call, counter, "soon", "worker0", 2) == 10
+
+
+def test_errors_have_their_own_type(mesh: Mesh, counter: Any, call: Any) -> None:
+    with pytest.raises(LookupError) as caught:
+        mesh.run(0, call, counter, "fail")
+    assert type(caught.value) is LookupError
+    assert caught.value.args == ("not here", 7)
+
+
+def test_arguments_that_cannot_be_pickled(mesh: Mesh, counter: Any, call: Any) -> None:
+    with pytest.raises(zrpc.SerializationError, match="a Value stays"):
+        mesh.run(0, call, counter, "add", Value("argument"))
+    assert mesh.run(0, call, counter, "add", 0) == 10
+
+
+def test_lambdas_are_taken_as_arguments(mesh: Mesh, call: Any) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", list, args=([3, 1, 2],))
+    key = 2
+    mesh.run(0, call, rref, "sort", key=lambda x: (x + key) % 3)
+    assert mesh.run(0, rref.to_here) == [1, 2, 3]
+
+
+def test_a_missing_attribute_is_reported_at_the_call(mesh: Mesh, counter: Any) -> None:
+    def at_user() -> None:
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            counter.rpc_sync().nothing_like_it()
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            counter.remote().nothing_like_it()
+        future = counter.rpc_async().nothing_like_it()
+        with pytest.raises(AttributeError, match="nothing_like_it"):
+            future.wait()
+
+    mesh.run(0, at_user)
+
+
+def test_an_attribute_that_is_no_function(mesh: Mesh, counter: Any, call: Any) -> None:
+    with pytest.raises(TypeError, match="'int' object is not callable"):
+        mesh.run(0, call, counter, "attribute")
+
+
+@pytest.mark.parametrize("by", ["rpc_sync", "rpc_async"])
+def test_a_proxy_has_a_timeout(mesh: Mesh, counter: Any, by: str) -> None:
+    def wait() -> None:
+        result = getattr(counter, by)(timeout=0.05).wait_for("go")
+        result.wait()
+
+    def at_user() -> None:
+        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+            wait()
+        event("go").set()
+        assert counter.rpc_sync(0.0).wait_for("go") == "go"
+        assert counter.rpc_sync(timeout=SOON).wait_for("go") == "go"
+
+    mesh.run(0, at_user)
+
+
+def test_a_remote_proxy_has_a_timeout(mesh: Mesh) -> None:
+    def at_user() -> None:
+        counter = zrpc.remote("worker1", Counter)
+        result = counter.remote(timeout=0.05).wait_for("go")
+        until(lambda: has_timed_out(result), "the call has timed out")
+        event("go").set()
+
+    mesh.run(0, at_user)
+
+
+def has_timed_out(rref: Any) -> Any:
+    try:
+        rref.to_here(timeout=0.01)
+    except zrpc.RpcTimeoutError as error:
+        return "RRef creation via rpc.remote() timed out" in str(error)
+    return False
+
+
+def test_calls_wait_for_a_value_that_is_still_being_made(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", make_when, args=("go",))
+        futures = [rref.rpc_async().add(1) for _ in range(3)]
+        derived = rref.remote(timeout=0)
+        assert not any(future.done() for future in futures)
+        event("go").set()
+        assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3]
+        assert derived.add(1).to_here() == 4
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_waiting_for_a_value_holds_no_thread(mesh: Mesh) -> None:
+    # One thread at the owner makes the value; were it taken by those that wait, nothing could.
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", make_by_asking, args=("worker0",))
+        futures = [rref.rpc_async().add(1) for _ in range(5)]
+        assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3, 4, 5]
+
+    mesh.run(0, at_user)
+
+
+def make_when(name: Any) -> Any:
+    assert event(name).wait(SOON)
+    return Counter()
+
+
+def make_by_asking(to: Any) -> Any:
+    return Counter(zrpc.rpc_sync(to, max, args=(0, 0)))
+
+
+def test_rrefs_of_results_live_on_their_own(mesh: Mesh) -> None:
+    def at_user() -> Any:
+        value = zrpc.remote("worker1", Value, args=("first",))
+        other = value.remote().make("second")
+        del value
+        assert other.rpc_sync().get_key() == "second"
+        return other
+
+    other = mesh.run(0, at_user)
+    assert is_freed("first")
+    assert mesh.run(0, by_sync, other, "get_key") == "second"
+    del other
+    assert is_freed("second")
+
+
+def test_a_method_returns_an_rref_to_its_own_object(mesh: Mesh) -> None:
+    def at_user() -> None:
+        me = zrpc.remote("worker1", Value, args=("me",)).rpc_sync().me()
+        assert me.owner_name() == "worker1"
+        assert me.rpc_sync().get_key() == "me"
+
+    mesh.run(0, at_user)
+    assert is_freed("me")
+
+
+def test_proxies_say_what_they_call(mesh: Mesh, counter: Any) -> None:
+    assert counter.rpc_sync().add.__name__ == "add"

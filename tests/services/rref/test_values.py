@@ -1,0 +1,382 @@
+"""How values are had from RRefs: here, at the owner, or the error that there is instead."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.rref.tracked import (
+    SOON,
+    Value,
+    entries,
+    is_freed,
+    layers,
+)
+from tests.support.identity import event
+from tests.support.waiting import until
+from zrpc.services.rref.messages import GloballyUniqueId
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind
+
+
+def wait_for(name: Any) -> Any:
+    assert event(name).wait(SOON)
+    return name
+
+
+def fail(error: Any) -> None:
+    raise error
+
+
+class Unusual(Exception):
+    """Its args are not those of its constructor."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__(f"{a} and {b}")
+        self.a = a
+
+
+class Precise(ValueError):
+    pass
+
+
+def fail_unusually() -> None:
+    raise Unusual(1, 2)
+
+
+def fail_with_what_cannot_travel() -> None:
+    raise RuntimeError("about", event("a lock inside"))
+
+
+def exit_handler() -> None:
+    raise SystemExit(3)
+
+
+# -- to_here -------------------------------------------------------------------------------
+
+
+def test_to_here_gives_a_copy_each_time(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", list, args=((1, 2),))
+        first, second = rref.to_here(), rref.to_here()
+        assert first == second == [1, 2]
+        first.append(3)
+        assert rref.to_here() == [1, 2]
+        assert second == [1, 2]
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_waits_for_the_value(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", wait_for, args=("go",))
+        future = mesh.submit(1, event("go").set)
+        assert rref.to_here() == "go"
+        future.result(SOON)
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_of_a_large_tensor(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", torch.arange, args=(300_000,))
+        assert torch.equal(rref.to_here(), torch.arange(300_000))
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_times_out_and_can_be_tried_again(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", wait_for, args=("go",))
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"timeout \(50 ms\) and will now be marked"):
+            rref.to_here(timeout=0.05)
+        event("go").set()
+        assert rref.to_here() == "go"
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.05})
+def test_to_here_takes_the_default_timeout(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", wait_for, args=("go",), timeout=0)
+        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+            rref.to_here()
+        event("go").set()
+        assert rref.to_here(timeout=0) == "go"
+
+    mesh.run(0, at_user)
+
+
+def test_to_here_of_an_own_value_times_out_too(mesh: Mesh) -> None:
+    def at_owner() -> None:
+        rref = zrpc.remote("worker0", wait_for, args=("go",))
+        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+            rref.to_here(timeout=0.05)
+        event("go").set()
+        assert rref.to_here() == rref.local_value() == "go"
+
+    mesh.run(0, at_owner)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf")])
+def test_a_timeout_must_be_a_number(mesh: Mesh, timeout: Any) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", list)
+    with pytest.raises(ValueError, match="timeout"):
+        mesh.run(0, rref.to_here, timeout)
+
+
+def test_what_cannot_be_pickled_is_reported_and_kept(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", Value, args=("stays",))
+        for _ in range(2):
+            with pytest.raises(zrpc.SerializationError, match="a Value stays where it is"):
+                rref.to_here()
+        assert rref.rpc_sync().get_key() == "stays"
+
+    mesh.run(0, at_user)
+    assert is_freed("stays")
+
+
+def test_to_here_after_others_have_made_the_value(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", Value, args=("many",))
+        futures = [rref.rpc_async().add(1) for _ in range(20)]
+        assert sorted(torch.futures.wait_all(futures)) == list(range(1, 21))
+
+    mesh.run(0, at_user)
+
+
+def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
+    # Who has such an RRef got it from a worker that has died since.
+    def at_user() -> None:
+        [layer, _] = layers(mesh)
+        with pytest.raises(zrpc.RpcError, match="no longer here"):
+            layer.agent.caller.call(
+                zrpc.get_worker_info("worker1"),
+                Kind.FETCH,
+                None,
+                SOON,
+                extension=layer.subject_extension(GloballyUniqueId(1, 999)),
+            )
+
+    mesh.run(0, at_user)
+    assert entries(layers(mesh)[1]) == 0
+
+
+# -- local_value ---------------------------------------------------------------------------
+
+
+def test_local_value_is_for_the_owner(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", list)
+        with pytest.raises(
+            RuntimeError,
+            match=re.escape(
+                "can't call localValue() on user WorkerInfo(id=0, name=worker0). "
+                "Call it on owner WorkerInfo(id=1, name=worker1)"
+            ),
+        ):
+            rref.local_value()
+
+    mesh.run(0, at_user)
+
+
+def local_identity(rref: Any) -> Any:
+    assert rref.is_owner()
+    assert rref.local_value() is rref.to_here()
+    rref.local_value().append("changed")
+    return id(rref.local_value())
+
+
+def test_local_value_is_the_very_object(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", list)
+        first = zrpc.rpc_sync("worker1", local_identity, args=(rref,))
+        assert zrpc.rpc_sync("worker1", local_identity, args=(rref,)) == first
+        assert rref.to_here() == ["changed", "changed"]
+
+    mesh.run(0, at_user)
+
+
+# -- a function that fails -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no", 1), KeyError("key"), Precise("exact"), zrpc.RpcError("own"), IndexError()],
+)
+def test_an_error_has_its_own_type_and_args_each_time(mesh: Mesh, to: str, error: Any) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote(to, fail, args=(error,))
+        for _ in range(3):
+            with pytest.raises(type(error)) as caught:
+                rref.to_here()
+            assert type(caught.value) is type(error)
+            assert caught.value.args == error.args
+        with pytest.raises(type(error)):
+            rref.rpc_sync().anything()
+
+    mesh.run(0, at_user)
+
+
+def test_an_error_shows_where_it_was_raised(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
+        with pytest.raises(ValueError, match="no") as caught:
+            rref.to_here()
+        text = "".join(traceback.format_exception(caught.value))
+        assert "On WorkerInfo(id=1, name=worker1)" in text
+        assert "in fail" in text
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.parametrize("function", [fail_unusually, fail_with_what_cannot_travel, exit_handler])
+def test_an_error_that_cannot_be_sent_arrives_as_text(mesh: Mesh, function: Any) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", function)
+        for _ in range(2):
+            with pytest.raises(
+                zrpc.RemoteError, match="Original exception on remote side was"
+            ) as caught:
+                rref.to_here()
+            assert function.__name__ in str(caught.value)
+
+    mesh.run(0, at_user)
+
+
+def test_an_error_of_an_own_call_is_the_one_that_was_raised(mesh: Mesh) -> None:
+    def at_owner() -> None:
+        rref = zrpc.remote("worker0", fail_unusually)
+        with pytest.raises(Unusual, match="1 and 2"):
+            rref.to_here()
+        with pytest.raises(Unusual, match="1 and 2"):
+            rref.local_value()
+
+    mesh.run(0, at_owner)
+
+
+def test_an_error_is_written_to_the_owners_log(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def at_user() -> None:
+        with pytest.raises(KeyError):
+            zrpc.remote("worker1", fail, args=(KeyError("told"),)).to_here()
+
+    mesh.run(0, at_user)
+    assert "KeyError: 'told'" in caplog.text
+    assert "worker1" in caplog.text
+
+
+def test_an_error_keeps_no_arguments_alive(mesh: Mesh) -> None:
+    # The traceback refers to the frames of the function, and those to their variables.
+    def at_user() -> Any:
+        return zrpc.remote("worker1", fail_with_a_value)
+
+    rref = mesh.run(0, at_user)
+    with pytest.raises(ValueError, match="inside"):
+        mesh.run(0, rref.to_here)
+    assert is_freed("inside")
+
+
+def fail_with_a_value() -> None:
+    value = Value("inside")
+    raise ValueError(value.key)
+
+
+def test_arguments_that_cannot_be_pickled_raise_at_once(mesh: Mesh) -> None:
+    def at_user() -> None:
+        with pytest.raises(zrpc.SerializationError, match="a Value stays"):
+            zrpc.remote("worker1", list, args=([Value("argument")],))
+
+    mesh.run(0, at_user)
+    for layer in layers(mesh):
+        until(lambda layer=layer: entries(layer) == 0, "nothing is kept")
+
+
+def test_arguments_to_oneself_are_copied(mesh: Mesh) -> None:
+    def at_owner() -> None:
+        argument = [1]
+        rref = zrpc.remote("worker0", list.copy, args=(argument,))
+        argument.append(2)
+        assert rref.to_here() == [1]
+
+    mesh.run(0, at_owner)
+
+
+# -- a call that takes too long ------------------------------------------------------------
+
+TIMED_OUT = re.escape("RRef creation via rpc.remote() timed out")
+
+
+def until_timed_out(rref: Any) -> None:
+    """Waits until the timeout of the call that makes the value is known here."""
+
+    def known() -> Any:
+        try:
+            rref.to_here(timeout=0.01)
+        except zrpc.RpcTimeoutError as error:
+            return "RRef creation" in str(error)
+        return False
+
+    until(known, "the call has timed out")
+
+
+def test_a_call_that_timed_out_shows_at_each_use(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.05)
+        until_timed_out(rref)
+        for use in (
+            rref.to_here,
+            lambda: rref.rpc_sync().upper(),
+            lambda: rref.remote().upper(),
+            lambda: rref.rpc_async().upper().wait(),
+        ):
+            with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+                use()
+        event("never").set()
+
+    mesh.run(0, at_user)
+
+
+def test_a_waiting_to_here_gets_the_timeout(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)
+        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+            rref.to_here(timeout=1)
+        event("never").set()
+
+    mesh.run(0, at_user)
+
+
+def test_a_call_to_oneself_that_timed_out(mesh: Mesh) -> None:
+    def at_owner() -> None:
+        rref = zrpc.remote("worker0", wait_for, args=("never",), timeout=0.05)
+        until_timed_out(rref)
+        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+            rref.to_here()
+        event("never").set()
+
+    mesh.run(0, at_owner)
+
+
+def test_the_value_of_a_call_that_timed_out_is_freed(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", make_late, args=("late", "go"), timeout=0.05)
+        until_timed_out(rref)
+
+    mesh.run(0, at_user)
+    event("go").set()
+    assert is_freed("late")
+
+
+def make_late(key: Any, name: Any) -> Any:
+    wait_for(name)
+    return Value(key)

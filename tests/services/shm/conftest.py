@@ -1,0 +1,80 @@
+"""What the tests of shared memory share."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.services.shm.sharing import (
+    introduce,
+    kept,
+    segments_mapped,
+    segments_open,
+)
+from tests.support.waiting import until
+from zrpc.services.shm.segments import SegmentPool
+from zrpc.testing import Mesh
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """No test leaves a segment open or mapped; torn down after the mesh."""
+    # What a test that failed was using lives on in its traceback.
+    for name in ("last_value", "last_traceback", "last_exc"):
+        setattr(sys, name, None)
+    gc.collect()
+    before = (segments_open(), segments_mapped())
+    yield
+    kept().clear()
+
+    def left() -> tuple[list[int], list[int]]:
+        return segments_open(), segments_mapped()
+
+    until(
+        lambda: left() == before,
+        lambda: f"{left()} open, mapped; expected {before}",
+        within=5,
+        collect=True,
+    )
+
+
+@dataclass(frozen=True)
+class Lend:
+    """A message that went by shared memory: whose pool lent to whom, which segment, for what."""
+
+    pool: SegmentPool
+    borrower: int
+    number: int
+    sizes: list[int]
+
+
+@pytest.fixture
+def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
+    """All that is lent from now on by agents of this process, in order."""
+    made: list[Lend] = []
+    lend = SegmentPool.lend
+
+    def recorded(self: SegmentPool, sizes: list[int], borrower: int) -> Any:
+        lent = lend(self, sizes, borrower)
+        if lent is not None:
+            made.append(Lend(self, borrower, lent[0].number, list(sizes)))
+        return lent
+
+    monkeypatch.setattr(SegmentPool, "lend", recorded)
+    return made
+
+
+@pytest.fixture
+def introduced(mesh: Mesh) -> Iterator[Mesh]:
+    """A mesh of threads whose workers all send by shared memory; worker0 is the test itself."""
+    everybody = range(len(mesh))
+    for rank in everybody:
+        mesh.run(rank, introduce, *(peer for peer in everybody if peer != rank))
+    with mesh.agent(0).as_current():
+        yield mesh
+    kept().clear()

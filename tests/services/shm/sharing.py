@@ -1,0 +1,88 @@
+"""What the tests of shared memory look at: segments, loans, descriptors and mappings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+
+import zrpc
+from tests.support.waiting import until
+from zrpc.agent.current import current_agent
+from zrpc.services.shm.service import SharedMemoryService
+from zrpc.testing import Mesh
+
+# Elements of a float32 tensor of 1 MiB: well above what goes by shared memory.
+LARGE = 1 << 18
+MIB = 1 << 20
+
+
+def large(value: float, count: int = LARGE) -> torch.Tensor:
+    """A tensor of its own memory, all of whose elements are different from another value's."""
+    return torch.arange(count, dtype=torch.float32).add_(1000 * value)
+
+
+def kept() -> dict[Any, Any]:
+    """What this process keeps, by name.
+
+    Functions go to worker processes by value: each time with globals of their own. So what is
+    to last is kept in a module that they import.
+    """
+    import zrpc.testing.spec as anywhere
+
+    found: dict[Any, Any] = anywhere.__dict__.setdefault("kept", {})
+    return found
+
+
+def keep(name: Any, value: Any) -> None:
+    kept()[name] = value
+
+
+def drop(*names: Any) -> None:
+    for name in names:
+        del kept()[name]
+
+
+def service_of(mesh: Mesh, worker: int) -> SharedMemoryService:
+    return mesh.agent(worker).service(SharedMemoryService)
+
+
+def own_layer() -> SharedMemoryService:
+    return current_agent().service(SharedMemoryService)
+
+
+def until_returned(layer: SharedMemoryService, lent: int = 0) -> None:
+    """Waits until no more than this many of a sender's segments are lent."""
+    until(
+        lambda: layer.pool.lent <= lent,
+        lambda: f"{layer.pool.lent} lent, expected {lent}",
+        collect=True,
+    )
+
+
+def introduce(*ranks: int) -> None:
+    """Has this worker send by shared memory to these: they have told that they can."""
+    layer = own_layer()
+    lent = layer.pool.lent
+    for rank in ranks:
+        zrpc.rpc_sync(rank, torch.numel, (large(0),))
+        until(lambda rank=rank: rank in layer._accepted, f"{rank} does not accept", collect=True)  # type: ignore[misc]
+    until_returned(layer, lent)
+
+
+def segments_open() -> list[int]:
+    """The inodes of the memfds of zrpc that this process has open, each once."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:zrpc"):
+                found.add(os.fstat(int(fd)).st_ino)
+    return sorted(found)
+
+
+def segments_mapped() -> list[int]:
+    """The inodes of the memfds of zrpc that this process has mapped, each once."""
+    with open("/proc/self/maps") as maps:
+        return sorted({int(line.split()[4]) for line in maps if "/memfd:zrpc" in line})

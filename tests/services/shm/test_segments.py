@@ -1,0 +1,342 @@
+"""The pool of segments: what is lent, used again, closed, and how much there is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from tests.services.shm.sharing import MIB, segments_mapped, segments_open
+from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
+from zrpc.services.shm.service import SharedMemoryTiming
+
+pytestmark = pytest.mark.skipif(not supports_segments(), reason="needs memfds")
+
+NEVER, ALWAYS = 0.0, float("inf")
+
+
+@pytest.fixture
+def pool() -> Iterator[Any]:
+    pool = SegmentPool(8 * MIB)
+    yield pool
+    pool.close()
+
+
+def lend(pool: SegmentPool, size: int, borrower: int = 1) -> Segment:
+    lent = pool.lend([size], borrower)
+    assert lent is not None
+    assert pool.written(lent[0])
+    return lent[0]
+
+
+def shrink(pool: SegmentPool, now: float) -> list[Segment]:
+    """Has the pool close what was not used for long; which segments these were."""
+    before = list(pool._segments.values())
+    pool.close_idle(now - SharedMemoryTiming().idle_seconds)
+    return [segment for segment in before if segment not in pool._segments.values()]
+
+
+def fill(segment: Segment, offset: int, data: bytes) -> None:
+    segment.write(offset, (ctypes.c_char * len(data)).from_buffer_copy(data))
+
+
+def content(segment: Segment, offset: int, size: int) -> bytes:
+    """What a peer would read."""
+    fd = os.open(f"/proc/{os.getpid()}/fd/{segment.fd}", os.O_RDONLY)
+    try:
+        return os.pread(fd, size, offset)
+    finally:
+        os.close(fd)
+
+
+def test_a_segment_has_room_for_all_buffers_apart_from_each_other(pool: Any) -> None:
+    sizes = [100, MIB, 1, 64, 4097]
+    segment, offsets = pool.lend(sizes, 1)
+    pool.written(segment)
+    assert all(offset % 64 == 0 for offset in offsets)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(end <= start for end, start in zip(ends, offsets[1:], strict=False))
+    assert ends[-1] <= segment.size == os.fstat(segment.fd).st_size
+    for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        fill(segment, offset, bytes([i + 1]) * size)
+    for i, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        assert content(segment, offset, size) == bytes([i + 1]) * size
+
+
+def test_a_returned_segment_is_used_again(pool: Any) -> None:
+    first = lend(pool, MIB)
+    pool.give_back(first.number, 1)
+    assert lend(pool, MIB, borrower=2) is first
+    assert (len(pool), pool.lent) == (1, 1)
+
+
+def test_a_lent_segment_is_not_lent_again(pool: Any) -> None:
+    segments = {lend(pool, MIB).number for _ in range(8)}
+    assert len(segments) == len(pool) == pool.lent == 8
+    assert pool.lend([MIB], 1) is None
+    assert pool.size == 8 * MIB
+
+
+def test_only_the_borrower_returns_a_segment(pool: Any) -> None:
+    segment = lend(pool, MIB, borrower=1)
+    pool.give_back(segment.number, 2)
+    pool.retire(segment.number, 2)
+    assert (len(pool), pool.lent) == (1, 1)
+    pool.give_back(segment.number + 1, 1)
+    assert pool.lent == 1
+    pool.give_back(segment.number, 1)
+    assert pool.lent == 0
+
+
+def test_a_segment_that_the_borrower_keeps_is_never_used_again(pool: Any) -> None:
+    segment = lend(pool, MIB)
+    pool.retire(segment.number, 1)
+    assert (len(pool), pool.size, segments_open(), segments_mapped()) == (0, 0, [], [])
+    assert lend(pool, MIB).number != segment.number
+
+
+def test_a_lost_worker_takes_what_it_has_and_nothing_else(pool: Any) -> None:
+    its = [lend(pool, MIB, borrower=1) for _ in range(2)]
+    other, free = lend(pool, MIB, borrower=2), lend(pool, MIB, borrower=1)
+    pool.give_back(free.number, 1)
+    pool.retire_lent_to(1)
+    assert (len(pool), pool.lent, pool.size) == (2, 1, 2 * MIB)
+    pool.give_back(its[0].number, 1)  # under way when it was lost
+    assert lend(pool, MIB) is free
+    assert lend(pool, MIB) not in (*its, other)
+
+
+def test_free_segments_make_room_for_larger_ones(pool: Any) -> None:
+    small = [lend(pool, MIB) for _ in range(8)]
+    for segment in small[:6]:
+        pool.give_back(segment.number, 1)
+    lend(pool, 5 * MIB)
+    assert pool.size <= 8 * MIB
+    assert pool.lent == 3
+    assert pool.lend([2 * MIB], 1) is None
+
+
+def test_a_message_larger_than_the_pool_leaves_it_as_it_is(pool: Any) -> None:
+    segment = lend(pool, MIB)
+    pool.give_back(segment.number, 1)
+    assert pool.lend([8 * MIB + 1], 1) is None
+    assert pool.lend([5 * MIB, 5 * MIB], 1) is None
+    assert lend(pool, MIB) is segment
+
+
+def test_a_small_message_does_not_take_a_segment_that_is_far_too_large(pool: Any) -> None:
+    segment = lend(pool, 4 * MIB)
+    pool.give_back(segment.number, 1)
+    assert lend(pool, MIB // 4) is not segment
+    assert lend(pool, 3 * MIB) is segment
+
+
+def test_segments_are_closed_when_they_were_not_used_for_a_while(pool: Any) -> None:
+    idle, lent = lend(pool, MIB), lend(pool, MIB)
+    pool.give_back(idle.number, 1)
+    assert shrink(pool, time.monotonic()) == []
+    assert shrink(pool, time.monotonic() + 3600) == [idle]
+    assert (len(pool), pool.lent, pool.size) == (1, 1, MIB)
+    assert segments_open() == segments_mapped() == [lent.inode]
+    pool.give_back(lent.number, 1)
+    assert shrink(pool, time.monotonic() + 3600) == [lent]
+    assert segments_open() == segments_mapped() == []
+
+
+def test_use_counts_from_the_return(pool: Any) -> None:
+    segment = lend(pool, MIB)
+    segment.used -= 3600  # lent for an hour
+    pool.give_back(segment.number, 1)
+    assert shrink(pool, time.monotonic()) == []
+
+
+def test_a_closed_pool_has_nothing_and_lends_nothing(pool: Any) -> None:
+    for borrower in range(3):
+        lend(pool, MIB, borrower)
+    pool.give_back(0, 0)
+    pool.close()
+    assert (len(pool), pool.lent, pool.size) == (0, 0, 0)
+    assert segments_open() == segments_mapped() == []
+    assert pool.lend([MIB], 1) is None  # a thread that was about to send
+    assert segments_open() == []
+
+
+@pytest.mark.parametrize("end", ["lose", "close"])
+def test_a_segment_is_not_closed_while_a_thread_writes_to_it(pool: Any, end: str) -> None:
+    segment, _ = pool.lend([MIB], 1)
+    other = lend(pool, MIB)
+    pool.retire_lent_to(1) if end == "lose" else pool.close()
+    assert (len(pool), pool.size) == (0, 0)
+    assert segments_open() == segments_mapped() == [segment.inode]
+    fill(segment, 0, b"a" * MIB)
+    assert other not in pool._segments.values()
+    assert not pool.written(segment)
+    assert segments_open() == segments_mapped() == []
+
+
+def test_it_reports_once_which_segments_are_not_lent_again(pool: Any) -> None:
+    kept, lost, idle, small = [lend(pool, 2 * MIB, borrower) for borrower in (1, 2, 1, 1)]
+    pool.retire(kept.number, 1)
+    pool.retire_lent_to(2)
+    pool.give_back(idle.number, 1)
+    pool.close_idle(ALWAYS)
+    assert pool.retired == [kept, lost, idle]
+    pool.give_back(small.number, 1)
+    lend(pool, 7 * MIB)
+    assert pool.retired[3:] == [small]
+
+
+@pytest.mark.parametrize("capacity", [0, MIB - 1])
+def test_a_pool_without_room_lends_nothing(capacity: Any) -> None:
+    pool = SegmentPool(capacity)
+    assert pool.lend([MIB], 1) is None
+    assert (len(pool), pool.size, segments_open()) == (0, 0, [])
+
+
+def test_a_pool_has_a_maximum_number_of_segments() -> None:
+    pool = SegmentPool(1 << 40)
+    try:
+        numbers = []
+        while (lent := pool.lend([1 << 17], 1)) is not None:
+            pool.written(lent[0])
+            numbers.append(lent[0].number)
+            assert len(numbers) <= 512, "each is a descriptor here and at a peer"
+        pool.give_back(numbers[7], 1)
+        assert lend(pool, 1 << 17).number == numbers[7]
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("step", ["os.memfd_create", "os.ftruncate", "mmap.mmap"])
+def test_if_the_system_has_no_more_nothing_is_lent_or_left_behind(
+    pool: Any, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(f"zrpc.services.shm.segments.{step}", refuse)
+    assert pool.lend([MIB], 1) is None
+    assert (len(pool), pool.size, segments_open()) == (0, 0, [])
+    monkeypatch.undo()
+    lend(pool, MIB)
+
+
+CAPACITY = 2 * MIB
+borrowers = st.integers(0, 2)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of what the two sides do: the pool's books, the system's, and the bytes agree."""
+
+    lent_out = Bundle("lent_out")
+
+    @initialize()
+    def start(self) -> None:
+        self.pool = SegmentPool(CAPACITY)
+        self.lent: dict[int, tuple[Segment, int, tuple[int, bytes]]] = {}
+        self.gone: set[int] = set()
+        self.counter = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.close()
+            assert segments_open() == segments_mapped() == []
+
+    @rule(
+        target=lent_out,
+        sizes=st.lists(st.integers(1, CAPACITY // 3), min_size=1, max_size=4),
+        borrower=borrowers,
+    )
+    def lend(self, sizes: Any, borrower: Any) -> Any:
+        lent = self.pool.lend(sizes, borrower)
+        if lent is None:
+            free = [n for n in self.numbers() if n not in self.lent]
+            assert self.lent or sum(sizes) + 64 * len(sizes) > CAPACITY - 4096, free
+            return None
+        segment, offsets = lent
+        assert self.pool.written(segment)
+        assert segment.number not in self.lent, "lent twice at a time"
+        assert segment.number not in self.gone, "lent after it was given up"
+        self.counter += 1
+        stamp = self.counter.to_bytes(8, "little")[: sizes[-1]]
+        place = offsets[-1] + sizes[-1] - len(stamp)
+        fill(segment, place, stamp)
+        self.lent[segment.number] = (segment, borrower, (place, stamp))
+        return segment.number
+
+    @rule(number=consumes(lent_out))
+    def give_back(self, number: Any) -> None:
+        if number in self.lent:
+            self.check_bytes(number)
+            _, borrower, _ = self.lent.pop(number)
+            self.pool.give_back(number, borrower)
+
+    @rule(number=lent_out, borrower=borrowers)
+    def give_back_what_is_another_workers(self, number: Any, borrower: Any) -> None:
+        if number is not None and not (number in self.lent and self.lent[number][1] == borrower):
+            self.pool.give_back(number, borrower)
+            self.pool.retire(number, borrower)
+
+    @rule(number=consumes(lent_out))
+    def give_up(self, number: Any) -> None:
+        if number in self.lent:
+            _, borrower, _ = self.lent.pop(number)
+            self.pool.retire(number, borrower)
+            self.gone.add(number)
+
+    @rule(borrower=borrowers)
+    def lose(self, borrower: Any) -> None:
+        self.pool.retire_lent_to(borrower)
+        for number in [n for n, (_, b, _) in self.lent.items() if b == borrower]:
+            del self.lent[number]
+            self.gone.add(number)
+
+    @rule(now=st.sampled_from([NEVER, ALWAYS]))
+    def shrink(self, now: Any) -> None:
+        free = len(self.pool) - self.pool.lent
+        closed = [segment.number for segment in shrink(self.pool, now)]
+        assert len(closed) == (free if now == ALWAYS else 0)
+        assert not self.gone & set(closed)
+        self.gone.update(closed)
+
+    def numbers(self) -> Any:
+        return set(self.pool._segments)
+
+    def check_bytes(self, number: Any) -> None:
+        segment, _, (place, stamp) = self.lent[number]
+        assert content(segment, place, len(stamp)) == stamp
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        sizes = {segment.inode: segment.size for segment in self.pool._segments.values()}
+        assert self.pool.lent == len(self.lent)
+        assert self.lent.keys() <= self.numbers()
+        assert self.pool.size == sum(sizes.values()) <= CAPACITY
+        assert segments_open() == segments_mapped() == sorted(sizes)
+        for number in self.lent:
+            self.check_bytes(number)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,154 @@
+"""The gatherings and barriers of `zrpc.api`, which programs for torch use there."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.waiting import until
+from zrpc.services.collectives import Collectives
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+NAMES = ["worker0", "worker1", "worker2"]
+SOON = 20.0
+
+
+def gather(*args: Any, **kwargs: Any) -> Any:
+    return rpc.api._all_gather(*args, **kwargs)
+
+
+def left(mesh: Mesh) -> list[int]:
+    return [len(mesh.agent(name).service(Collectives)._collected) for name in mesh]
+
+
+def test_every_worker_gets_what_every_worker_gives(mesh: Mesh) -> None:
+    def run() -> list[object]:
+        own = rpc.get_worker_info().id
+        return [gather(own), gather({"tensor": torch.full((2,), float(own))})]
+
+    for numbers, tensors in mesh.run_all(run):
+        assert numbers == {"worker0": 0, "worker1": 1, "worker2": 2}
+        assert list(tensors) == NAMES
+        assert [tensors[name]["tensor"].tolist() for name in NAMES] == [[0, 0], [1, 1], [2, 2]]
+    assert left(mesh) == [0, 0, 0]
+
+
+def test_some_of_the_workers(mesh: Mesh) -> None:
+    """Their gatherings are counted apart from those of all; the others have none of it."""
+    futures = [mesh.submit(rank, gather, rank, {"worker2", "worker1"}) for rank in (1, 2)]
+    assert [f.result(SOON) for f in futures] == [{"worker1": 1, "worker2": 2}] * 2
+    assert mesh.run(2, gather, "own", ["worker2"]) == {"worker2": "own"}
+    assert mesh.run_all(gather, None) == [dict.fromkeys(NAMES)] * 3
+
+
+def test_one_that_takes_no_part(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match=r"worker0.*to be one of \['worker1'\]"):
+        mesh.run(0, gather, 1, ["worker1"])
+    with pytest.raises(rpc.RpcError, match="could not find destination 'nobody'"):
+        mesh.run(0, gather, 1, ["worker0", "nobody"])
+
+
+def test_nobody_passes_a_barrier_before_the_last_has_come(mesh: Mesh) -> None:
+    passed = threading.Semaphore(0)
+
+    def run(wait: object, *args: object) -> None:
+        wait(*args)  # type: ignore[operator]
+        passed.release()
+
+    for wait, args in ((rpc.api._wait_all_workers, ()), (rpc.api._barrier, (NAMES,))):
+        early = [mesh.submit(rank, run, wait, *args) for rank in (0, 1)]
+        assert not passed.acquire(timeout=0.2)
+        mesh.run(2, run, wait, *args)
+        for future in early:
+            future.result(SOON)
+        assert [passed.acquire(blocking=False) for _ in range(4)] == [True] * 3 + [False]
+
+
+def test_one_that_comes_too_late(mesh: Mesh) -> None:
+    def in_time() -> dict[str, object]:
+        with pytest.raises(rpc.RpcTimeoutError, match="100 ms"):
+            gather("early", timeout=0.1)
+        return gather("again")
+
+    others = [mesh.submit(rank, in_time) for rank in (0, 1)]
+
+    def late() -> dict[str, object]:
+        # They have come to the next one: only then is it known that they gave this one up.
+        layer = mesh.agent(0).service(Collectives)
+        names = frozenset(NAMES)
+        until(lambda: list(layer._latest.get(names, {}).values()) == [1, 1], within=SOON)
+        with pytest.raises(rpc.RpcError, match="worker0 has gone on to a later one"):
+            gather("late")
+        return gather("again")
+
+    expected = dict.fromkeys(NAMES, "again")
+    assert mesh.run(2, late) == expected
+    assert [other.result(SOON) for other in others] == [expected] * 2
+    assert left(mesh) == [0, 0, 0]
+
+
+def test_one_whose_value_can_not_be_sent(mesh: Mesh) -> None:
+    """The others are told when it comes to the next one."""
+
+    def fail() -> dict[str, object]:
+        with pytest.raises(rpc.SerializationError):
+            gather(threading.Lock())
+        return gather("again")
+
+    def wait() -> dict[str, object]:
+        with pytest.raises(rpc.RpcError, match="worker1 has gone on to a later one"):
+            gather("value")
+        return gather("again")
+
+    futures = [mesh.submit(rank, fn) for rank, fn in enumerate((wait, fail, wait))]
+    assert [f.result(SOON) for f in futures] == [dict.fromkeys(NAMES, "again")] * 3
+    assert left(mesh) == [0, 0, 0]
+
+
+@pytest.mark.parametrize("gone", [0, 2], ids=["the collector", "another"])
+def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
+    """Those that wait are told, and those that come later; a barrier only logs it."""
+    there = [rank for rank in range(3) if rank != gone]
+    waiting = mesh.submit(there[0], gather, "value")
+    layer = mesh.agent(0).service(Collectives)
+    until(lambda: layer._collected)
+    mesh.run(gone, rpc.shutdown, graceful=False)
+    with pytest.raises(rpc.WorkerDied):
+        waiting.result(SOON)
+    with pytest.raises(rpc.WorkerDied):
+        mesh.run(there[1], gather, "value", NAMES)
+    mesh.run(there[1], rpc.api._barrier, NAMES)
+    # Should another worker come under that name, all begin with it at the same number.
+    layers = [mesh.agent(rank).service(Collectives) for rank in there]
+    until(lambda: not any(layer._begun or layer._latest for layer in layers))
+
+
+def test_without_an_agent() -> None:
+    for name, args in (("_all_gather", (1,)), ("_barrier", (NAMES,)), ("_wait_all_workers", ())):
+        with pytest.raises(rpc.NotInitializedError, match="RPC has not been initialized"):
+            getattr(rpc.api, name)(*args)
+
+
+def test_all_workers_that_an_agent_knows(mesh: Mesh) -> None:
+    """Programs find them by torch's private name."""
+
+    def run() -> object:
+        agent = rpc._get_current_rpc_agent()
+        return agent.get_worker_infos(), agent.get_worker_info(), agent.get_worker_info("worker1")
+
+    infos = [rpc.WorkerInfo(name, rank) for rank, name in enumerate(NAMES)]
+    assert mesh.run(2, run) == (infos, infos[2], infos[1])
+    mesh.run(1, rpc.shutdown, graceful=False)
+    gone = threading.Event()
+    mesh.run(0, rpc.on_worker_lost, lambda _: gone.set())
+    assert gone.wait(SOON)
+    assert mesh.run(0, lambda: rpc._get_current_rpc_agent().get_worker_infos()) == [
+        infos[0],
+        infos[2],
+    ]

@@ -1,0 +1,1 @@
+"""What the tests of several rooms share: waiting, gates, targets of calls, and programs."""

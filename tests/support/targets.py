@@ -1,0 +1,20 @@
+"""Functions that other workers run, importable there by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def echo(*args: Any, **kwargs: Any) -> Any:
+    """Returns the arguments as they arrived."""
+    if kwargs:
+        return args, kwargs
+    return args[0] if len(args) == 1 else args
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def fail_with(kind: type[BaseException], *args: Any) -> Any:
+    raise kind(*args)

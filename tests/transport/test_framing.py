@@ -1,0 +1,114 @@
+"""Messages in a stream of bytes, however it is cut."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrpc.errors import ProtocolError
+from zrpc.transport.framing import MAX_MESSAGE_BYTES, Unpacker, header
+
+MESSAGES = st.lists(st.tuples(st.binary(max_size=40), st.lists(st.binary(max_size=40), max_size=4)))
+
+
+def packed(first: bytes, buffers: Sequence[Any] = ()) -> bytes:
+    return b"".join((header(first, buffers), first, *buffers))
+
+
+def fed(unpacker: Unpacker, data: bytes | bytearray) -> list[Any]:
+    return list(unpacker.feed(memoryview(data)))
+
+
+@given(MESSAGES, st.data())
+def test_messages_are_found_wherever_the_stream_is_cut(
+    messages: list[Any], data: st.DataObject
+) -> None:
+    whole = b"".join(packed(*message) for message in messages)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
+    unpacker, found = Unpacker(), []
+    for start, stop in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        found += fed(unpacker, whole[start:stop])
+    assert [(first, list(buffers)) for first, buffers in found] == messages
+
+
+@given(MESSAGES)
+def test_messages_are_found_in_single_bytes(messages: list[Any]) -> None:
+    unpacker, found = Unpacker(), []
+    for message in messages:
+        data = packed(*message)
+        for at in range(len(data) - 1):
+            assert fed(unpacker, data[at : at + 1]) == []
+        found += fed(unpacker, data[-1:])
+    assert [(first, list(buffers)) for first, buffers in found] == messages
+
+
+def test_a_large_message_in_small_pieces_is_fast() -> None:
+    data, unpacker, found = packed(b"first", [bytes(MAX_MESSAGE_BYTES - 100)]), Unpacker(), []
+    begun = time.process_time()
+    for at in range(0, len(data), 4):  # copying what has arrived each time would copy 128 GiB
+        found += fed(unpacker, data[at : at + 4])
+    assert time.process_time() - begun < 2
+    assert [(first, len(buffers[0])) for first, buffers in found] == [
+        (b"first", MAX_MESSAGE_BYTES - 100)
+    ]
+
+
+@pytest.mark.parametrize("cut", [None, 10], ids=["whole", "cut"])
+def test_frames_are_writable_and_have_their_own_memory(cut: int) -> None:
+    source, unpacker = bytearray(packed(b"first", [b"one", b"two"])), Unpacker()
+    found = fed(unpacker, source[:cut]) + fed(unpacker, source[cut:] if cut else b"")
+    ((first, (one, two)),) = found
+    source[:] = bytes(len(source))
+    one[:] = b"1234567"  # longer than the memory was
+    assert fed(unpacker, packed(b"next")) == [(b"next", ())]
+    assert (type(first), first, one, two) == (bytes, b"first", b"1234567", b"two")
+
+
+def test_the_header_counts_bytes_of_any_buffer() -> None:
+    numbers = memoryview(struct.pack("4I", 1, 2, 3, 4)).cast("I", (2, 2))
+    ((_, (frame,)),) = fed(Unpacker(), packed(b"", [numbers]))
+    assert struct.unpack("4I", frame) == (1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack("<II", MAX_MESSAGE_BYTES + 1, 0),
+        struct.pack("<II", MAX_MESSAGE_BYTES, 1),
+        struct.pack("<II", 0, MAX_MESSAGE_BYTES),
+        struct.pack("<IIII", 0, 2, MAX_MESSAGE_BYTES, 1),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\xff" * 8,
+    ],
+)
+def test_a_message_that_is_too_large_is_refused_at_once(data: bytes) -> None:
+    for step in (len(data), 1):
+        unpacker = Unpacker()
+        pieces = (data[at : at + step] for at in range(0, len(data), step))
+        with pytest.raises(ProtocolError, match=f"at most {MAX_MESSAGE_BYTES} bytes"):
+            [fed(unpacker, piece) for piece in pieces]
+
+
+def test_messages_before_garbage_are_found() -> None:
+    messages = Unpacker().feed(memoryview(packed(b"message") + b"\xff" * 8))
+    assert next(messages) == (b"message", ())
+    with pytest.raises(ProtocolError):
+        next(messages)
+
+
+@given(st.lists(st.binary(max_size=60)))
+def test_any_bytes_are_messages_or_refused(pieces: list[bytes]) -> None:
+    unpacker = Unpacker()
+    try:
+        found = [message for piece in pieces for message in fed(unpacker, piece)]
+    except ProtocolError:
+        return
+    # No byte is read twice.
+    size = sum(len(packed(first, buffers)) for first, buffers in found)
+    assert size <= sum(map(len, pieces))

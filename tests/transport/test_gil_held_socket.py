@@ -1,0 +1,303 @@
+"""Sockets that keep the interpreter's lock while they send and receive."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
+from zrpc.transport.poller import supports_polling
+
+pytestmark = [pytest.mark.usefixtures("no_leaks")]
+linux_only = pytest.mark.skipif(not supports_polling(), reason="these sockets are for Linux")
+
+SOON = 10.0
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def memory() -> ReceiveBuffer:
+    return ReceiveBuffer(SIZE)
+
+
+@pytest.fixture
+def ends() -> Iterator[list[GilHeldSocket]]:
+    """Yields two connected sockets."""
+    ends = [GilHeldSocket(each) for each in socket.socketpair()]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def received(memory: ReceiveBuffer, end: GilHeldSocket) -> bytes:
+    return bytes(memory.view[: memory.receive(end)])
+
+
+def fill(end: GilHeldSocket, data: bytes) -> bytes:
+    """Sends data until there is no more room; returns what was sent."""
+    sent = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sent += data[: end.send(data)]
+    return sent
+
+
+@linux_only
+@pytest.mark.parametrize("data", [b"x", b"\0", b"a\0b\0\0c\0", bytes(range(256)) * 16], ids=len)
+def test_sent_bytes_are_received(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer, data: bytes
+) -> None:
+    here, there = ends
+    assert here.send(data) == len(data)
+    assert received(memory, there) == data
+    assert there.send(data[::-1]) == len(data)
+    assert received(memory, here) == data[::-1]
+
+
+@linux_only
+def test_bytes_beyond_the_buffer_are_received_next(ends: list[GilHeldSocket]) -> None:
+    here, there = ends
+    small = ReceiveBuffer(4)
+    here.send(b"0123456")
+    assert received(small, there) == b"0123"
+    assert received(small, there) == b"456"
+
+
+@linux_only
+def test_receiving_from_an_empty_socket_would_block(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    with pytest.raises(BlockingIOError):
+        memory.receive(ends[0])
+
+
+@linux_only
+def test_sending_to_a_full_socket_would_block(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    here, there = ends
+    data = os.urandom(SIZE)
+    sent = fill(here, data)
+    with pytest.raises(BlockingIOError):
+        here.send(b"more")
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            found += received(memory, there)
+    assert found == sent
+    assert here.send(b"again") == 5
+
+
+@linux_only
+def test_receiving_at_the_end_of_the_stream_returns_zero(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    here, there = ends
+    here.send(b"last")
+    here.close()
+    assert received(memory, there) == b"last"
+    assert memory.receive(there) == 0
+    assert memory.receive(there) == 0
+
+
+@linux_only
+def test_sending_to_a_closed_peer_fails(ends: list[GilHeldSocket]) -> None:
+    here, there = ends
+    there.close()
+    with pytest.raises(BrokenPipeError):
+        here.send(b"x")
+
+
+@linux_only
+def test_receiving_after_a_reset_fails(ends: list[GilHeldSocket], memory: ReceiveBuffer) -> None:
+    here, there = ends
+    here.send(b"never read")
+    there.close()
+    with pytest.raises(ConnectionResetError):
+        memory.receive(here)
+    assert memory.receive(here) == 0
+
+
+@linux_only
+def test_sending_after_a_reset_fails(ends: list[GilHeldSocket]) -> None:
+    here, there = ends
+    here.send(b"never read")
+    there.close()
+    for _ in range(2):  # the kernel decides which of the two errors comes first
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            here.send(b"x")
+
+
+BROKEN_PIPE = """
+import signal, socket
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+from zrpc.transport.gil_held_socket import GilHeldSocket
+here, there = socket.socketpair()
+quick = GilHeldSocket(here)
+there.close()
+try:
+    SEND
+except BrokenPipeError:
+    print("survived")
+"""
+
+
+@pytest.mark.system
+@linux_only
+@pytest.mark.parametrize(
+    ("send", "code", "output"),
+    [
+        ("quick.send(b'x')", 0, "survived\n"),
+        # Unless it is suppressed, the signal kills the process.
+        ("import os; os.write(quick.fileno(), b'x')", -signal.SIGPIPE, ""),
+    ],
+    ids=["quick", "control"],
+)
+def test_sending_to_a_closed_peer_raises_no_signal(send: str, code: int, output: str) -> None:
+    program = BROKEN_PIPE.replace("SEND", send)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (code, output), done.stderr
+
+
+@linux_only
+def test_a_closed_socket_never_uses_its_reused_descriptor(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    here = ends[0]
+    number = here.fileno()
+    pair = socket.socketpair()
+    here.close()
+    assert here.fileno() == -1
+    os.dup2(pair[0].fileno(), number)  # the system would reuse it soon
+    try:
+        pair[1].send(b"not for you")
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            here.send(b"stray")
+        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+            memory.receive(here)
+        pair[1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            pair[1].recv(1)
+        assert pair[0].recv(100) == b"not for you"
+    finally:
+        os.close(number)
+        for each in pair:
+            each.close()
+
+
+def test_a_socket_may_be_closed_twice(ends: list[GilHeldSocket]) -> None:
+    ends[0].close()
+    ends[0].close()
+    assert ends[0].fileno() == -1
+
+
+class Waiter:
+    """A thread that takes the interpreter's lock repeatedly, and counts how often it got it.
+
+    It never keeps the lock, so no other thread has to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self._ended = False
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._ended:
+            self.turns += 1
+            time.sleep(0.0001)  # releases the lock, and takes it again
+
+    def __enter__(self) -> Waiter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended = True
+        self._thread.join(SOON)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def nobody_has_to_give_up_the_lock() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    yield
+    sys.setswitchinterval(before)
+
+
+def turns_meanwhile(waiter: Waiter, exchange: Callable[[], object], seconds: float) -> int:
+    """Repeats an exchange until the waiter gets the lock; returns how often it did."""
+    until = time.monotonic() + seconds
+    before = waiter.turns
+    while waiter.turns == before and time.monotonic() < until:
+        exchange()
+    return waiter.turns - before
+
+
+@linux_only
+@pytest.mark.usefixtures("nobody_has_to_give_up_the_lock")
+def test_the_lock_is_held_while_sending_and_receiving(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    here, there = ends
+
+    def exchange() -> None:
+        here.send(b"a message")
+        memory.receive(there)
+
+    def exchange_by_python() -> None:
+        here.socket.send(b"a message")
+        there.socket.recv_into(memory.view)
+
+    with Waiter() as waiter:
+        # It does get the lock when the lock is released.
+        assert turns_meanwhile(waiter, exchange_by_python, SOON)
+        assert not turns_meanwhile(waiter, exchange, 0.1)
+
+
+@linux_only
+@pytest.mark.usefixtures("nobody_has_to_give_up_the_lock")
+def test_the_lock_is_held_if_the_call_would_block(
+    ends: list[GilHeldSocket], memory: ReceiveBuffer
+) -> None:
+    here, there = ends
+    fill(here, bytes(SIZE))
+
+    def attempt() -> None:
+        with pytest.raises(BlockingIOError):
+            here.send(b"no room")
+        with pytest.raises(BlockingIOError):
+            memory.receive(here)
+
+    with Waiter() as waiter:
+        assert not turns_meanwhile(waiter, attempt, 0.1)
+        assert turns_meanwhile(waiter, lambda: there.socket.recv_into(memory.view[:1]), SOON)
+
+
+ELSEWHERE = """
+import ctypes, select, socket
+del select.epoll, socket.MSG_DONTWAIT, socket.MSG_NOSIGNAL, ctypes.PyDLL
+import zrpc.transport.unix_stream, zrpc.transport.gil_held_socket
+print("imported")
+"""
+
+
+@pytest.mark.system
+def test_other_systems_can_import_the_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "imported\n", done.stderr

@@ -1,0 +1,504 @@
+"""Direct connections: which messages use them, and what happens if they are full or break."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+import zrpc
+from tests.transport.arrivals import SOON, received, spy_on_senders
+from zrpc.testing import Mesh, local_mesh
+from zrpc.transport.fd_reserve import reserve
+from zrpc.transport.framing import header
+from zrpc.transport.mailbox import Mailbox
+from zrpc.transport.network import BULK_BYTES, Network
+from zrpc.transport.poller import supports_polling
+from zrpc.transport.unix_stream import DirectMailbox, direct_path
+from zrpc.wire.message import Message
+
+pytestmark = [
+    pytest.mark.usefixtures("no_leaks"),
+    pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
+]
+
+FILLING = b"filling " * 1000
+
+
+@pytest.fixture
+def networks(no_leaks: None) -> Iterator[list[Network]]:
+    """Yields three networks that know each other."""
+    networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
+    for network in networks:
+        network.connect([endpoint_of(each) for each in networks])
+    yield networks
+    for network in networks:
+        network.close(0, ())
+
+
+def endpoint_of(network: Network) -> str:
+    return f"ipc://{network.directory.socket_path}"
+
+
+def numbers_of(network: Network, count: int) -> list[int]:
+    return [int(received(network)[1].split()[0]) for _ in range(count)]
+
+
+def all_there(network: Network) -> list[int]:
+    """Returns the numbers of the messages that have arrived; waits for one at least."""
+    numbers = numbers_of(network, 1)
+    while (message := network.receive(0)) is not None:
+        numbers.append(int(message[1].split()[0]))
+    return numbers
+
+
+def fill(network: Network, rank: int) -> int:
+    """Sends numbered messages until some are queued; returns their number."""
+    count = 0
+    while not (count and network._mailboxes[rank]._queue):
+        network.send(rank, *numbered(count))
+        count += 1
+    for number in range(count, count + 20):
+        network.send(rank, *numbered(number))
+    return count + 20
+
+
+def numbered(number: int) -> tuple[Any, ...]:
+    """Returns a message that begins with its number, with one frame or two."""
+    return (b"%d" % number, [FILLING]) if number % 2 else (b"%d " % number + FILLING,)
+
+
+def break_connections(network: Network) -> None:
+    """Closes all incoming connections of a network, with their unread bytes."""
+    inbox = network._inbox
+    for connection in inbox._direct._connections:
+        inbox.poller.forget(connection.socket.fileno())
+        connection.socket.close()
+    inbox._direct._connections.clear()
+
+
+# -- routing -------------------------------------------------------------------------------
+
+
+def test_small_messages_use_direct_connections(networks: list[Network]) -> None:
+    networks[0].send(1, b"first", [b"a", bytearray(b"b"), memoryview(b"c")])
+    assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
+    assert received(networks[1]) == (b"z0", b"first", [b"a", b"b", b"c"])
+
+
+@pytest.mark.parametrize(
+    ("first", "buffers"),
+    [
+        (bytes(BULK_BYTES), []),
+        (b"first", [bytes(BULK_BYTES)]),
+        (b"first", [b""] * (BULK_BYTES // 4)),
+    ],
+    ids=["first", "others", "many"],
+)
+def test_large_messages_use_zeromq(
+    networks: list[Network], first: bytes, buffers: list[bytes]
+) -> None:
+    networks[0].send(1, first, buffers)
+    assert isinstance(networks[0]._bulk[1], Mailbox)
+    assert 1 not in networks[0]._mailboxes
+    assert received(networks[1])[1:] == (first, buffers)
+
+
+def test_the_largest_small_messages_arrive(networks: list[Network]) -> None:
+    frames = (BULK_BYTES - 6) // 5
+    for first, buffers in ((bytes(BULK_BYTES - 1), []), (b"first", [b"x"] * frames)):
+        networks[0].send(1, first, buffers)
+        assert networks[0]._bulk == {}
+        while (message := networks[1].receive(0)) is None:
+            assert networks[0].receive(0) is None  # sends queued messages
+        assert (message[1], [bytes(buffer) for buffer in message[2]]) == (first, buffers)
+
+
+def test_a_peer_without_a_direct_socket_is_reached_by_zeromq(networks: list[Network]) -> None:
+    direct_path(endpoint_of(networks[1])).unlink()
+    networks[0].send(1, b"message", [b"buffer"])
+    assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    assert received(networks[1]) == (b"z0", b"message", [b"buffer"])
+
+
+def test_direct_messages_do_not_starve_zeromq(networks: list[Network]) -> None:
+    networks[0].send(1, bytes(BULK_BYTES))
+    limit = time.monotonic() + SOON
+    first = b""
+    while len(first) < BULK_BYTES:  # a direct one is always waiting as well
+        networks[2].send(1, b"small")
+        _, first, _ = received(networks[1])
+        assert time.monotonic() < limit
+
+
+def test_the_socket_lies_in_the_private_directory(networks: list[Network]) -> None:
+    directory = networks[1].directory.path
+    path = direct_path(endpoint_of(networks[1]))
+    assert (path.parent, path.is_socket()) == (directory, True)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    networks[1].close(0, ())
+    assert not directory.exists()
+
+
+# -- no room -------------------------------------------------------------------------------
+
+
+def test_queued_messages_are_sent_in_order_when_there_is_room(networks: list[Network]) -> None:
+    count = fill(networks[0], 1)
+    assert networks[0].sent([1]) == count
+    numbers = all_there(networks[1])
+    assert len(numbers) < count  # the rest waits for the sender's receiving thread
+    found = []
+    sender = threading.Thread(target=lambda: found.append(networks[0].receive(60)))
+    sender.start()
+    numbers += numbers_of(networks[1], count - len(numbers))
+    assert numbers == list(range(count))
+    assert not networks[0]._mailboxes[1]._watched
+    networks[0].wake()
+    sender.join(SOON)
+    assert not sender.is_alive()
+
+
+def test_room_wakes_a_receiving_thread_to_send_the_queue(networks: list[Network]) -> None:
+    """The queue begins when the receiving thread already waits."""
+    found = []
+    sleeper = threading.Thread(target=lambda: found.append(networks[0].receive(60)))
+    sleeper.start()
+    count = fill(networks[0], 1)
+    assert numbers_of(networks[1], count) == list(range(count))
+    networks[0].wake()
+    sleeper.join(SOON)
+    assert not sleeper.is_alive()
+
+
+def test_a_peer_that_reads_nothing_does_not_hold_up_another_at_close(
+    networks: list[Network],
+) -> None:
+    fill(networks[0], 1)
+    count = fill(networks[0], 2)
+    closing = threading.Thread(target=networks[0].close, args=(0.3, ()))
+    closing.start()
+    assert numbers_of(networks[2], count) == list(range(count))
+    closing.join(SOON)
+    assert not closing.is_alive()
+
+
+def test_queued_messages_are_dropped_after_the_linger(networks: list[Network]) -> None:
+    count = fill(networks[0], 1)
+    begun = time.monotonic()
+    networks[0].close(0.1, ())
+    assert 0.1 <= time.monotonic() - begun < SOON
+    numbers = all_there(networks[1])
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) < count
+
+
+def test_close_does_not_wait_for_messages_to_lost_peers(networks: list[Network]) -> None:
+    fill(networks[0], 1)
+    begun = time.monotonic()
+    networks[0].close(60, (1,))
+    assert time.monotonic() - begun < SOON
+
+
+def test_a_peer_is_dropped_while_messages_are_queued(networks: list[Network]) -> None:
+    fill(networks[0], 1)
+    mailbox = networks[0]._mailboxes[1]
+    networks[0].drop(1)
+    mailbox._flush()  # as if the receiving thread was about to do this
+    assert networks[0].receive(0) is None
+    networks[0].send(2, b"message")
+    assert received(networks[2])[1] == b"message"
+
+
+# -- connections that break ----------------------------------------------------------------
+
+
+def test_a_broken_connection_is_replaced_by_zeromq(networks: list[Network]) -> None:
+    for number in range(3):
+        networks[0].send(1, b"%d" % number)
+    assert numbers_of(networks[1], 3) == [0, 1, 2]
+    break_connections(networks[1])
+    for number in range(3, 6):
+        networks[0].send(1, b"%d" % number)
+    networks[0].send(1, b"6", counted=False)
+    assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    assert numbers_of(networks[1], 4) == [3, 4, 5, 6]
+    assert networks[0].sent([1]) == 6
+
+
+@pytest.mark.parametrize("found_by", ["receiver", "sender"])
+def test_queued_messages_of_a_broken_connection_go_by_zeromq(
+    networks: list[Network], found_by: str
+) -> None:
+    count = fill(networks[0], 1)
+    queued = len(networks[0]._mailboxes[1]._queue)
+    assert all_there(networks[1]) == list(range(count - queued))
+    break_connections(networks[1])
+    if found_by == "receiver":
+        assert networks[0].receive(0) is None
+        assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    else:  # finds out when it sends, since the queue is no longer watched
+        networks[0]._mailboxes[1]._on_broken = lambda _: None
+        assert networks[0].receive(0) is None
+        assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
+    networks[0].send(1, b"%d last" % count)
+    assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    assert numbers_of(networks[1], queued + 1) == list(range(count - queued, count + 1))
+    assert networks[0].sent([1]) == count + 1
+
+
+def test_a_thread_sends_while_another_replaces_the_connection(networks: list[Network]) -> None:
+    networks[0].send(1, b"before")
+    mailbox = networks[0]._mailboxes[1]
+    assert received(networks[1])[1] == b"before"
+    assert mailbox.abandon() == []
+    with pytest.raises(ConnectionError):  # not the error of a closed network
+        mailbox.transmit(b"message")
+    networks[0].send(1, b"after")
+    assert received(networks[1])[1] == b"after"
+    assert networks[0].sent([1]) == 2
+
+
+def test_no_sender_sees_a_broken_connection(networks: list[Network]) -> None:
+    errors = []
+    networks[0].send(1, b"0")
+    received(networks[1])
+    barrier = threading.Barrier(5)
+
+    def send() -> None:
+        barrier.wait()
+        try:
+            for _ in range(200):
+                networks[0].send(1, b"1")
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    break_connections(networks[1])
+    for thread in threads:
+        thread.join()
+    networks[0].send(1, b"2")
+    assert networks[0].receive(0) is None  # finds the break if all was queued before it
+    while received(networks[1])[1] != b"2":
+        pass
+    assert errors == []
+    assert networks[0].sent([1]) == 802
+
+
+def test_sending_to_a_closed_peer_raises_nothing(networks: list[Network]) -> None:
+    networks[0].send(1, b"before")
+    networks[1].close(0, ())
+    networks[0].send(1, b"after")
+    assert networks[0].sent([1]) == 2
+    networks[0].drop(1)
+    assert networks[0].sent([1]) == 0
+
+
+@pytest.fixture
+def no_watch_for_room(networks: list[Network], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no more watches")
+
+    monkeypatch.setattr(networks[0]._inbox.poller, "watch_writable", refuse)
+
+
+def test_nothing_follows_half_a_message(networks: list[Network], no_watch_for_room: None) -> None:
+    networks[0].send(1, b"0")
+    mailbox, sent = networks[0]._mailboxes[1], 1
+    with contextlib.suppress(ConnectionError):
+        while True:
+            mailbox.transmit(*numbered(sent))
+            sent += 1
+    assert numbers_of(networks[1], sent) == list(range(sent))
+    with pytest.raises(ConnectionError):  # another thread, before the connection is replaced
+        mailbox.transmit(*numbered(sent))
+
+
+def test_a_connection_that_cannot_be_watched_for_room_is_replaced(
+    networks: list[Network], no_watch_for_room: None
+) -> None:
+    count = 0
+    while not count or isinstance(networks[0]._mailboxes[1], DirectMailbox):
+        networks[0].send(1, *numbered(count))
+        count += 1
+    # Both ways, and none of them twice, although the first had been sent in part.
+    assert sorted(numbers_of(networks[1], count)) == list(range(count))
+    assert networks[0].sent([1]) == count
+    assert networks[1].receive(0.02) is None
+
+
+# -- exhausted resources -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Uses up all descriptors that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
+
+
+def test_no_descriptors_for_an_incoming_connection(networks: list[Network]) -> None:
+    networks[0].send(1, b"1")
+    reserve.release()
+    with no_descriptors():
+        assert networks[1].receive(0) is None
+        networks[0].send(1, b"2")
+        assert networks[1].receive(0.02) is None
+        assert networks[1].look_after_descriptors()
+        # Otherwise a waiting thread would find it ready again and again.
+        assert not networks[1]._inbox._direct._listening
+    assert not networks[1].look_after_descriptors()
+    networks[0].send(1, b"3")
+    assert numbers_of(networks[1], 3) == [1, 2, 3]
+
+
+def test_a_connection_uses_the_reserve(networks: list[Network]) -> None:
+    with no_descriptors():
+        assert not reserve.released
+        networks[0].send(1, b"1")  # uses a part, and leaves some for the other end
+        assert reserve.released
+        assert numbers_of(networks[1], 1) == [1]
+
+
+def test_no_descriptors_for_a_mailbox(networks: list[Network]) -> None:
+    reserve.release()
+    with no_descriptors(), pytest.raises(zmq.ZMQError) as caught:
+        networks[0].send(1, b"1")
+    assert caught.value.errno == errno.EMFILE
+    assert networks[0].sent([1]) == 0
+    networks[0].send(1, b"2")
+    assert numbers_of(networks[1], 1) == [2]
+
+
+def test_a_connection_that_cannot_be_watched_is_watched_later(
+    networks: list[Network], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no more watches")
+
+    networks[0].send(1, b"1")
+    with monkeypatch.context() as patch:
+        patch.setattr(networks[1]._inbox.poller, "watch_readable", refuse)
+        assert networks[1].receive(0) is None
+        networks[1].look_after_descriptors()
+        assert "no more watches" in caplog.text
+    networks[0].send(1, b"2")
+    assert networks[1].receive(0.02) is None
+    networks[1].look_after_descriptors()
+    assert numbers_of(networks[1], 2) == [1, 2]
+
+
+# -- malformed bytes -----------------------------------------------------------------------
+
+
+def connected(network: Network) -> socket.socket:
+    """Returns a stranger's connection, of the same user, since no other has access."""
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.settimeout(SOON)
+    stranger.connect(str(direct_path(endpoint_of(network))))
+    return stranger
+
+
+def test_garbage_closes_its_connection_only(
+    networks: list[Network], caplog: pytest.LogCaptureFixture
+) -> None:
+    networks[0].send(1, b"before")
+    received(networks[1])
+    with connected(networks[1]) as stranger:
+        stranger.sendall(header(b"z2") + b"z2" + header(b"message") + b"message" + b"\xff" * 100)
+        assert received(networks[1]) == (b"z2", b"message", [])  # that was well-formed
+        with contextlib.suppress(ConnectionResetError):  # some was unread
+            assert stranger.recv(1) == b""
+    assert "a direct connection is closed" in caplog.text
+    networks[0].send(1, b"after")
+    assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
+    assert received(networks[1]) == (b"z0", b"after", [])
+
+
+def test_connections_that_close_within_a_message(networks: list[Network]) -> None:
+    whole = header(b"z2") + b"z2" + header(b"message", [b"buffer"]) + b"message" + b"buffer"
+    for size in range(len(whole)):
+        with connected(networks[1]) as stranger:
+            stranger.sendall(whole[:size])
+    networks[0].send(1, b"message")
+    assert received(networks[1]) == (b"z0", b"message", [])
+    assert networks[1].receive(0.02) is None
+
+
+def test_bytes_that_arrive_one_by_one(networks: list[Network]) -> None:
+    with connected(networks[1]) as stranger:
+        for byte in header(b"z2") + b"z2" + header(b"message", [b"a"]) + b"message" + b"a":
+            assert networks[1].receive(0) is None
+            stranger.sendall(bytes([byte]))
+        assert received(networks[1]) == (b"z2", b"message", [b"a"])
+
+
+def test_messages_of_strangers_are_dropped_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    with local_mesh(2) as mesh:
+        mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2))
+        senders = spy_on_senders(monkeypatch)
+        with connected(mesh.agent(1).network) as stranger:
+            for first in (b"stranger", b"", b"x" * 10, Message(1).first_frame()):
+                stranger.sendall(header(first) + first)
+            stranger.sendall(b"\xff" * 8)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # all is read
+            assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
+    assert senders
+    assert set(senders) <= {0, 1}
+
+
+# -- processes -----------------------------------------------------------------------------
+
+
+def call_until_queued(pid: int) -> set[str]:
+    """Calls a stopped worker until messages are queued, and kills it."""
+    from zrpc.agent.current import current_agent
+
+    futures, network = [], current_agent().network
+    while not network._mailboxes[1]._queue:
+        futures.append(zrpc.rpc_async(1, len, (bytes(20_000),)))
+    futures += [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(10)]
+    os.kill(pid, signal.SIGKILL)
+    return {outcome_of(future) for future in futures}
+
+
+def outcome_of(future: Any) -> str:
+    try:
+        future.wait()
+    except Exception as error:
+        return type(error).__name__
+    return "answer"
+
+
+@pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
+def test_a_peer_is_killed_while_messages_are_queued(mesh: Mesh) -> None:
+    assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
+    mesh.pause(1)
+    assert mesh.run(0, call_until_queued, mesh.pid(1)) == {"WorkerDied"}
+    mesh.kill(1)
+    assert mesh.run(0, zrpc.rpc_sync, 2, max, (1, 2)) == 2
+    mesh.shutdown()

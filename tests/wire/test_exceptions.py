@@ -1,0 +1,190 @@
+"""Exceptions are dumped to bytes and loaded again."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import sys
+import threading
+import traceback
+import types
+from typing import Any
+
+import pytest
+
+from zrpc.errors import RemoteError, RpcTimeoutError
+from zrpc.wire.exceptions import dump_exception, load_exception
+
+WHERE = "WorkerInfo(id=1, name=w1)"
+
+
+def raised(error: BaseException) -> BaseException:
+    """Returns the error with a traceback."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def there(error: BaseException, same_main: bool = True) -> Any:
+    return load_exception(dump_exception(raised(error), WHERE, same_main))
+
+
+class Own(Exception):
+    pass
+
+
+class WithState(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.extra = None
+
+
+class OfTwo(Exception):
+    def __init__(self, a: object, b: object) -> None:
+        super().__init__(f"{a} {b}")
+
+
+class FailsToShow(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    __str__ = __repr__
+
+
+class FailsToReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemError("no reduce")
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a", 1),
+        KeyError("k"),
+        OSError(2, "No such file", "name"),
+        UnicodeDecodeError("utf8", b"x", 0, 1, "bad"),
+        Own("own", {"a": 1}),
+        RpcTimeoutError("late"),
+        StopIteration(3),
+        ValueError(),
+        KeyError("__main__"),
+    ],
+)
+def test_type_and_args_survive(error: BaseException, same_main: bool) -> None:
+    copy = there(error, same_main)
+    assert type(copy) is type(error)
+    assert copy.args == error.args
+    assert str(copy) == str(error)
+
+
+def test_attributes_survive() -> None:
+    error = WithState("message")
+    error.extra = [1, 2]
+    assert there(error).extra == [1, 2]
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_type_of_main_survives(monkeypatch: pytest.MonkeyPatch, same_main: bool) -> None:
+    main = types.ModuleType("__main__")
+    exec("class OfMain(Exception): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    body = dump_exception(raised(main.OfMain("a", 1)), WHERE, same_main)
+    if not same_main:
+        del main.OfMain  # the receiver's main has no such name
+    copy = load_exception(body)
+    assert type(copy).__name__ == "OfMain"
+    assert copy.args == ("a", 1)
+
+
+def test_a_local_type_survives_by_value() -> None:
+    class Local(ValueError):
+        pass
+
+    copy = there(Local("local"))
+    assert type(copy).__name__ == "Local"
+    assert isinstance(copy, ValueError)
+    assert copy.args == ("local",)
+
+
+def test_the_cause_holds_worker_and_traceback() -> None:
+    copy = there(ValueError("why"))
+    assert isinstance(copy.__cause__, RemoteError)
+    text = str(copy.__cause__)
+    assert f"On {WHERE}" in text
+    assert "in raised" in text
+    assert "ValueError: why" in text
+    assert "in raised" in "".join(traceback.format_exception(copy))
+
+
+def test_causes_of_the_remote_error_are_in_its_text() -> None:
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as first:
+            raise ValueError("second") from first
+    except ValueError as error:
+        copy = load_exception(dump_exception(error, WHERE, True))
+    text = str(copy.__cause__)
+    assert "KeyError: 'first'" in text
+    assert "direct cause" in text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SystemExit(3),
+        KeyboardInterrupt(),
+        GeneratorExit(),
+        OfTwo(1, 2),
+        FailsToReduce("x"),
+        ValueError(threading.Lock()),
+    ],
+)
+def test_an_error_that_cannot_be_pickled_arrives_as_text(error: BaseException) -> None:
+    copy = there(error)
+    assert type(copy) is RemoteError
+    text = str(copy)
+    assert "Original exception on remote side was" in text
+    assert type(error).__name__ in text
+    assert f"On {WHERE}" in text
+
+
+def test_an_error_whose_repr_fails_arrives() -> None:
+    copy = there(FailsToShow("x"))
+    assert type(copy) is FailsToShow
+    assert "FailsToShow whose repr fails" in str(copy.__cause__)
+
+
+class Vanishes(Exception):
+    """An error whose type the receiver does not have."""
+
+
+def test_a_type_that_is_not_found_arrives_as_text() -> None:
+    body = dump_exception(raised(Vanishes("gone")), WHERE, True)
+    name = Vanishes.__qualname__
+    found = globals().pop(name)
+    try:
+        copy = load_exception(body)
+    finally:
+        globals()[name] = found
+    assert type(copy) is RemoteError
+    assert "gone" in str(copy)
+    assert "can't be rebuilt here" in str(copy)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
+def test_an_exception_group_arrives() -> None:
+    group = builtins.ExceptionGroup("several", [ValueError("a"), KeyError("b")])
+    copy = there(group)
+    assert type(copy) is type(group)
+    assert [type(e) for e in copy.exceptions] == [ValueError, KeyError]
+
+
+def test_each_load_makes_a_new_error() -> None:
+    body = dump_exception(raised(ValueError("again")), WHERE, True)
+    first, second = load_exception(body), load_exception(memoryview(body))
+    assert first is not second
+    assert first.args == second.args
+    assert isinstance(pickle.loads(body), tuple)

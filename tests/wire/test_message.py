@@ -1,0 +1,157 @@
+"""Messages as bytes: written ones are read back, and anything else is refused."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zrpc.errors import ProtocolError
+from zrpc.wire.message import HEADER_SIZE, VERSION, Message, parse
+
+LAYOUT = struct.Struct("<BBHIIfQQ")
+
+extensions = st.lists(st.tuples(st.integers(0, 255), st.binary(max_size=50)), max_size=4)
+messages = st.builds(
+    Message,
+    kind=st.integers(0, 255),
+    call_id=st.integers(0, 2**64 - 1),
+    deadline=st.floats(0, 1e9, width=32),
+    body=st.binary(max_size=200),
+    table=st.binary(max_size=200),
+    extensions=extensions,
+)
+
+
+@given(messages)
+def test_a_written_message_is_read_back(message: Message) -> None:
+    read = parse(message.first_frame(), ["buffer"], sender=3)
+    assert (read.kind, read.call_id, read.deadline) == (
+        message.kind,
+        message.call_id,
+        message.deadline,
+    )
+    assert bytes(read.body) == message.body
+    assert bytes(read.table) == message.table
+    assert list(read.extensions) == message.extensions
+    assert read.buffers == ["buffer"]
+    assert read.sender == 3
+
+
+def test_an_empty_message_is_a_header() -> None:
+    assert Message(7).first_frame() == LAYOUT.pack(VERSION, 7, 0, 0, 0, 0.0, 0, 0)
+    assert len(Message(7).first_frame()) == HEADER_SIZE == 32
+
+
+def test_the_order_of_the_parts() -> None:
+    frame = Message(1, body=b"body", table=b"table", extensions=[(9, b"ext")]).first_frame()
+    assert frame[HEADER_SIZE:] == b"\x09" + struct.pack("<I", 3) + b"ext" + b"table" + b"body"
+
+
+def looks_valid(data: bytes) -> bool:
+    """Returns whether bytes are a message, by a second implementation."""
+    if len(data) < LAYOUT.size:
+        return False
+    version, _, _, extensions_size, table_size, deadline, _, _ = LAYOUT.unpack_from(data)
+    rest = data[LAYOUT.size :]
+    if version != VERSION or extensions_size + table_size > len(rest):
+        return False
+    if math.isnan(deadline) or math.isinf(deadline) or deadline < 0:
+        return False
+    left = rest[:extensions_size]
+    while left:
+        if len(left) < 5 or len(left) < 5 + struct.unpack_from("<xI", left)[0]:
+            return False
+        left = left[5 + struct.unpack_from("<xI", left)[0] :]
+    return True
+
+
+headers = st.builds(
+    LAYOUT.pack,
+    st.sampled_from([VERSION, 0, 2, 255]),
+    st.integers(0, 255),
+    st.integers(0, 2**16 - 1),
+    st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)),
+    st.one_of(st.integers(0, 40), st.integers(0, 2**32 - 1)),
+    st.floats(width=32),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    st.one_of(
+        st.binary(max_size=100),
+        st.builds(lambda head, rest: head + rest, headers, st.binary(max_size=60)),
+        st.builds(lambda m, cut: m.first_frame()[:cut], messages, st.integers(0, 200)),
+        st.builds(
+            lambda m, at, byte: flipped(m.first_frame(), at, byte),
+            messages,
+            st.integers(0, 100),
+            st.integers(1, 255),
+        ),
+    )
+)
+@example(b"")
+@example(b"\x00" * HEADER_SIZE)
+@example(b"\xff" * HEADER_SIZE)
+def test_bytes_are_a_message_or_refused(data: bytes) -> None:
+    if not looks_valid(data):
+        for form in (data, bytearray(data), memoryview(data)):
+            with pytest.raises(ProtocolError):
+                parse(form)
+        return
+    message = parse(memoryview(data))
+    assert bytes(message.body) == data[len(data) - len(message.body) :]
+    assert message.kind == data[1]
+
+
+def flipped(data: bytes, at: int, byte: int) -> bytes:
+    at %= len(data)
+    return data[:at] + bytes([data[at] ^ byte]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("size", [0, 1, HEADER_SIZE - 1])
+def test_a_truncated_header_is_refused(size: int) -> None:
+    with pytest.raises(ProtocolError, match=f"header of 32 bytes, found {size} bytes"):
+        parse(Message(1).first_frame()[:size])
+
+
+@pytest.mark.parametrize("version", [0, VERSION + 1, 255])
+def test_another_version_is_refused_with_advice(version: int) -> None:
+    frame = bytes([version]) + Message(1).first_frame()[1:]
+    with pytest.raises(ProtocolError, match=f"found version {version}: all workers must run the"):
+        parse(frame)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1), (2**32 - 1, 2**32 - 1), (3, 3)])
+def test_false_lengths_are_refused(sizes: tuple[int, int]) -> None:
+    frame = LAYOUT.pack(VERSION, 1, 0, *sizes, 0.0, 0, 0) + b"12345"[: sum(sizes) - 1]
+    with pytest.raises(ProtocolError, match="promises"):
+        parse(frame)
+
+
+@pytest.mark.parametrize("deadline", [-1.0, math.nan, math.inf, -math.inf])
+def test_invalid_deadlines_are_refused(deadline: float) -> None:
+    with pytest.raises(ProtocolError, match="deadline"):
+        parse(LAYOUT.pack(VERSION, 1, 0, 0, 0, deadline, 0, 0))
+
+
+def test_an_extension_with_a_false_length_is_refused() -> None:
+    frame = LAYOUT.pack(VERSION, 1, 0, 6, 0, 0.0, 0, 0) + struct.pack("<BI", 4, 2) + b"x"
+    with pytest.raises(ProtocolError, match="extension 4 promises 2 bytes"):
+        parse(frame)
+    frame = LAYOUT.pack(VERSION, 1, 0, 3, 0, 0.0, 0, 0) + b"\x01\x00\x00"
+    with pytest.raises(ProtocolError, match="expected an extension, found 3 bytes"):
+        parse(frame)
+
+
+def test_nothing_is_copied_or_unpickled() -> None:
+    body = b"cos\nsystem\n(S'exit 1'\ntR."  # would run a command
+    frame = bytearray(Message(1, body=body).first_frame())
+    message = parse(frame)
+    frame[-1] = 0
+    assert message.body[-1] == 0

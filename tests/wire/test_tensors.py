@@ -1,0 +1,243 @@
+"""Which bytes of a tensor are sent, and what tensor arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.wire.test_pickling import sent, there
+from zrpc.errors import ProtocolError, SerializationError
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain
+
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+]
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """Draws a view of a larger tensor."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    base = (torch.arange(torch.tensor(shape).prod().int().item() if shape else 1) % 2).to(dtype)
+    tensor = base.reshape(shape)
+    for _ in range(draw(st.integers(0, 3))):
+        dims = tensor.dim()
+        what = draw(st.sampled_from(["transpose", "step", "narrow", "expand"]))
+        if dims >= 2 and what == "transpose":
+            tensor = tensor.transpose(
+                draw(st.integers(0, dims - 1)), draw(st.integers(0, dims - 1))
+            )
+        elif dims and what == "step":
+            tensor = tensor[:: draw(st.integers(1, 3))]
+        elif dims and what == "narrow" and tensor.shape[0] > 1:
+            tensor = tensor[1:]
+        elif what == "expand":
+            tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
+    return tensor
+
+
+@settings(deadline=None)
+@given(views())
+def test_views_arrive_equal_with_no_more_than_their_elements(tensor: torch.Tensor) -> None:
+    copy = there(tensor)
+    assert copy.dtype == tensor.dtype
+    assert copy.shape == tensor.shape
+    assert torch.equal(copy, tensor)
+    needed = tensor.numel() * tensor.element_size()
+    assert copy.untyped_storage().nbytes() <= needed + 16
+
+
+def test_a_view_sends_its_elements_only() -> None:
+    base = torch.zeros(1_000_000)
+    message = sent(base[10:20])
+    assert len(message.first_frame()) < 1000
+    assert message.buffers == []
+    column = torch.arange(1_000_000.0).reshape(1000, 1000)[:, 7]
+    assert len(sent(column).first_frame()) < 6000
+    assert torch.equal(there(column), column)
+
+
+def test_tensors_that_share_storage_share_it_on_arrival() -> None:
+    base = torch.arange(10.0)
+    first, second, again = there([base[2:6], base[4:8], base[2:6]])
+    first[2] = -1
+    assert second[0] == -1
+    assert again[2] == -1
+    assert second.tolist() == [-1, 5, 6, 7]
+
+
+def test_a_tensor_sent_twice_arrives_as_one() -> None:
+    tensor = torch.zeros(3)
+    first, second = there([tensor, tensor])
+    assert first is second
+
+
+@pytest.mark.parametrize("size", [3, INLINE_BYTES])
+def test_received_tensors_are_writable(size: int) -> None:
+    tensor = there(torch.zeros(size))
+    tensor += 1
+    assert tensor.sum() == size
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_requires_grad_and_parameters_survive(requires_grad: bool) -> None:
+    tensor = there(torch.ones(2, requires_grad=requires_grad))
+    assert type(tensor) is torch.Tensor
+    assert tensor.requires_grad is requires_grad
+    parameter = there(torch.nn.Parameter(torch.ones(2), requires_grad=requires_grad))
+    assert type(parameter) is torch.nn.Parameter
+    assert parameter.requires_grad is requires_grad
+
+
+def test_a_result_with_history_arrives_as_a_leaf() -> None:
+    result = there(torch.ones(2, requires_grad=True) * 2)
+    assert result.is_leaf
+    assert result.requires_grad
+    assert result.tolist() == [2, 2]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # beta, deprecated: torch's own words
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
+        lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+        lambda: torch._neg_view(torch.tensor([1.0, -2.0])),
+        lambda: torch.tensor(5),
+        lambda: torch.empty(0, 3),
+        lambda: torch.empty(2, 0, 3, dtype=torch.int16),
+        lambda: torch.ones(2, 3).T,
+        lambda: torch.ones(1).expand(1000),
+        lambda: torch.randn(4, 4).to_sparse(),
+        lambda: torch.randn(4, 4).to_sparse_csr(),
+        lambda: torch.randn(4, 4).to_sparse_csc(),
+        lambda: torch.randn(4, 4).to_sparse_bsr((2, 2)),
+        lambda: torch._empty_affine_quantized([3], scale=0.1, zero_point=1, dtype=torch.qint8),
+    ],
+)
+def test_tensors_of_all_kinds_arrive_equal(make: Callable[..., Any]) -> None:
+    tensor = make()
+    copy = there(tensor)
+    assert copy.layout == tensor.layout
+    assert copy.dtype == tensor.dtype
+    assert copy.shape == tensor.shape
+    assert copy.is_conj() == tensor.is_conj()
+    assert copy.is_neg() == tensor.is_neg()
+    assert copy.is_quantized == tensor.is_quantized
+    if tensor.is_quantized:
+        assert torch.equal(copy.int_repr(), tensor.int_repr())
+        assert copy.q_scale() == tensor.q_scale()
+        return
+    assert torch.equal(copy.to_dense(), tensor.to_dense())
+
+
+def test_a_meta_tensor_has_a_shape_and_nothing_else() -> None:
+    copy = there(torch.empty(1000, 1000, 1000, device="meta"))
+    assert (copy.device.type, copy.shape) == ("meta", (1000, 1000, 1000))
+
+
+def test_modules_arrive_equal() -> None:
+    module = torch.nn.Linear(3, 2)
+    copy = there(module)
+    x = torch.ones(1, 3)
+    assert torch.equal(copy(x), module(x))
+    assert all(isinstance(p, torch.nn.Parameter) for p in copy.parameters())
+
+
+def test_tensors_are_as_aligned_as_torch_needs() -> None:
+    tensors = [torch.zeros(n + 1, dtype=torch.uint8) for n in range(3)]
+    tensors += [torch.ones(3, dtype=torch.complex128), torch.ones(INLINE_BYTES)]
+    for tensor in there(tensors):
+        assert tensor.data_ptr() % tensor.element_size() == 0
+
+
+def test_device_memory_is_refused() -> None:
+    # A stand-in, since this machine may not have such a device.
+    on_device = SimpleNamespace(
+        requires_grad=False,
+        is_conj=lambda: False,
+        is_neg=lambda: False,
+        is_meta=False,
+        is_cpu=False,
+        device=torch.device("cuda:0"),
+    )
+    with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):
+        TensorWriter().add(on_device)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (300, 100), (INLINE_BYTES,)])
+def test_received_tensors_are_not_views(shape: tuple[int, ...], requires_grad: bool) -> None:
+    copy = there(torch.ones(shape, requires_grad=requires_grad))
+    assert copy.shape == shape
+    assert copy.requires_grad == requires_grad
+    assert copy._base is None
+    copy.detach_().add_(1)  # the first is refused for views
+    assert torch.equal(copy, torch.full(shape, 2.0))
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), ()])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape: tuple[int, ...], kind: Any) -> None:
+    with pytest.raises(ProtocolError, match="expected the bytes of a tensor"):
+        make_plain(0, shape, kind(12))
+
+
+@pytest.mark.parametrize("size", [3, INLINE_BYTES])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_zeros_without_memory_arrive_as_zeros(size: int, requires_grad: bool) -> None:
+    """torch makes such tensors if a derivative is zero."""
+    zeros = torch._efficientzerotensor((size,)).requires_grad_(requires_grad)
+    assert torch.equal(there(zeros), torch.zeros(size))
+
+
+def shrink(tensor: torch.Tensor, size: int = 0) -> torch.Tensor:
+    """Returns the tensor without the memory that it needs, as FSDP leaves it."""
+    tensor.untyped_storage().resize_(size)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: shrink(torch.ones(n)),
+        lambda n: shrink(torch.ones(n), 4 * n - 1),
+        lambda n: shrink(torch.ones(n)[1:], 4 * n - 1),
+        lambda n: shrink(torch.ones(n, requires_grad=True)),
+        lambda n: shrink(torch.ones(2, n).t()),
+        lambda n: [shrink(torch.ones(n, dtype=torch.complex64).conj())] * 2,
+        lambda n: torch.sparse_coo_tensor(
+            torch.zeros(1, n), shrink(torch.ones(n)), (n,), check_invariants=False
+        ),
+    ],
+    ids=["freed", "shorter", "view", "grad", "transposed", "conjugate", "sparse"],
+)
+@pytest.mark.parametrize("count", [10, INLINE_BYTES])
+def test_a_tensor_whose_memory_was_freed_is_refused(make: Callable[..., Any], count: int) -> None:
+    tensor = make(count)
+    with pytest.raises(SerializationError, match=r"expected a storage of .* it was resized"):
+        sent(tensor)
+
+
+def test_all_of_a_storage_that_was_cut_to_a_tensor_arrives() -> None:
+    tensor = torch.arange(10.0)[:5]
+    tensor.untyped_storage().resize_(5 * 4)
+    assert there(tensor).tolist() == [0, 1, 2, 3, 4]

@@ -1,0 +1,1 @@
+"""One member of a mesh: its receive loop, the dispatch of messages, and its shutdown."""

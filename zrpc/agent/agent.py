@@ -1,0 +1,279 @@
+"""One member of a mesh: the parts that it is made of, and how they are wired.
+
+| Part | Module | What it does |
+| --- | --- | --- |
+| caller | `zrpc.calls.caller` | makes this worker's calls |
+| callee | `zrpc.calls.callee` | answers the calls of other workers |
+| codec, outbox | `zrpc.calls` | pack and unpack values; send messages |
+| receiver | `zrpc.agent.receiver` | receives messages, in one thread at a time |
+| dispatcher | `zrpc.agent.dispatcher` | gives each message to its handler |
+| peers | `zrpc.agent.peers` | admits and drops members |
+| closing | `zrpc.agent.closing` | ends all this |
+| services | `zrpc.agent.service` | what the agent knows nothing of: references, autograd ... |
+
+Any thread sends, directly, through the mailbox of the peer. Handlers run in a pool of threads, or
+if they are quick in the I/O thread. Futures that no thread waits for are completed in the same way,
+by a second pool of one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TypeVar
+
+from torch.distributed import Store
+
+from zrpc.agent.closing import Closing, work_in_progress
+from zrpc.agent.current import as_current, context_of
+from zrpc.agent.dispatcher import Dispatcher
+from zrpc.agent.peers import Peers
+from zrpc.agent.receiver import Receiver
+from zrpc.agent.service import Service
+from zrpc.agent.shutdown import CollectiveShutdown, Shutdown, ShutdownTiming, SoloShutdown
+from zrpc.agent.termination import TerminationMessage
+from zrpc.calls.callee import Callee
+from zrpc.calls.caller import Caller
+from zrpc.calls.codec import Codec
+from zrpc.calls.message_hooks import overriding
+from zrpc.calls.outbox import Outbox
+from zrpc.errors import RpcError
+from zrpc.membership.hooks import Hooks
+from zrpc.membership.liveness import LivenessMonitor
+from zrpc.membership.view import Membership
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.runtime.allocator import keep_freed_memory
+from zrpc.runtime.event_loop import EventLoop
+from zrpc.runtime.switch_interval import SwitchInterval
+from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.transport.network import Network
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["Agent"]
+
+S = TypeVar("S")
+
+
+class Agent:
+    """One member of a mesh. `join_mesh` makes one; several may live in one process.
+
+    Any thread may call its methods unless they say otherwise.
+
+    Args:
+        network: sends and receives.
+        options: as in `zrpc.init_rpc`.
+        store: kept until the agent closes: rank 0 may host it, and the others must be able to
+            finish their start.
+        elastic: whether workers join and leave the mesh as they like.
+
+    Attributes:
+        worker_info: this worker's name and rank.
+        context: of the threads that run handlers; `current_agent` is this one there.
+        pool, completions, event_loop: run handlers; run callbacks; run ``async def`` handlers.
+        graceful_shutdown: this worker's wait until it may leave.
+        joined, lost: called for each other worker that joins, and for each that is gone.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        options: ZmqRpcBackendOptions,
+        store: Store,
+        elastic: bool = False,
+    ) -> None:
+        self.membership = membership
+        self.worker_info = membership.info
+        self.options = options
+        self.network = network
+        self.store: Store | None = store
+        self.services: list[Service] = []
+        self._with_turns: Sequence[Service] = ()
+        self.context = context_of(self)
+        name = f"zrpc-{self.worker_info.name}"
+        self.pool = HandlerPool(options.num_worker_threads, f"{name}-worker", self.context)
+        self.completions = HandlerPool(1, f"{name}-completion", self.context)
+        self.event_loop = EventLoop(f"{name}-asyncio", self.context)
+        self.switch_interval = SwitchInterval(options.switch_interval)
+        self.joined = Hooks(self.completions.submit)
+        self.lost = Hooks(self.completions.submit)
+        self.receiver = Receiver(
+            self.worker_info, self.context, network, self.pool, self.completions
+        )
+        self.outbox = Outbox(network, membership, self.receiver.in_io_thread)
+        self.codec = Codec(self, membership)
+        self.caller = Caller(
+            membership,
+            self.codec,
+            self.outbox,
+            options,
+            self.receiver,
+            submit=self.completions.submit,
+            why_gone=self.why_gone,
+            explain=self._explain,
+        )
+        self.callee = Callee(
+            membership, self.codec, self.outbox, self.pool, self.event_loop, self.receiver.run
+        )
+        shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
+        if not elastic:
+            shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
+        self.graceful_shutdown = shutdown
+        self._wire(shutdown)
+        self._closing = Closing(self, shutdown)
+
+    def _wire(self, shutdown: Shutdown) -> None:
+        """Has each message that comes in given to the part that handles it."""
+        self.dispatcher = Dispatcher(
+            self.membership,
+            self.callee,
+            self.caller,
+            lambda *outsider: self.peers.on_outsider(*outsider),
+            self._on_messages_lost,
+        )
+        self.liveness = LivenessMonitor(
+            self.network, self.membership, self.options.heartbeat_timeout, self.dispatcher.received
+        )
+        self.peers = Peers(
+            self.network,
+            self.membership,
+            self.liveness,
+            shutdown,
+            joined=self.joined,
+            lost=self.lost,
+            on_member_lost=self._on_member_lost,
+            explain=self._explain,
+        )
+        self.peers.use(self.dispatcher)
+        self.dispatcher.register(Kind.CALL, self.callee.on_call)
+        self.dispatcher.register(Kind.CANCEL, self.callee.on_cancel)
+        self.dispatcher.register(Kind.RESULT, self.caller.on_answer)
+        self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
+        self.dispatcher.register_extension(Tag.UNREAD, self.caller.on_unread)
+        self.dispatcher.register(
+            Kind.TERMINATION, lambda message: shutdown.receive(message.sender, message.body)
+        )
+
+    def serve(self, services: Sequence[Callable[[Agent], Service]]) -> None:
+        """Begins to read messages, with these services plugged in. To be called once.
+
+        Args:
+            services: make a service each, which may use those before it.
+        """
+        for make in services:
+            self._plug_in(make(self))
+        self._with_turns = overriding(Service, "after_turn", self.services)
+        hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
+        for part in (self.codec, self.callee, self.outbox):
+            part.use(hooks)
+        # Before the threads start: one of them may close this agent at once.
+        self.switch_interval.ask()
+        keep_freed_memory()
+        self.receiver.start(self.dispatcher, self.caller.calls, self._after_turn, self._tick)
+
+    def _plug_in(self, service: Service) -> None:
+        self.services.append(service)
+        for kind, handler in service.handlers().items():
+            self.dispatcher.register(kind, handler)
+        for tag, reader in service.extension_readers().items():
+            self.dispatcher.register_extension(tag, reader)
+
+    def service(self, kind: type[S]) -> S:
+        """The service of this type.
+
+        Raises:
+            RpcError: there is none.
+        """
+        for service in self.services:
+            if isinstance(service, kind):
+                return service
+        raise RpcError(f"the agent of {self.worker_info} was started without a {kind.__name__}")
+
+    def get_worker_info(self, worker: str | int | WorkerInfo | None = None) -> WorkerInfo:
+        """This worker, or another one; as torch's agents have it.
+
+        Raises:
+            RpcError: there is no such worker.
+        """
+        return self.worker_info if worker is None else self.membership.find(worker)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """All workers that are in the mesh, by rank; as torch's agents have it."""
+        living = [self.membership.infos[member] for member in self.membership.living]
+        return sorted(living, key=lambda info: info.id)
+
+    def as_current(self) -> AbstractContextManager[Agent]:
+        """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""
+        return as_current(self)
+
+    @property
+    def closed(self) -> bool:
+        """Whether this agent has shut down, or is about to."""
+        return self.outbox.closed
+
+    def why_gone(self, member: MemberId) -> str:
+        """For error messages: which worker is gone, why, and when it was last heard."""
+        return self.peers.why_lost(member)
+
+    def awaited_members(self) -> set[MemberId]:
+        """The members whose messages, other than answers, this worker waits for."""
+        return {member for service in self.services for member in service.awaited_members()}
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+        """Leaves the mesh, and ends all that this agent has started. Idempotent.
+
+        Args:
+            graceful: first wait until all workers have called this and nothing is in progress
+                anywhere; or in an elastic mesh, until this worker has nothing in progress.
+                Otherwise this worker leaves at once, and the calls that its peers have in flight
+                to it fail.
+            timeout: for the graceful wait, in seconds; 0 means none. A worker that dies
+                meanwhile is not waited for.
+
+        Raises:
+            RpcTimeoutError: the others did not come in time; this agent is closed all the same.
+            RpcError: called from a handler with ``graceful``, which would wait for itself.
+        """
+        self._closing.shutdown(graceful, timeout)
+
+    def close(self) -> None:
+        """Leaves at once: as `shutdown` with ``graceful=False``."""
+        self._closing.close()
+
+    # -- in the I/O thread -----------------------------------------------------------------
+
+    def _after_turn(self, now: float) -> None:
+        for service in self._with_turns:
+            service.after_turn()
+        self._closing.look(now)
+
+    def _tick(self) -> None:
+        self.peers.tick()
+        self.pool.relieve()
+        self.completions.relieve()
+        self.callee.drop_abandoned()
+        self.outbox.retry()
+        for service in self.services:
+            service.tick()
+
+    def _on_member_lost(self, member: MemberId) -> None:
+        self.caller.calls.fail(self.caller.died, member)
+        self.callee.requests.on_member_lost(member)
+        # Not here: a thread may be copying what it sends.
+        self.completions.submit(partial(self.network.drop, member))
+        for service in self.services:
+            service.on_member_lost(member)
+
+    def _on_messages_lost(self, member: MemberId) -> None:
+        for service in self.services:
+            service.on_messages_lost(member)
+
+    def _explain(self, member: MemberId) -> str:
+        return "".join(service.explain(member) for service in self.services)
+
+    def _post_termination(self, member: MemberId, content: TerminationMessage) -> None:
+        self.outbox.post(member, Message(Kind.TERMINATION, body=content.pack()))

@@ -1,0 +1,184 @@
+"""The end of an agent: when it is idle, how it says farewell, and what it ends in which order."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from zrpc.agent.leave_message import LeaveMessage
+from zrpc.agent.shutdown import Quiescence, Shutdown
+from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
+from zrpc.options import checked_timeout
+from zrpc.runtime.thread_pool import in_pool
+from zrpc.wire.member_id import rank_of
+
+if TYPE_CHECKING:
+    from zrpc.agent.agent import Agent
+
+__all__ = ["Closing"]
+
+logger = logging.getLogger(__name__)
+
+
+class Closing:
+    """Ends one agent. Any thread may call `shutdown` and `close`.
+
+    Args:
+        shutdown: its wait until it may leave.
+    """
+
+    def __init__(self, agent: Agent, shutdown: Shutdown) -> None:
+        self._agent = agent
+        self._shutdown = shutdown
+        self._quiescence = Quiescence()
+        # Guards the change to `closed`.
+        self._lock = threading.Lock()
+        self._closer = 0  # the ident of the thread that closes
+        self._ended = threading.Event()  # and has
+
+    # -- in the I/O thread -----------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Does what a shutdown has to do after each turn."""
+        if not self._shutdown.in_progress:
+            return
+        self._agent.receiver.hasten(now + self._shutdown.timing.look)
+        if self._shutdown.asked and self._idle():
+            agent = self._agent
+            living = agent.membership.living
+            received = sum(agent.dispatcher.received[member] for member in living)
+            self._shutdown.idle(agent.network.sent(living), received)
+        self._shutdown.look()
+
+    def _idle(self) -> bool:
+        """Whether this worker does nothing and waits for nothing."""
+        agent = self._agent
+        return not (
+            agent.callee.requests
+            or len(agent.outbox)
+            or len(agent.caller.calls)
+            or agent.pool.active
+            or agent.completions.active
+            or not (all(service.idle() for service in agent.services) or self._waits_in_vain())
+        )
+
+    def _waits_in_vain(self) -> bool:
+        """Whether what services wait for may be lost with a connection: nothing comes for long."""
+        received = sum(self._agent.dispatcher.received.values())
+        return self._quiescence.lasted(received) > self._shutdown.timing.services
+
+    # -- in any thread ---------------------------------------------------------------------
+
+    def shutdown(self, graceful: bool, timeout: float) -> None:
+        """Leaves the mesh, and ends all that the agent has started; see `Agent.shutdown`."""
+        agent = self._agent
+        own = in_pool(agent.pool) or in_pool(agent.completions) or agent.event_loop.runs_here()
+        if agent.closed:
+            # Another thread may still close it, and wait for this one if it is one of the agent's.
+            if not own and self._closer != threading.get_ident():
+                self._ended.wait(self._shutdown.timing.end)
+            return
+        timeout = checked_timeout("timeout", timeout)
+        if graceful and own:
+            raise RpcError(
+                "a graceful shutdown waits for all handlers and callbacks, and can't be called "
+                "from one: call it in the main thread, or with graceful=False"
+            )
+        try:
+            if graceful:
+                self._wait_to_leave(timeout)
+        finally:
+            self.close()
+
+    def _wait_to_leave(self, timeout: float) -> None:
+        self._agent.receiver.in_io_thread(self._shutdown.begin)
+        if not self._shutdown.wait(timeout):
+            missing = [rank_of(member) for member in self._shutdown.missing]
+            who = f"; ranks {missing} have not begun to shut down" if missing else ""
+            if running := len(self._agent.callee.requests):
+                who += f"; calls of others are still running here: {running}"
+            raise RpcTimeoutError(
+                f"a graceful shutdown of {self._agent.worker_info} took longer than "
+                f"{timeout:g} s{who}"
+            )
+
+    def close(self) -> None:
+        """Leaves at once."""
+        with self._lock:
+            if self._agent.closed:
+                return
+            self._agent.outbox.close()
+            self._closer = threading.get_ident()
+        try:
+            self._close()
+        finally:
+            self._agent.switch_interval.give_back()
+            self._ended.set()
+
+    def _close(self) -> None:
+        agent = self._agent
+        ended: list[bool] = []
+        steps: list[Callable[[], object]] = [
+            self._say_farewell,
+            lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
+            agent.outbox.put_handed_over,  # the farewell, say
+            lambda: agent.caller.calls.fail(lambda _: has_shut_down()),
+            agent.liveness.close,
+            *(service.close for service in agent.services),
+            lambda: agent.event_loop.close(self._shutdown.timing.join),
+            # Coroutines may await the futures that have failed just now.
+            lambda: agent.completions.close(self._shutdown.timing.join, finish=True),
+            lambda: ended.append(agent.pool.close(self._patience_seconds)),
+            lambda: self._warn_of_handlers(all(ended)),
+            self._close_network,
+        ]
+        with ExitStack() as rest:  # all of it, even if a step raises or Ctrl-C comes
+            for step in reversed(steps):
+                rest.callback(step)
+
+    def _say_farewell(self) -> None:
+        agent = self._agent
+        gracefully = self._shutdown.settled
+        self._shutdown.leave_anyway()
+        agent.callee.requests.close()
+        if not self._shutdown.done:
+            for member in agent.membership.living:
+                known = agent.network.knows(member) or agent.dispatcher.received.get(member)
+                if known and member != agent.membership.own_id:
+                    sent = agent.network.sent([member]) if gracefully else 0
+                    agent.outbox.post(member, LeaveMessage(sent=sent).pack())
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long to wait for the end of threads."""
+        return (
+            self._shutdown.timing.handlers
+            if self._agent.callee.requests
+            else self._shutdown.timing.join
+        )
+
+    def _warn_of_handlers(self, ended: bool) -> None:
+        if not ended:
+            logger.warning(
+                "%s has shut down while %d handlers were still running; their threads end "
+                "with them",
+                self._agent.worker_info,
+                len(self._agent.callee.requests),
+            )
+
+    def _close_network(self) -> None:
+        self._agent.store = None  # closes it if this worker hosts it and nobody else holds it
+        timing = self._shutdown.timing
+        linger = timing.linger if self._shutdown.settled else timing.linger_not_graceful
+        self._agent.network.close(linger, self._agent.membership.lost)
+
+
+def work_in_progress(agent: Agent) -> set[Hashable]:
+    """Returns the handlers that run at a worker, and its calls that wait for an answer."""
+    return {
+        *map(id, agent.callee.requests.all()),
+        *(("call", call.call_id) for call in agent.caller.calls.in_flight()),
+    }

@@ -1,0 +1,200 @@
+"""What becomes of a message that has come in: its handler, or what is told that it is lost."""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from zrpc.agent.service import ExtensionReader, Handler
+from zrpc.errors import ProtocolError, RpcError
+from zrpc.membership.view import Membership
+from zrpc.transport.chunks import Assembler, is_chunk
+from zrpc.transport.network import BULK_LETTER
+from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message, parse, parse_head
+
+__all__ = ["Dispatcher", "Undelivered"]
+
+logger = logging.getLogger(__name__)
+
+
+class Undelivered(Protocol):
+    """Told of messages that have come, and that no handler can take."""
+
+    def on_unreadable(self, message: Message, error: Exception) -> bool:
+        """The handler of a message, or a reader of its extensions, has raised an error.
+
+        Returns:
+            Whether the error needs no report.
+        """
+
+    def on_lost(self, message: Message, error: Exception) -> None:
+        """Only the header of a message has come."""
+
+
+class Dispatcher:
+    """Gives each message that comes in to the handler of its kind, and counts it.
+
+    In the I/O thread.
+
+    Args:
+        requests: told of undelivered requests.
+        answers: told of undelivered answers.
+        on_outsider: takes the messages of senders that are no members.
+        on_messages_lost: told of a member some of whose messages are lost, if it is not known
+            which.
+
+    Attributes:
+        received: how many counted messages have come from each member that is not lost; see
+            `zrpc.wire.kind`.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        requests: Undelivered,
+        answers: Undelivered,
+        on_outsider: Callable[[bytes, bytes, Sequence[Any]], None],
+        on_messages_lost: Callable[[MemberId], None],
+    ) -> None:
+        self._membership = membership
+        self._requests = requests
+        self._answers = answers
+        self._on_outsider = on_outsider
+        self._on_messages_lost = on_messages_lost
+        self.received = dict.fromkeys(membership.infos, 0)
+        self._received_large: Counter[MemberId] = Counter()  # of these, by the way for large ones
+        self._assembler = Assembler(self._on_broken_message)
+        self._handlers: dict[int, Handler] = {}
+        self._readers: dict[int, ExtensionReader] = {}
+
+    def register(self, kind: Kind, handler: Handler) -> None:
+        """Has messages of a kind given to a handler, in the I/O thread.
+
+        The handler must neither wait nor unpickle. Only before the agent serves.
+        """
+        self._handlers[kind] = handler
+
+    def register_extension(self, tag: Tag, reader: ExtensionReader) -> None:
+        """Has extensions with a tag read by ``reader(message, data)``, in the I/O thread.
+
+        What it returns is ``message.attachments[tag]``. Only before the agent serves.
+        """
+        self._readers[tag] = reader
+
+    def dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
+        """Deals with a message, as it has come from the network.
+
+        Raises:
+            Exception: what its handler raises; the caller that waits for an answer was told.
+        """
+        sender = self._membership.member_of(identity)
+        if sender is None:
+            self._on_outsider(identity, first, buffers)
+            return
+        try:
+            if is_chunk(first):
+                whole = self._assembler.add(sender, first, buffers)
+                if whole is None:
+                    return
+                first, buffers = whole
+            message = parse(first, buffers, sender)
+            handler = self._handlers.get(message.kind)
+            if handler is None:
+                raise ProtocolError(f"expected a known kind of message, found {message.kind}")
+        except ProtocolError as error:
+            info = self._membership.infos[sender]
+            logger.error("%s: a message from %s: %s", self._membership.info, info, error)
+            return
+        if message.kind not in UNCOUNTED:
+            self.received[sender] += 1
+            if identity[0] == BULK_LETTER:
+                self._received_large[sender] += 1
+        try:
+            if message.extensions:
+                message.attachments = self._read_extensions(message)
+            handler(message)
+        except Exception as error:
+            if not self._on_unreadable(message, error):
+                raise
+
+    def _on_unreadable(self, message: Message, error: Exception) -> bool:
+        """Tells what waits for a message that its handler has failed: not only its deadline."""
+        if message.kind in REQUESTS:
+            return self._requests.on_unreadable(message, error)
+        if message.kind in ANSWERS:
+            return self._answers.on_unreadable(message, error)
+        # A segment of shared memory that no longer exists has gone with its owner.
+        if message.kind not in UNCOUNTED and not isinstance(error, FileNotFoundError):
+            # Gradients, say: as they count as received, nothing else finds them missing.
+            self._on_messages_lost(message.sender)
+        return False
+
+    def _read_extensions(self, message: Message) -> dict[int, Any]:
+        readers = self._readers
+        try:
+            return {
+                tag: readers[tag](message, data)
+                for tag, data in message.extensions
+                if tag in readers
+            }
+        except struct.error as error:
+            raise ProtocolError(f"an extension can't be read: {error}") from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message has come in part."""
+        return self._assembler.busy
+
+    def introduce(self, number: MemberId) -> None:
+        """A worker is about to join the mesh."""
+        self.received[number] = 0
+
+    def forget(self, member: MemberId) -> None:
+        """A worker is gone."""
+        self.received.pop(member, None)
+        self._received_large.pop(member, None)
+        self._assembler.forget(member)
+
+    # -- messages that are lost --------------------------------------------------------------
+
+    def received_from(self, sender: MemberId, way: int) -> int:
+        """How many messages have come from a worker; by way 1, which is for large ones, or by 0."""
+        large = self._received_large[sender]
+        return large if way else self.received[sender] - large
+
+    def count_missing(self, sender: MemberId, way: int, count: int) -> None:
+        """Counts lost messages as received from now on, and reports that they are lost."""
+        self.received[sender] += count
+        if way:
+            self._received_large[sender] += count
+        self._on_messages_lost(sender)
+
+    def break_off(self, sender: MemberId) -> None:
+        """Gives up what has not come of a message in chunks: its sender has sent all of it."""
+        self._assembler.break_off(sender)
+
+    def _on_broken_message(self, sender: MemberId, head: bytes) -> None:
+        """Tells what waits for a message in chunks that it is lost."""
+        what = f"the connection from {self._membership.infos[sender]} broke in the midst of a large"
+        logger.error("%s: %s message, which is lost", self._membership.info, what)
+        message = parse_head(head, sender)
+        if message.kind not in UNCOUNTED:
+            self.received[sender] += 1
+            self._received_large[sender] += 1  # chunks go by that way
+        reason = "or there was no memory for it"
+        if message.kind in REQUESTS:
+            why = f"{what} call, {reason}: the function has not run, so that it can be called again"
+            self._requests.on_lost(message, RpcError(why))
+        elif message.kind in ANSWERS:
+            why = (
+                f"{what} answer, {reason}: the function has run; call it again only if it may run "
+                "twice"
+            )
+            self._answers.on_lost(message, RpcError(why))
+        else:
+            self._on_messages_lost(sender)

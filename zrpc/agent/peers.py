@@ -1,0 +1,165 @@
+"""The members that come, go and are lost: what an agent does about each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from zrpc.agent.dispatcher import Dispatcher
+from zrpc.agent.leave_message import LeaveMessage
+from zrpc.agent.shutdown import Shutdown
+from zrpc.errors import ProtocolError
+from zrpc.membership.failure_detector import Loss, Reason
+from zrpc.membership.hooks import Hooks
+from zrpc.membership.liveness import LivenessMonitor
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.view import Membership
+from zrpc.transport.chunks import is_chunk
+from zrpc.transport.network import Network
+from zrpc.wire.kind import Kind
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message, parse
+
+__all__ = ["Peers"]
+
+logger = logging.getLogger(__name__)
+
+# How often a worker that was declared dead, and is heard all the same, is told so.
+_TELL_DEAD_SECONDS = 1.0
+
+
+class Peers:
+    """Admits and drops members. In the I/O thread, or before the agent serves, except `why_lost`.
+
+    Args:
+        liveness: finds out which members are lost.
+        joined: called for each other member that joins.
+        lost: called for each member that is lost.
+        on_member_lost: drops what belongs to a member that is lost.
+        explain: for error messages, what is known about why a member does not answer.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        liveness: LivenessMonitor,
+        shutdown: Shutdown,
+        *,
+        joined: Hooks,
+        lost: Hooks,
+        on_member_lost: Callable[[MemberId], None],
+        explain: Callable[[MemberId], str],
+    ) -> None:
+        self._network = network
+        self._membership = membership
+        self._liveness = liveness
+        self._shutdown = shutdown
+        self._joined = joined
+        self._lost = lost
+        self._on_member_lost = on_member_lost
+        self._explain = explain
+        self._told_dead: dict[MemberId, float] = {}  # when each may be told again
+        for info in membership.infos.values():
+            if info != membership.info:
+                joined.notify(info)
+
+    def use(self, dispatcher: Dispatcher) -> None:
+        """Handles the messages of members that leave. Only before the agent serves."""
+        self._dispatcher = dispatcher
+        dispatcher.register(Kind.LEAVE, self._on_leave)
+
+    def why_lost(self, member: MemberId) -> str:
+        """For error messages: which worker is gone, why, and when it was last heard. Any thread."""
+        return self._liveness.describe_loss(member) + self._explain(member)
+
+    def tick(self) -> None:
+        """Finds out which members are lost; to be called often."""
+        for loss in self._liveness.tick(self._shutdown.waits_for_all):
+            self._drop(loss)
+
+    # -- what services learn of members ----------------------------------------------------
+
+    def introduce(self, record: PeerRecord, endpoint: str) -> None:
+        """Makes known a worker that is about to join the mesh, reachable at ``endpoint``."""
+        member = record.member_id
+        self._membership.introduce(record)
+        self._dispatcher.introduce(member)
+        self._liveness.add(member)
+        self._network.introduce(member, endpoint, record.public_key)
+
+    def admit(self, member: MemberId) -> None:
+        """Makes a worker that was introduced a member, which can be found."""
+        if self._membership.admit(member):
+            self._shutdown.admit(member)
+            self._joined.notify(self._membership.infos[member])
+
+    def remove(self, member: MemberId, reason: Reason) -> None:
+        """Drops a member that is gone, as other members say."""
+        loss = self._liveness.leave(member, reason)
+        if loss is not None:
+            self._drop(loss)
+
+    def recall(self, member: MemberId) -> None:
+        """Makes known a member that another speaks of, and that was gone before this one came.
+
+        Raises:
+            ProtocolError: there was no such member.
+        """
+        record = self._membership.departed_record(member)
+        if record is None:
+            raise ProtocolError(f"expected the id of a member, found {member}")
+        self.introduce(record, "")
+        self.remove(member, Reason.LEFT)
+
+    def expect(self, members: Collection[MemberId]) -> None:
+        """Watches these members also if nothing was exchanged with them, and no others."""
+        self._liveness.expected = set(members)
+
+    # -- messages --------------------------------------------------------------------------
+
+    def on_outsider(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
+        """Deals with a message whose sender is no member.
+
+        Admits a sender that was introduced. Tells a sender that was declared dead so, as it must
+        not wait for this worker. Ignores all others: the waker of this worker, and strangers.
+        """
+        member = self._membership.lost_member_of(identity)
+        if member is None:
+            # A worker that sends has joined, even if this one has yet to hear of that.
+            awaited = self._membership.awaited_member_of(identity)
+            if awaited is not None:
+                self.admit(awaited)
+                self._dispatcher.dispatch(identity, first, buffers)
+            return
+        if is_chunk(first):
+            return
+        message = parse(first, (), member)
+        if message.kind == Kind.TERMINATION:
+            # It may have gone together with the word that all may go.
+            self._shutdown.receive(member, message.body)
+        now = time.monotonic()
+        if message.kind != Kind.LEAVE and now > self._told_dead.get(member, 0.0):
+            self._told_dead[member] = now + _TELL_DEAD_SECONDS
+            told = LeaveMessage(declared_dead=True).pack()
+            self._network.send(member, told.first_frame(), (), False)
+
+    def _on_leave(self, message: Message) -> None:
+        said = LeaveMessage.parse(message.body)
+        reason = Reason.DECLARED_DEAD if said.declared_dead else Reason.LEFT
+        loss = self._liveness.leave(message.sender, reason, said.sent)
+        if loss is not None:
+            self._drop(loss)
+
+    def _drop(self, loss: Loss) -> None:
+        """Drops a member that is lost, as the membership knows already."""
+        member = loss.member
+        self._dispatcher.forget(member)
+        if self._membership.was_found(member):
+            logger.info("%s: %s", self._membership.info, self.why_lost(member))
+        self._on_member_lost(member)
+        self._shutdown.on_member_lost(member)
+        if not self._shutdown.done and self._membership.was_found(member):
+            self._lost.notify(self._membership.infos[member])

@@ -1,0 +1,100 @@
+"""What plugs into an agent: the base class of services.
+
+A service adds something to an agent that the agent itself knows nothing of: references, autograd,
+shared memory. The agent asks each service, once, which messages and extensions it handles, and then
+tells it what happens. A service never sets anything of the agent's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zrpc.calls.message_hooks import MessageHooks
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+if TYPE_CHECKING:
+    from zrpc.agent.agent import Agent
+
+__all__ = ["ExtensionReader", "Handler", "Service"]
+
+Handler = Callable[[Message], None]
+ExtensionReader = Callable[[Message, bytes], Any]
+
+
+class Service:
+    """Plugs into an agent. Override what is needed: here each method does nothing.
+
+    "The I/O thread" is the thread that receives just now, whichever that is. What is called there
+    must neither wait, nor unpickle, nor run what a user wrote.
+
+    Attributes:
+        agent: the agent; it does not serve yet when the service is made.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+
+    # -- asked once, when the agent begins to serve ----------------------------------------
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """Returns what handles each kind of message of this service, in the I/O thread.
+
+        If a handler of a request raises, the caller gets the error.
+        """
+        return {}
+
+    def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
+        """Returns what reads each extension of this service, in the I/O thread.
+
+        What a reader returns is `Message.attachments` [tag], for handlers and for the code that
+        unpickles the message.
+        """
+        return {}
+
+    def message_hooks(self) -> MessageHooks | None:
+        """Returns what looks at each message that goes out or comes in, if there is such."""
+        return None
+
+    # -- called in the I/O thread ----------------------------------------------------------
+
+    def tick(self) -> None:
+        """Does what is due now and then; called about ten times a second."""
+
+    def after_turn(self) -> None:
+        """Does what is due after each turn of the I/O thread; it must be quick."""
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Drops what belongs to a member that is lost, and fails what waits for it."""
+
+    def on_messages_lost(self, member: MemberId) -> None:
+        """Fails what waits for messages of a member, some of which are lost.
+
+        Which of them is not known. Lost requests and answers are told to their callers instead.
+        """
+
+    def awaited_members(self) -> Collection[MemberId]:
+        """Returns the members whose messages, other than answers, this service waits for."""
+        return ()
+
+    def idle(self) -> bool:
+        """Returns whether nothing of this service is in progress.
+
+        A graceful shutdown waits until it is. Calls and requests need no word here: the agent
+        counts them itself.
+        """
+        return True
+
+    # -- called in any thread --------------------------------------------------------------
+
+    def explain(self, member: MemberId) -> str:
+        """Returns what is known about why a member does not answer, for error messages.
+
+        Text that begins with a semicolon, or nothing.
+        """
+        return ""
+
+    def close(self) -> None:
+        """Frees what the service holds. The agent closes; nothing can be sent any longer."""

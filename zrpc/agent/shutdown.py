@@ -1,0 +1,266 @@
+"""Graceful shutdown: how a worker waits until it may leave its mesh.
+
+In a mesh of a fixed size all workers leave together, when none of them has anything left to do:
+`CollectiveShutdown`, the I/O around `zrpc.agent.termination`. In an elastic mesh a worker leaves by
+itself, when it has nothing left to do: `SoloShutdown`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from zrpc.agent.termination import Outgoing, Termination, TerminationMessage
+from zrpc.membership.view import Membership
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["CollectiveShutdown", "Quiescence", "Shutdown", "ShutdownTiming", "SoloShutdown"]
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownTiming:
+    """How long the steps of a shutdown take, all in seconds.
+
+    Attributes:
+        look: how often the I/O thread looks whether this worker is idle. A handler that ends in the
+            pool says nothing there.
+        remind: how often a worker repeats what may have been lost.
+        quiet: a worker that leaves by itself must have received nothing for this time: what others
+            send together comes together.
+        new_work: for this time such a worker also waits for work that began after its wish to
+            leave. After that only work that was in progress before counts; otherwise callers could
+            keep the worker alive without limit.
+        services: how long to wait for what services wait for, if no message comes in.
+        handlers: how long to wait for handlers that still run, if the shutdown is not graceful.
+        join: how long to wait for the worker's own threads.
+        end: how long a second shutdown waits for the first one to end.
+        linger: how long queued messages have to leave.
+        linger_not_graceful: how long they have if the shutdown is not graceful.
+    """
+
+    look: float = 0.005
+    remind: float = 1.0
+    quiet: float = 0.01
+    new_work: float = 1.0
+    services: float = 10.0
+    handlers: float = 1.0
+    join: float = 5.0
+    end: float = 10.0
+    linger: float = 2.0
+    linger_not_graceful: float = 0.1
+
+
+class Shutdown:
+    """One worker's wait until it may leave. Subclasses override what they need.
+
+    Only the I/O thread calls its methods, except that any thread may call `wait` and
+    `leave_anyway`, and read the properties.
+
+    Args:
+        timing: how long its steps take.
+
+    Attributes:
+        done: whether the whole mesh has nothing left to do.
+        settled: whether this worker has nothing left to do, or to say.
+        in_progress: whether a shutdown has begun, here or, if all leave together, anywhere.
+    """
+
+    def __init__(self, timing: ShutdownTiming) -> None:
+        self.timing = timing
+        self.done = self.settled = self.in_progress = False
+        self._may_leave = threading.Event()
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether this worker leads, and all others must tell it that they have begun."""
+        return False
+
+    @property
+    def asked(self) -> bool:
+        """Whether `idle` must be called as soon as this worker is idle."""
+        return False
+
+    @property
+    def missing(self) -> list[MemberId]:
+        """The members that have not begun to shut down, as far as this worker knows."""
+        return []
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until this worker may leave; False if that took longer.
+
+        Args:
+            timeout: in seconds; 0 means none.
+        """
+        return self._may_leave.wait(timeout or None)
+
+    def leave_anyway(self) -> None:
+        """Ends the wait: this worker leaves."""
+        self._may_leave.set()
+
+    def begin(self) -> None:
+        """Begins the shutdown of this worker."""
+
+    def look(self) -> None:
+        """Does what is due; must be called often while a shutdown is in progress."""
+
+    def idle(self, sent: int, received: int) -> None:
+        """Learns that this worker has nothing to do; must be called while `asked`.
+
+        Args:
+            sent: counted messages that it ever sent to the members that live.
+            received: counted messages that it ever received from them.
+        """
+
+    def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
+        """Takes in a termination message.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+
+    def admit(self, member: MemberId) -> None:
+        """Learns that a member has joined."""
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Learns that a member is lost."""
+
+
+class CollectiveShutdown(Shutdown):
+    """A `Shutdown` of all workers together, when the whole mesh has nothing left to do.
+
+    Args:
+        post: sends a termination message to a member.
+        timing: how often to repeat what may have been lost.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        post: Callable[[MemberId, TerminationMessage], None],
+        timing: ShutdownTiming,
+    ) -> None:
+        super().__init__(timing)
+        self._post = post
+        self._termination = Termination(membership.own_id, membership.living)
+        self._next_reminder = 0.0
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether this worker leads, and all others must tell it that they have begun."""
+        return self._termination.waits_for_all
+
+    @property
+    def asked(self) -> bool:
+        """Whether the leader must be told as soon as this worker is idle."""
+        return self._termination.asked is not None
+
+    @property
+    def missing(self) -> list[MemberId]:
+        """The members that have not begun to shut down, as far as this worker knows."""
+        return self._termination.missing
+
+    def begin(self) -> None:
+        """Begins the shutdown of this worker."""
+        self.in_progress = True
+        self._next_reminder = time.monotonic() + self.timing.remind
+        self._send(self._termination.begin())
+
+    def look(self) -> None:
+        """Repeats now and then what may have been lost."""
+        now = time.monotonic()
+        if now >= self._next_reminder:
+            self._next_reminder = now + self.timing.remind
+            self._send(self._termination.remind())
+
+    def idle(self, sent: int, received: int) -> None:
+        """Tells the leader that this worker has nothing to do; see `Shutdown`."""
+        self._send(self._termination.idle(sent, received))
+
+    def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
+        """Takes in a termination message; see `Shutdown`."""
+        self.in_progress = True
+        self._send(self._termination.receive(sender, TerminationMessage.parse(body)))
+
+    def admit(self, member: MemberId) -> None:
+        """Learns that a member has joined."""
+        self._termination.admit(member)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Learns that a member is lost."""
+        self._send(self._termination.on_member_lost(member))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        self.done = self.settled = self._termination.done
+        for member, message in outgoing:
+            self._post(member, message)
+        if self.done:
+            self.leave_anyway()
+
+
+class SoloShutdown(Shutdown):
+    """A `Shutdown` of one worker, whose mesh goes on without it.
+
+    It waits for the worker's own calls, for the handlers that run here, and for the answers of the
+    reference count; not for what the other workers do among themselves. It never finds out whether
+    the whole mesh is done.
+
+    Args:
+        work: returns what this worker does just now: its calls and its handlers.
+        timing: for how long work that begins after `begin` is waited for too.
+    """
+
+    def __init__(self, work: Callable[[], set[Hashable]], timing: ShutdownTiming) -> None:
+        super().__init__(timing)
+        self._work = work
+        self._first: set[Hashable] = set()
+        self._new_work_until = float("inf")
+        self._quiescence = Quiescence()
+
+    @property
+    def asked(self) -> bool:
+        """Whether `idle` must be called as soon as this worker is idle."""
+        return self.in_progress and not self.settled
+
+    def begin(self) -> None:
+        """Begins the shutdown of this worker."""
+        self.in_progress = True
+        self._first = self._work()
+        self._new_work_until = time.monotonic() + self.timing.new_work
+
+    def look(self) -> None:
+        """Ends the wait if all that is left to do began too late to count."""
+        if self.asked and time.monotonic() >= self._new_work_until:
+            self._first &= self._work()
+            if not self._first:
+                self._settle()
+
+    def idle(self, sent: int, received: int) -> None:
+        """Ends the wait if nothing has come in for a moment; see `Shutdown`."""
+        if self._quiescence.lasted(received) >= self.timing.quiet:
+            self._settle()
+
+    def _settle(self) -> None:
+        self.settled = True
+        self.leave_anyway()
+
+
+class Quiescence:
+    """For how long nothing has come in. For one thread at a time.
+
+    Example:
+        >>> Quiescence().lasted(received=3)
+        0.0
+    """
+
+    def __init__(self) -> None:
+        self._received = -1
+        self._since = 0.0
+
+    def lasted(self, received: int) -> float:
+        """Returns the seconds since the first call with this number of messages received."""
+        now = time.monotonic()
+        if received != self._received:
+            self._received, self._since = received, now
+        return now - self._since

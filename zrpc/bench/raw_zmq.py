@@ -1,0 +1,82 @@
+"""Two processes that exchange messages over bare ZeroMQ."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import zmq
+
+__all__ = ["RawEcho", "RawPeer"]
+
+# From this size on, pyzmq is faster without a copy.
+_ZERO_COPY_BYTES = 256 * 1024
+_RECEIVE_TIMEOUT_MS = 30_000
+
+
+class RawEcho:
+    """Worker 1 of a mesh that measures limits: a thread that answers every message.
+
+    It sends back the first frame of each message.
+
+    Args:
+        address: the address to listen on, ``ipc://…`` or ``tcp://127.0.0.1:*``.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        socket = _without_limits(self._context.socket(zmq.ROUTER))
+        socket.bind(address)
+        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        threading.Thread(target=_answer, args=(socket,), daemon=True).start()
+
+
+def _answer(socket: zmq.Socket[Any]) -> None:
+    """Answers messages until the process exits."""
+    with contextlib.suppress(zmq.ContextTerminated), socket:
+        while True:
+            # A large frame is sent back as a view, without a copy.
+            sender, first, *_ = socket.recv_multipart(copy=False)
+            copied = len(first) < _ZERO_COPY_BYTES
+            answer: Any = first.bytes if copied else first
+            socket.send_multipart([sender.bytes, answer], copy=copied)
+
+
+class RawPeer:
+    """Worker 0 of a mesh that measures limits.
+
+    Args:
+        endpoint: the endpoint of the `RawEcho`.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = _without_limits(self._context.socket(zmq.DEALER))
+        self._socket.setsockopt(zmq.RCVTIMEO, _RECEIVE_TIMEOUT_MS)
+        self._socket.connect(endpoint)
+
+    def echo(self, data: bytes) -> None:
+        """Sends a frame and receives it back."""
+        copied = len(data) < _ZERO_COPY_BYTES
+        self._socket.send(data, 0, copied)
+        self._socket.recv(copy=copied)
+
+    def one_way(self, data: bytes) -> None:
+        """Sends a frame and receives an empty one."""
+        self._socket.send_multipart([b"", data], copy=len(data) < _ZERO_COPY_BYTES)
+        self._socket.recv()
+
+    def pipelined(self, data: bytes, count: int) -> None:
+        """Sends ``count`` frames, then receives them all back."""
+        for _ in range(count):
+            self._socket.send(data)
+        for _ in range(count):
+            self._socket.recv()
+
+
+def _without_limits(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.LINGER, 0)
+    return socket

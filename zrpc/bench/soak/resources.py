@@ -1,0 +1,148 @@
+"""The resources of a worker when no work is in progress: zrpc's objects, threads, memory.
+
+This is the only module of the soak test that reads private attributes of the agent.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from zrpc.agent.current import current_agent
+from zrpc.bench.soak import gradients, memory, targets
+from zrpc.services.autograd.service import AutogradService
+from zrpc.services.rref.service import RRefService
+from zrpc.services.shm.service import SharedMemoryService
+from zrpc.testing.procfs import descriptors
+
+if TYPE_CHECKING:
+    from zrpc.agent.agent import Agent
+
+__all__ = ["Resources", "measure", "outstanding_work", "socket_directory"]
+
+_SETTLE_SECONDS = 20.0
+_POLL_SECONDS = 0.02
+
+
+@dataclass
+class Resources:
+    """The resources of a worker that has no work.
+
+    Attributes:
+        leftovers: one line for each kind of object that should be gone.
+        memory: bytes that malloc has given out; 0 if the C library can't report them.
+        blocks: the number of memory blocks that Python has allocated for its objects.
+        resident: resident bytes of this process alone: those of malloc, those that malloc can't
+            give back because they are fragmented, and stacks. Shared memory is not counted.
+        threads: the number of threads.
+        descriptors: the number of descriptors, without those of shared memory segments, which are
+            kept for a while and whose number is bounded.
+        objects: the number of objects by type, for zrpc's types and tensors.
+    """
+
+    leftovers: list[str]
+    memory: int
+    blocks: int
+    resident: int
+    threads: int
+    descriptors: int
+    objects: Counter[str]
+
+
+def measure() -> Resources:
+    """Waits until no work is in progress on this worker, then measures its resources.
+
+    Must be called when no worker of the mesh starts any work.
+    """
+    targets.forget()
+    gradients.forget()
+    agent = current_agent()
+    end = time.monotonic() + _SETTLE_SECONDS
+    while (left := _left(agent)) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(_POLL_SECONDS)  # there is no event for all of these
+    gc.collect()
+    return Resources(
+        leftovers=left,
+        memory=memory.in_use(),
+        blocks=sys.getallocatedblocks(),
+        resident=memory.resident(),
+        threads=threading.active_count(),
+        descriptors=sum("/memfd:zrpc-" not in target for target in descriptors().values()),
+        objects=_objects(),
+    )
+
+
+def outstanding_work() -> str:
+    """Describes what this worker waits for and has to do, to explain why it is stuck.
+
+    The messages sent to a worker, and those that it has received from this one, are counted since
+    the mesh started. If the counts stay different, messages are stuck or lost.
+    """
+    agent = current_agent()
+    members = list(agent.membership.infos)
+    now = time.monotonic()
+    lines = _left(agent)
+    lines += [
+        f"call {call.call_id} to rank {call.peer} for {now - call.begun:.1f} s"
+        for call in sorted(agent.caller.calls._calls.values(), key=lambda call: call.begun)
+    ]
+    sent = {number: agent.network.sent([number]) for number in members}
+    lines.append(f"messages sent, by the number of the receiver: {sent}")
+    lines.append(
+        f"messages received, by the number of the sender: {dict(agent.dispatcher.received)}"
+    )
+    return "\n".join(lines)
+
+
+def socket_directory() -> str:
+    """Returns the directory of this worker's Unix sockets; empty if it has none."""
+    membership = current_agent().membership
+    return membership.records[membership.own_id].directory if _has_ipc() else ""
+
+
+def _has_ipc() -> bool:
+    membership = current_agent().membership
+    return bool(membership.records[membership.own_id].ipc)
+
+
+def _left(agent: Agent) -> list[str]:
+    rrefs = agent.service(RRefService)
+    shared = agent.service(SharedMemoryService)
+    counts = {
+        "calls without an answer": len(agent.caller.calls),
+        "requests that are not answered": len(agent.callee.requests),
+        "jobs of handlers": agent.pool.active,
+        "jobs of completions": agent.completions.active,
+        "values of RRefs": len(rrefs._values),
+        "owned values and held forks": len(rrefs._references),
+        "forks that wait for their owner": int(not rrefs._references.idle),
+        "accounts": targets.Account.alive,
+        "autograd contexts": len(agent.service(AutogradService)),
+        "segments that peers have": shared.pool.lent,
+        "segments of peers in use": len(shared.loans._open),
+        "bytes that flow control counts as in flight": sum(
+            agent.caller.flow_control._used.values()
+        ),
+    }
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _objects() -> Counter[str]:
+    """Counts the objects known to the garbage collector, by type: zrpc's types and tensors."""
+    found: Counter[str] = Counter()
+    for each in gc.get_objects():
+        kind = type(each)
+        module = getattr(kind, "__module__", None)
+        if isinstance(module, str) and module.startswith("zrpc."):
+            found[f"{module}.{kind.__qualname__}"] += 1
+        elif issubclass(kind, torch.Tensor):
+            found["torch.Tensor"] += 1
+    return found

@@ -1,0 +1,134 @@
+"""A worker process that is measured. It handles one request after another from a socket.
+
+The requests:
+
+    ("join",)                                     join the mesh, if there is one
+    ("measure", workload, arguments, sampling)    the value is a `Sample`
+    ("leave",)                                    leave the mesh and exit
+
+Each gets one of these replies:
+
+    (True, value)
+    (False, the error in one line)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from zrpc.bench.library import LIBRARIES, Library, load
+from zrpc.bench.sampling import Sample, Sampling
+from zrpc.bench.session import Session
+
+if TYPE_CHECKING:
+    from zrpc.bench.raw_zmq import RawPeer
+
+__all__ = ["WorkerSettings", "main", "one_line"]
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings of a worker process.
+
+    Attributes:
+        participant: a library's name, or ``limit``.
+        rank: the worker's rank.
+        workers: the number of workers.
+        forms_mesh: whether they form a mesh.
+        tcp: whether to use only tcp.
+        directory: the mesh's directory.
+        socket: the descriptor of the socket for requests and replies.
+    """
+
+    participant: str
+    rank: int
+    workers: int
+    forms_mesh: bool
+    tcp: bool
+    directory: str
+    socket: int
+
+
+def main(settings: WorkerSettings) -> NoReturn:
+    """Serves requests until one says to leave, or until the benchmark's process is gone."""
+    worker = _Worker(settings)
+    connection = Connection(settings.socket)
+    with contextlib.suppress(EOFError, ConnectionError):
+        leaving = False
+        while not leaving:
+            request, *arguments = connection.recv()
+            leaving = request == "leave"
+            try:
+                reply: tuple[bool, Any] = True, getattr(worker, request)(*arguments)
+            except BaseException as error:
+                reply = False, one_line(error)
+            connection.send(reply)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A regular exit would free torch, and so copy memory that is shared with the fork server.
+    os._exit(0)
+
+
+def one_line(error: BaseException) -> str:
+    """Returns an error's type and the first line of its message."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
+
+
+class _Worker:
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._library: Library | None = None
+        self._raw: RawPeer | None = None
+        self._echo: Any = None
+
+    def join(self) -> None:
+        settings = self._settings
+        if not settings.forms_mesh:
+            return
+        if settings.participant not in LIBRARIES:
+            self._open_raw()
+            return
+        library = load(settings.participant)
+        library.join(
+            settings.rank,
+            settings.workers,
+            tcp=settings.tcp,
+            init_method=f"file://{settings.directory}/store",
+        )
+        self._library = library
+
+    def _open_raw(self) -> None:
+        from zrpc.bench.raw_zmq import RawEcho, RawPeer
+
+        endpoint = Path(self._settings.directory, "endpoint")
+        if self._settings.rank == 1:
+            tcp = "tcp://127.0.0.1:*"
+            self._echo = RawEcho(tcp if self._settings.tcp else f"ipc://{endpoint.parent}/raw")
+            endpoint.write_text(self._echo.endpoint)
+        elif self._settings.rank == 0:
+            self._raw = RawPeer(endpoint.read_text())
+
+    def measure(self, workload: str, arguments: tuple[Any, ...], sampling: Sampling) -> Sample:
+        module, _, name = workload.partition(":")
+        function = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
+        session = Session(
+            self._settings.participant,
+            sampling,
+            self._settings.workers,
+            _library=self._library,
+            _raw=self._raw,
+        )
+        sample: Sample = function(session, *arguments)
+        return sample
+
+    def leave(self) -> None:
+        if self._library is not None:
+            self._library.leave()

@@ -1,0 +1,1 @@
+"""One call, seen from both sides: caller, callee, futures, cancellation, flow control."""

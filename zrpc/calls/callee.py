@@ -1,0 +1,186 @@
+"""The callee's side of a worker: a request from its arrival to its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.codec import NONE, Codec
+from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
+from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.calls.outbox import Outbox
+from zrpc.calls.pending_requests import PendingRequests
+from zrpc.errors import RpcCancelledError
+from zrpc.membership.view import Membership
+from zrpc.runtime.event_loop import EventLoop
+from zrpc.runtime.resource_limits import out_of_descriptors
+from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.wire.exceptions import dump_exception
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.message import Extensions, Message
+
+__all__ = ["Callee"]
+
+logger = logging.getLogger(__name__)
+
+RequestScope = Callable[[Message], AbstractContextManager[Any]]
+
+
+class Callee:
+    """Answers the requests to one worker. Any thread may call its methods.
+
+    Args:
+        codec: unpacks requests, and packs answers.
+        outbox: sends answers.
+        pool: runs handlers.
+        loop: runs ``async def`` handlers.
+        run: runs a handler's job, in the pool or in the I/O thread.
+
+    Attributes:
+        requests: the requests that are not answered yet.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        codec: Codec,
+        outbox: Outbox,
+        pool: HandlerPool,
+        loop: EventLoop,
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._membership = membership
+        self._codec = codec
+        self._outbox = outbox
+        self._pool = pool
+        self._loop = loop
+        self._run = run
+        self.requests = PendingRequests()
+        self._scopes: dict[int, RequestScope] = {}
+
+    def use(self, hooks: Sequence[MessageHooks]) -> None:
+        """Runs handlers within the scopes of these hooks. Only before the agent serves."""
+        scoped = overriding(MessageHooks, "request_scope", hooks)
+        self._scopes = {each.tag: each.request_scope for each in scoped if each.tag is not None}
+
+    def on_call(self, request: Message) -> None:
+        """Runs the function that a request asks for. In the I/O thread."""
+        self.execute(request, self.sink_for(request), partial(self._codec.unpack, request))
+
+    def on_cancel(self, message: Message) -> None:
+        """Cancels a request whose caller no longer waits for the answer. In the I/O thread."""
+        self.requests.cancel(message.sender, message.call_id)
+
+    def execute(
+        self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
+    ) -> None:
+        """Runs a function for a request in the pool; see `Execution`."""
+        scope = request.scope or self.accept(request)
+        if scope.cancelled:
+            return  # before it arrived, or while it waited for an RRef's value
+        scopes = [self._scopes[tag] for tag in request.attachments or () if tag in self._scopes]
+        if scopes:
+            within = ExecutionWithin(sink, self._loop, self._run, scope, resolve)
+            within.within = [partial(enter, request) for enter in scopes]
+            self._run(within)
+        else:
+            self._run(Execution(sink, self._loop, self._run, scope, resolve))
+
+    def accept(self, request: Message) -> CancelScope:
+        """Enters a request that must be answered: until then this worker is not idle."""
+        return self.requests.accept(request, self._membership.infos[request.sender])
+
+    def sink_for(self, request: Message) -> ResultSink:
+        """Returns a sink that answers the request with the function's outcome."""
+        return _Answer(self, request)
+
+    def answer(self, request: Message, value: Any) -> None:
+        """Answers a request with a value, or with an error if it can't be pickled."""
+        if request.scope.cancelled:  # nobody waits for it
+            self.requests.end(request)
+            return
+        reply = Message(Kind.RESULT, request.call_id)
+        encoder = None
+        if value is not None or self._codec.in_context(request):
+            encoder = self._codec.encoder(request.sender, request)
+        try:
+            if encoder is None:
+                reply.body = NONE
+            else:
+                encoder.pack(value, reply)
+            self._outbox.post(request.sender, reply)
+        except BaseException as error:  # SystemExit too: the caller waits for an answer
+            if encoder is not None:
+                encoder.abort()
+            self.answer_error(request, error)
+            return
+        self.requests.end(request)
+
+    def on_unreadable(self, request: Message, error: Exception) -> bool:
+        """Answers a request whose handler has failed. In the I/O thread."""
+        self.answer_error(request, error)
+        return False
+
+    def on_lost(self, request: Message, error: Exception) -> None:
+        """Answers a request of which only the header arrived. In the I/O thread."""
+        self.answer_error(request, error, [(Tag.UNREAD, b"")])
+
+    def answer_error(
+        self, request: Message, error: BaseException, extensions: Extensions = ()
+    ) -> None:
+        """Answers a request with an error."""
+        try:
+            if request.scope is None or not request.scope.cancelled:
+                same_main = self._membership.same_main(request.sender)
+                body = dump_exception(error, repr(self._membership.info), same_main)
+                answer = Message(Kind.ERROR, request.call_id, body=body, extensions=extensions)
+                self._outbox.post(request.sender, answer)
+        finally:
+            self.requests.end(request)
+        if out_of_descriptors(error):
+            self._outbox.retry_soon()
+
+    def log_failure(self, error: BaseException) -> None:
+        """Logs that a handler failed, unless this worker is closed."""
+        if self._outbox.closed:
+            return
+        # As text: a stored log record must not keep the handler's arguments alive.
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        logger.error("On %s: a call failed\n%s", self._membership.info, text.rstrip())
+
+    def drop_abandoned(self) -> None:
+        """Drops requests from the pool's queue if their callers no longer wait."""
+        if self.requests.expire(time.monotonic()):
+            self._pool.discard(lambda job: isinstance(job, Execution) and job.useless)
+
+
+class _Answer:
+    """Sends the outcome of an execution to the caller."""
+
+    __slots__ = ("_callee", "request")
+
+    def __init__(self, callee: Callee, request: Message) -> None:
+        self._callee = callee
+        self.request = request
+
+    def defer(self) -> None:
+        self._callee.requests.defer(self.request)
+
+    def value(self, value: Any) -> None:
+        self._callee.answer(self.request, value)
+
+    def error(self, error: BaseException) -> None:
+        # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
+        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
+        try:
+            if not (expected and self.request.scope.cancelled):
+                self._callee.log_failure(error)
+        finally:  # also if there is no memory for the log
+            self._callee.answer_error(self.request, error)

@@ -1,0 +1,394 @@
+"""The caller's side of a worker: a call from its function's arguments to its answer's value.
+
+`Caller.call` reads from top to bottom: pack, submit, wait, decode. To submit a call is to enter it
+into the table of calls in flight, to wait until flow control admits it, and to issue it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import zmq
+
+from zrpc.calls.cancel_scope import current_scope
+from zrpc.calls.codec import NONE, Codec
+from zrpc.calls.flow_control import Admission, FlowControl
+from zrpc.calls.future import Future
+from zrpc.calls.outbox import Outbox
+from zrpc.calls.pending_calls import Follower, PendingCall, PendingCalls, Stage, name_of
+from zrpc.errors import ProtocolError, WorkerDied, has_shut_down
+from zrpc.membership.view import Membership
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
+from zrpc.runtime.event_loop import in_event_loop
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from zrpc.runtime.resource_limits import advice
+from zrpc.runtime.thread_pool import acquire, in_handler
+from zrpc.wire.exceptions import load_exception
+from zrpc.wire.kind import METERED, Kind
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["UNSET_RPC_TIMEOUT", "Caller", "Receiver", "wait_until_settled"]
+
+UNSET_RPC_TIMEOUT = -1.0
+
+
+class Receiver(Protocol):
+    """What receives the answers; see `zrpc.agent.receiver`."""
+
+    def receive(self, gate: threading.Lock, timeout: float) -> None:
+        """Receives until a gate opens, in the thread that waits for it, if that is possible."""
+
+    def on_answered(self, call: PendingCall) -> None:
+        """Learns that a call got its answer. In the I/O thread."""
+
+    def complete(self, job: Callable[[], None]) -> None:
+        """Has a future completed that no thread waits for."""
+
+
+class Caller:
+    """Makes the calls of one worker. Any thread may call its methods.
+
+    Args:
+        codec: packs requests, and unpacks answers.
+        outbox: sends requests.
+        options: for the timeout, and the limit of bytes in flight.
+        receiver: receives answers.
+        submit: has a call sent by another thread.
+        why_gone: for error messages, why a peer is gone.
+        explain: for error messages, why a peer may not answer.
+
+    Attributes:
+        calls: those that wait for answers.
+        complete: see `Receiver.complete`.
+        flow_control: the bytes in flight to each callee.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        codec: Codec,
+        outbox: Outbox,
+        options: ZmqRpcBackendOptions,
+        receiver: Receiver,
+        *,
+        submit: Callable[[Callable[[], None]], None],
+        why_gone: Callable[[MemberId], str],
+        explain: Callable[[MemberId], str],
+    ) -> None:
+        self._membership = membership
+        self._codec = codec
+        self._outbox = outbox
+        self._receiver = receiver
+        self.complete = receiver.complete
+        self._submit_job = submit
+        self._why_gone = why_gone
+        self.flow_control = FlowControl(options.max_bytes_in_flight)
+        self.calls = PendingCalls(self.flow_control.leave, self._post_cancel, explain)
+        self.rpc_timeout = options.rpc_timeout
+
+    def timeout(self, seconds: float) -> float:
+        """How long a call may take, in seconds: 0 for no limit, the default if negative."""
+        try:
+            return self.rpc_timeout if seconds < 0 else checked_timeout("timeout", seconds)
+        except TypeError:
+            raise no_timeout("timeout", seconds) from None
+
+    # -- a call, from top to bottom --------------------------------------------------------
+
+    def call(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        *,
+        extension: tuple[int, bytes] | None = None,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
+    ) -> Any:
+        """Sends a request and waits for the answer's value; see `call_async`."""
+        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
+        self._submit(call, message)
+        try:
+            self.wait(call)
+        except BaseException:
+            self._abandon(call)
+            raise
+        return self.decode(call.claim())
+
+    def call_async(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        *,
+        extension: tuple[int, bytes] | None = None,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
+    ) -> Future[Any]:
+        """Sends a request and returns a future of the answer's value.
+
+        Args:
+            to: a member.
+            kind: what kind of request.
+            obj: the body, to be pickled.
+            timeout: seconds; 0 for none, negative for the default.
+            extension: a tag and bytes that travel outside of the pickle.
+            holds: lives until the call is settled.
+            died: the error if the peer is lost first.
+
+        Raises:
+            SerializationError: ``obj`` can't be pickled.
+            NotInitializedError: the agent is closed.
+        """
+        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
+        future: Future[Any] = Future.of_call(call, self)
+        self._submit(call, message)
+        return future
+
+    def call_notify(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        extension: tuple[int, bytes],
+        follower: Follower,
+    ) -> None:
+        """Sends a request; ``follower`` is told when there is an outcome.
+
+        It is told in the I/O thread, or in the thread that calls this.
+        """
+        call, message = self._pack(to, kind, obj, timeout, extension)
+        call.follower = follower
+        self._submit(call, message)
+
+    def _pack(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        extension: tuple[int, bytes] | None,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
+    ) -> tuple[PendingCall, Message]:
+        """Makes a call, and the message of its request."""
+        if self._outbox.closed:
+            raise has_shut_down()
+        timeout = self.timeout(timeout)
+        message = Message(kind)
+        peer = to.member_id
+        encoder = self._codec.encoder(peer)
+        encoder.pack(obj, message)
+        if extension is not None:
+            message.extensions = [*message.extensions, extension]
+        scope = current_scope()
+        if scope is not None:
+            timeout = scope.bounded(timeout)
+        message.deadline = timeout
+        call = self.calls.new(peer, timeout, holds, died)
+        call.kind, call.what = kind, name_of(obj)
+        message.call_id = call.call_id
+        if encoder.undoable:
+            call.undo = encoder.abort
+        return call, message
+
+    def _submit(self, call: PendingCall, message: Message) -> None:
+        """Enters a call into the table, and sends it as soon as there is room for it."""
+        admission = Admission.SETTLED
+        try:
+            self.calls.enter(call)
+            scope = current_scope()
+            # The value of an RRef may be waited for by others than this handler.
+            if scope is not None and message.kind != Kind.REMOTE:
+                scope.adopt(call)
+            admission = self._admit(call, message)
+            if admission is Admission.NOW or admission is Admission.DELAYED:
+                self._issue(call, message, admission is Admission.DELAYED)
+        except BaseException:  # Ctrl-C: nobody will ask for the outcome
+            self._abandon(call)
+            raise
+        finally:
+            if admission is not Admission.LATER:
+                self._undo_unsent(call)
+
+    def _admit(self, call: PendingCall, message: Message) -> Admission:
+        """Waits until flow control has room for a call, or has it sent when there is."""
+        if message.kind not in METERED or call.peer in self._membership.lost:
+            return Admission.NOW
+        if not in_event_loop():
+            thread = threading.get_ident() if in_handler() else None
+            return self.flow_control.enter(call, thread, message.nbytes)
+        # This thread must not wait: it would hold up all coroutines.
+        task = id(asyncio.current_task()) if current_scope() is not None else None
+        size = message.nbytes
+        if self.flow_control.enter_now(call, task, size):
+            return Admission.SETTLED if call.settled else Admission.NOW
+        message.copy_buffers()  # the caller may change its tensors meanwhile
+        go = partial(self._submit_job, partial(self._issue_later, call, message))
+        return self.flow_control.enter_later(call, task, size, go)
+
+    def _issue_later(self, call: PendingCall, message: Message) -> None:
+        """Sends a call from an event loop, which has waited for room unless it was settled."""
+        try:
+            if not call.settled:
+                self._issue(call, message, delayed=True)
+        except Exception as error:
+            call.fail(error)
+        finally:
+            self._undo_unsent(call)
+
+    def _issue(self, call: PendingCall, message: Message, delayed: bool) -> None:
+        """Sends a call for which there is room; ``delayed`` if it has waited for that."""
+        if delayed and call.timeout:
+            message.deadline = call.remaining()
+        lost = self._membership.lost
+        if call.peer not in lost:
+            call.stage = Stage.SENDING
+            if call.settled:
+                call.stage = Stage.NEW  # cancelled, by a thread that looks at the stage afterwards
+                return
+            try:
+                self._outbox.request(call.peer, message, partial(self._on_not_sent, call))
+                call.stage = Stage.LEFT
+            except (zmq.ZMQError, MemoryError) as error:
+                exhausted = _exhausted(error)
+                if exhausted is not None:
+                    call.stage = Stage.NEW
+                    raise exhausted from error
+                # The peer's mailbox is closed when it is lost, and all are at the end.
+                if call.peer not in lost:
+                    self.calls.fail(lambda _: has_shut_down())
+        if call.peer in lost:
+            self.calls.fail(self.died, call.peer)
+
+    def wait(self, call: PendingCall) -> None:
+        """Waits until a call is settled; at its deadline this thread settles it.
+
+        This thread receives the answer itself if no other thread receives just now. A handler does
+        not: it may be called back meanwhile, and the thread that receives instead, woken while the
+        call is on its way, runs such a call itself.
+        """
+        here = not in_handler() and call.peer != self._membership.own_id
+        wait_until_settled(call, self._receiver.receive if here else None)
+
+    def decode(self, outcome: Any) -> Any:
+        """Returns the value of a call's outcome, or raises its error; the same each time."""
+        if isinstance(outcome, Exception):
+            raise type(outcome)(*outcome.args)
+        if outcome.kind == Kind.ERROR:
+            raise load_exception(outcome.body)
+        return None if outcome.body == NONE else self._codec.unpack(outcome)
+
+    # -- what comes instead of the answer, or on the way -----------------------------------
+
+    def on_answer(self, answer: Message) -> None:
+        """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
+        call = self.calls.pop(answer.call_id)
+        if call is not None:
+            call.settle(answer)
+            self._receiver.on_answered(call)
+
+    def on_unreadable(self, answer: Message, error: Exception) -> bool:
+        """Fails the call of an answer that can't be read; True if the error needs no report.
+
+        In the I/O thread.
+        """
+        call = self.calls.pop(answer.call_id)
+        if call is None:
+            return False
+        # A segment of shared memory that no longer exists has gone with its owner.
+        gone = isinstance(error, FileNotFoundError)
+        hint = advice(error)
+        why = f"{error}; {hint}" if hint else error
+        call.settle(self.died(call) if gone else ProtocolError(f"the answer can't be read: {why}"))
+        return gone
+
+    def on_lost(self, answer: Message, error: Exception) -> None:
+        """Fails the call of an answer of which only the header has come. In the I/O thread."""
+        call = self.calls.pop(answer.call_id)
+        if call is not None:
+            call.settle(error)
+
+    def on_unread(self, answer: Message, _data: bytes) -> None:
+        """Undoes what was done for the message of a call: the callee has read nothing of it."""
+        call = self.calls.get(answer.call_id)
+        if call is not None:
+            call.take_back()
+
+    def died(self, call: PendingCall) -> WorkerDied:
+        """Makes the error of a call whose callee is gone."""
+        return call.died(
+            f"{self._why_gone(call.peer)}; calls to it fail, unless another one is started under "
+            "its name and joins the mesh"
+        )
+
+    def _on_not_sent(self, call: PendingCall, error: Exception) -> None:
+        """Fails a call that the I/O thread could not send for another thread."""
+        reason = _exhausted(error) or error
+        if reason is error and isinstance(error, zmq.ZMQError):
+            reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
+        call.stage = Stage.NEW
+        call.fail(reason)
+        self._undo_unsent(call)
+
+    def _undo_unsent(self, call: PendingCall) -> None:
+        # What went to a member that is lost is undone by the services.
+        if not call.sent and call.peer not in self._membership.lost:
+            call.take_back()
+
+    def _abandon(self, call: PendingCall) -> None:
+        """Cancels a call: the thread that made it is interrupted, and no longer waits."""
+        held = hold_interrupts()  # it may not be taken from the table and then not be settled
+        try:
+            call.cancel()
+        finally:
+            if held:
+                release_interrupts()
+
+    def _post_cancel(self, call: PendingCall) -> None:
+        """Tells the callee that the caller no longer waits for its answer; in any thread."""
+        if not self._outbox.closed:
+            self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
+
+
+def wait_until_settled(
+    call: PendingCall, receive: Callable[[threading.Lock, float], None] | None = None
+) -> None:
+    """Waits until a call is settled; at its deadline the current thread settles it.
+
+    If an exception (Ctrl-C) interrupts the wait, this thread is no longer one of the `waiters`.
+    For ``receive``, see `zrpc.runtime.thread_pool.acquire`.
+    """
+    ident = threading.get_ident()
+    call.waiters = (*call.waiters, ident)
+    try:
+        if not acquire(call.gate, call.remaining(), receive):
+            call.fail(call.timed_out())
+            # If another thread has taken the call from the table, that thread settles it at once.
+            call.gate.acquire()
+        call.gate.release()
+    except BaseException:
+        call.waiters = tuple(each for each in call.waiters if each != ident)
+        raise
+
+
+def _exhausted(error: Exception) -> Exception | None:
+    """The error for the caller if there was no descriptor or memory; None for other errors."""
+    hint = advice(error)
+    if hint is None:
+        return None
+    number = getattr(error, "errno", errno.ENOMEM)
+    if number == errno.ENOMEM:
+        return MemoryError(f"the call can't be sent: {hint}")
+    return OSError(number, f"the call can't be sent: {hint}")

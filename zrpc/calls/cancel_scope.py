@@ -1,0 +1,173 @@
+"""The cancel scope of a handler: its caller, the deadline, and whether the caller still waits.
+
+A `CancelScope` is made with a request. A context variable makes it current in the request's
+handler: in a thread of the pool, in a coroutine, and in the callbacks that either adds. Calls made
+there are the scope's children: they get no later deadline than the scope, and end with it.
+
+(The term is from anyio and trio.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from zrpc.calls.pending_calls import NEVER, PendingCall
+from zrpc.runtime.thread_pool import acquire
+
+if TYPE_CHECKING:
+    from zrpc.membership.worker_info import WorkerInfo
+
+__all__ = ["CancelScope", "activate", "current_scope", "deactivate"]
+
+# The shortest timeout of a nested call: 0 would mean no limit.
+_MIN_TIMEOUT_SECONDS = 0.001
+
+# Guards the rare steps of all scopes: the first child, the first wait, and the cancellation.
+# Held for a few instructions; no other lock is taken while it is held.
+_lock = threading.Lock()
+
+
+class CancelScope:
+    """The scope of one request's handler. Any thread may call its methods.
+
+    Args:
+        caller: the worker that sent the request.
+        timeout: seconds that the caller waits from now on; 0 for no limit.
+        must_run: whether the handler runs even if the caller no longer waits, since other workers
+            may wait for the value that it makes.
+
+    Attributes:
+        deadline: when the caller stops waiting, on the clock of ``time.monotonic``.
+        begun: whether the handler has begun.
+        cancelled: whether the caller no longer waits; then no answer is sent.
+        deferred: whether the handler has returned a future, which the outcome comes from.
+        thread: the ident of the thread that the handler began in; 0 before that.
+        function: the function that the caller asked for, once it is unpickled.
+        task: the asyncio task that the handler goes on in; None if it isn't a coroutine.
+    """
+
+    # Defaults on the class: a scope is made for each call, and few need more than the first two.
+    deadline = NEVER
+    begun = False
+    cancelled = False
+    deferred = False
+    must_run = False
+    thread = 0
+    function: Any = None
+    task: Any = None
+    _children: set[PendingCall] | None = None
+    # Opens when the scope is cancelled; made by the first wait.
+    _gate: threading.Lock | None = None
+
+    def __init__(self, caller: WorkerInfo, timeout: float, must_run: bool = False) -> None:
+        self.caller = caller
+        if timeout:
+            self.deadline = monotonic() + timeout
+        if must_run:
+            self.must_run = True
+
+    def begin(self) -> bool:
+        """Marks the handler as begun; returns False if it must not run."""
+        # Sets `begun` first and reads `cancelled` afterwards; `cancel` does the reverse. So at
+        # least one of the two sees the other.
+        self.begun = True
+        self.thread = threading.get_ident()
+        if not self.cancelled and (monotonic() < self.deadline or self.must_run):
+            return True
+        self.cancelled = True
+        return False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the caller no longer waits, as far as this worker knows."""
+        return self.cancelled or (self.deadline <= monotonic() and not self.must_run)
+
+    def cancel(self) -> bool:
+        """Cancels what can be cancelled, because the caller no longer waits.
+
+        Returns:
+            Whether the handler has not begun, and never will.
+        """
+        with _lock:
+            if self.cancelled or self.must_run:
+                return False
+            self.cancelled = True
+            if self._gate is not None:
+                self._gate.release()
+            # First the calls that wait for room: ending the others would give them room.
+            children = sorted(self._children or (), key=lambda child: child.sent)
+        if not self.begun:
+            return True
+        if (task := self.task) is not None:
+            # Before the children: else the coroutine would see their errors first.
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        for child in children:
+            child.cancel()
+        return False
+
+    def adopt(self, child: PendingCall) -> None:
+        """Adds a call of the handler; cancels it at once if the scope is cancelled."""
+        children = self._children
+        if children is None:
+            with _lock:
+                if self._children is None:
+                    self._children = set()
+                children = self._children
+        # In this order: the thread that settles the child removes it from the set afterwards.
+        child.siblings = children
+        children.add(child)
+        if child.settled:
+            children.discard(child)
+        if self.cancelled:
+            child.cancel()
+
+    def follow(self, task: Any) -> bool:
+        """Notes the asyncio task that the handler goes on in; returns False if it must not."""
+        self.task = task
+        return not self.cancelled
+
+    def remaining(self) -> float | None:
+        """Returns the seconds until the deadline, 0 after it; None without a deadline."""
+        return None if self.deadline == NEVER else max(0.0, self.deadline - monotonic())
+
+    def bounded(self, timeout: float) -> float:
+        """Returns ``timeout``, cut to the deadline, for a nested call; 0 means no limit."""
+        if self.deadline == NEVER:
+            return timeout
+        remaining = max(_MIN_TIMEOUT_SECONDS, self.deadline - monotonic())
+        return min(timeout or remaining, remaining)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Waits up to ``timeout`` seconds for the cancellation; returns `abandoned`."""
+        with _lock:
+            if self.cancelled:
+                return True
+            if self._gate is None:
+                self._gate = threading.Lock()
+                self._gate.acquire()
+            gate = self._gate
+        limits = [] if timeout is None else [max(0.0, timeout)]
+        remaining = None if self.must_run else self.remaining()
+        if remaining is not None:
+            limits.append(remaining)
+        if acquire(gate, min([*limits, threading.TIMEOUT_MAX]) if limits else -1):
+            gate.release()  # for the other threads that wait
+        return self.abandoned
+
+
+# None outside of handlers, and inside of a shield.
+_current: contextvars.ContextVar[CancelScope | None] = contextvars.ContextVar(
+    "zrpc_cancel_scope", default=None
+)
+
+# Returns the scope that this code runs in, or None.
+current_scope = _current.get
+# `activate` makes a scope (or None) current in this context; `deactivate` takes the token that it
+# returned, and restores the previous one.
+activate = _current.set
+deactivate = _current.reset

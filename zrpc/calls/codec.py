@@ -1,0 +1,71 @@
+"""The codec of one worker: packs values into messages, and unpacks them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.membership.view import Membership
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+from zrpc.wire.pickling import Decoder, Encoder
+
+__all__ = ["NONE", "Codec"]
+
+# The body of an answer without a value, the most common one.
+NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
+
+
+class Codec:
+    """Packs and unpacks values, with what the hooks add. Any thread may call its methods.
+
+    Args:
+        owner: the agent that packs; the reducers of services compare it.
+    """
+
+    def __init__(self, owner: Any, membership: Membership) -> None:
+        self._owner = owner
+        self._membership = membership
+        self._context_hooks: Sequence[MessageHooks] = ()
+        self._finishers: list[Callable[[Encoder], None]] = []
+        self._openers: dict[int, Callable[[Decoder], None]] = {}
+
+    def use(self, hooks: Sequence[MessageHooks]) -> None:
+        """Has these hooks look at messages. Only before the agent serves."""
+        self._context_hooks = overriding(MessageHooks, "in_context", hooks)
+        self._finishers = [each.finish for each in overriding(MessageHooks, "finish", hooks)]
+        opening = overriding(MessageHooks, "open", hooks)
+        self._openers = {each.tag: each.open for each in opening if each.tag is not None}
+
+    def in_context(self, request: Message | None) -> bool:
+        """Returns whether hooks must see a message that is packed now; see `MessageHooks`."""
+        for each in self._context_hooks:  # noqa: SIM110  (faster than any(), for each message)
+            if each.in_context(request):
+                return True
+        return False
+
+    def encoder(self, member: MemberId, request: Message | None = None) -> Encoder:
+        """Returns an encoder of a message to a member: of an answer if ``request`` is given."""
+        same_main = self._membership.same_main(member)
+        if not self.in_context(request):
+            return Encoder(self._owner, member, same_main, request)
+        in_graph = torch.is_grad_enabled()
+        return Encoder(self._owner, member, same_main, request, self._finishers, in_graph)
+
+    def unpack(self, message: Message) -> Any:
+        """Returns the object in a message. Runs the sender's code, so never in the I/O thread.
+
+        The result does not depend on the modes that this thread is in: tensors made in inference
+        mode could not be used in training later.
+        """
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            # This enables grad as well. torch.inference_mode takes three times as long.
+            with torch._C._InferenceMode(False):
+                return self.unpack(message)
+        value = Decoder(self._owner, message, self._openers).unpack()
+        message.buffers = ()  # they would keep large tensors alive as long as the message
+        return value

@@ -1,0 +1,179 @@
+"""The execution of a function for a caller: a plain one, ``async def``, or one with a future."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import CoroutineType
+from typing import Any, Protocol
+
+import torch
+
+from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
+from zrpc.errors import RpcCancelledError
+from zrpc.functions import is_async_execution
+from zrpc.runtime.event_loop import EventLoop
+from zrpc.wire.message import Message
+
+__all__ = ["Execution", "ExecutionWithin", "RequestJob"]
+
+
+class ResultSink(Protocol):
+    """Takes the outcome of an execution. Any thread may call its methods.
+
+    Attributes:
+        request: the request that the execution is for.
+    """
+
+    @property
+    def request(self) -> Message: ...
+
+    def defer(self) -> None:
+        """Learns that the function returned a future: the result comes later, no thread runs."""
+
+    def value(self, value: Any) -> None:
+        """Takes the result: of the function, or of its future or coroutine."""
+
+    def error(self, error: BaseException) -> None:
+        """Takes the error that the execution failed with."""
+
+
+class Execution:
+    """One call of a function on behalf of a caller; a job for a thread of the pool.
+
+    Args:
+        sink: takes the outcome.
+        loop: runs the coroutine if the function is ``async def``.
+        schedule: runs a job in a pool thread. The result of a future or a coroutine is handled
+            there: neither the event loop's thread nor the I/O thread may pickle a large result.
+        scope: the request's; nested calls belong to it.
+        resolve: returns function, args and kwargs; its errors count as the function's.
+    """
+
+    __slots__ = ("_loop", "_resolve", "_schedule", "_scope", "_sink")
+
+    def __init__(
+        self,
+        sink: ResultSink,
+        loop: EventLoop,
+        schedule: Callable[[Callable[[], None]], None],
+        scope: CancelScope,
+        resolve: Callable[[], tuple[Any, Any, Any]],
+    ) -> None:
+        self._sink = sink
+        self._loop = loop
+        self._schedule = schedule
+        self._scope = scope
+        self._resolve = resolve
+
+    @property
+    def request(self) -> Message:
+        """The request that the execution is for."""
+        return self._sink.request
+
+    @property
+    def useless(self) -> bool:
+        """Whether the job has not begun and must not."""
+        return self._scope.cancelled and not self._scope.begun
+
+    def __call__(self) -> None:
+        """Calls the function in this thread."""
+        if not self._scope.begin():
+            self._sink.error(RpcCancelledError("the caller no longer waits for the answer"))
+            return
+        token = activate(self._scope)
+        try:
+            function, args, kwargs = self._resolve()
+            self._scope.function = function
+            result = function(*args, **kwargs)
+            # The shared memory that they hold is returned with the answer.
+            del args, kwargs
+            if is_async_execution(function):
+                self._follow_future(result)
+                return
+            if isinstance(result, CoroutineType):
+                self._loop.run(self._await(result), contextvars.copy_context())
+                return
+        except BaseException as error:
+            # SystemExit and KeyboardInterrupt too: a handler must not end its worker. Removes
+            # this frame from the traceback, since it refers to the arguments.
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next
+            self._sink.error(error)
+            return
+        finally:
+            deactivate(token)
+        self._sink.value(result)
+
+    def _follow_future(self, result: Any) -> None:
+        if not isinstance(result, torch._C.Future):
+            raise RuntimeError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but got {type(result).__name__}"
+            )
+        result.add_done_callback(
+            lambda done: self._schedule(RequestJob(self.request, partial(self._finish, done)))
+        )
+        self._sink.defer()
+
+    def _finish(self, done: Any, _: Message) -> None:
+        try:
+            value = done.value()
+        except BaseException as error:
+            self._sink.error(error)
+        else:
+            self._sink.value(value)
+
+    async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Awaits an ``async def`` function. In the event loop's thread."""
+        scope = self._scope
+        try:
+            if not scope.follow(asyncio.current_task()):
+                coroutine.close()  # cancelled before it could begin
+                raise asyncio.CancelledError
+            value = await coroutine
+        except BaseException as error:
+            # SystemExit would end the loop. The caller of a cancelled task needs an answer too.
+            self._schedule(partial(self._sink.error, error))
+        else:
+            self._schedule(partial(self._sink.value, value))
+        finally:
+            scope.follow(None)  # the task refers to its context, and that to the scope: a cycle
+
+
+class RequestJob:
+    """A job for a thread of the pool that answers a request without running a user's function.
+
+    Args:
+        work: answers the request, which is accepted already.
+    """
+
+    __slots__ = ("_work", "request")
+
+    def __init__(self, request: Message, work: Callable[[Message], None]) -> None:
+        self.request = request
+        self._work = work
+
+    def __call__(self) -> None:
+        """Answers the request in this thread."""
+        self.request.scope.thread = threading.get_ident()
+        self._work(self.request)
+
+
+class ExecutionWithin(Execution):
+    """An execution within context managers, which the pool thread makes and enters."""
+
+    __slots__ = ("within",)
+
+    within: Sequence[Callable[[], AbstractContextManager[Any]]]
+
+    def __call__(self) -> None:
+        """Calls the function in this thread."""
+        with ExitStack() as stack:
+            for enter in self.within:
+                stack.enter_context(enter())
+            super().__call__()

@@ -1,0 +1,373 @@
+"""The future of a call: a torch future that can be awaited, cancelled and interrupted by Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import torch
+
+from zrpc.calls import trampoline
+from zrpc.calls.future_error import Failure, KeptError, without_frames
+from zrpc.calls.pending_calls import PendingCall
+from zrpc.errors import RpcCancelledError
+from zrpc.runtime.thread_pool import acquire
+
+__all__ = ["Future"]
+
+logger = logging.getLogger(__name__)
+
+# torch's own text.
+_ALREADY_COMPLETE = (
+    "Attempting to mark a completed Future as complete again. Note that a Future can only be "
+    "marked completed once."
+)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Calling(Protocol):
+    """Makes calls; see `zrpc.calls.caller.Caller`."""
+
+    def wait(self, call: PendingCall) -> None:
+        """Waits until a call is settled."""
+
+    def decode(self, outcome: Any) -> Any:
+        """Returns the value of a call's outcome, or raises the callee's error."""
+
+    def complete(self, job: Callable[[], None]) -> None:
+        """Runs a job in another thread; used if no thread waits for the call."""
+
+
+def _no_source() -> None:
+    """The source of a future that was not made by `then`."""
+
+
+class Future(torch.futures.Future[T]):
+    """The future result of a call; `zrpc.rpc_async` returns it.
+
+    It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
+    Beyond that:
+
+    - ``await future`` gives its value in any asyncio event loop;
+    - a handler that waits for it doesn't occupy one of the worker's running threads;
+    - ``cancel`` ends the call, also on the callee;
+    - Ctrl-C interrupts ``wait`` in the main thread;
+    - an error that nobody asked for is logged when the future is dropped.
+
+    Callbacks of `then` and `add_done_callback` run in one of the agent's threads, or in a thread
+    that waits for the future; they may make calls of their own. Any thread may call its methods.
+    A Future can't be pickled.
+
+    Example:
+        >>> future = Future()
+        >>> doubled = future.then(lambda f: f.wait() * 2)
+        >>> future.set_result(21)
+        >>> doubled.wait()
+        42
+
+    See also ``torch.futures.Future``.
+    """
+
+    # Without a dictionary, which would be one more object for each call in flight.
+    __slots__ = ("_call", "_calling", "_cancelled", "_gate", "_kept", "_open", "_source")
+
+    _kept: KeptError  # only if the future has one
+    _calling: Calling  # only if it was made by `of_call`
+
+    def __init__(self, *, devices: list[Any] | None = None) -> None:
+        super().__init__(devices=devices)
+        # The call in flight that the future stands for, if any; see `of_call`.
+        self._call: PendingCall | None = None
+        # Returns the future that `then` made this one from, while that lives. A strong reference
+        # would make a cycle, through torch's list of callbacks.
+        self._source: Callable[[], Future[Any] | None] = _no_source
+        self._cancelled = False
+        # Deleted by the one thread that completes the future; see `_claim`.
+        self._open = True
+        # Opens once the future is complete.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    @classmethod
+    def of_call(cls, call: PendingCall, calling: Calling) -> Future[T]:
+        """Returns a future of ``call``.
+
+        Args:
+            call: the call, not yet sent, so that it can't be settled yet.
+            calling: makes the call.
+
+        :meta private:
+        """
+        future: Future[T] = cls()
+        future._calling = calling
+        future._call = call
+        call.follower = future
+        return future
+
+    def wait(self) -> T:
+        """Waits for the value and returns it, or raises the error of the call."""
+        # In a callback: a job that this thread has postponed may complete this future.
+        trampoline.run_postponed(self.done)
+        call = self._call
+        if call is not None:
+            try:
+                self._calling.wait(call)
+            except BaseException:
+                # Interrupted. If the call was settled just now, another thread must complete it.
+                if call.settled:
+                    self.on_settled(call)
+                raise
+            self._complete(call)
+        acquire(self._gate)
+        self._gate.release()
+        return super().wait()
+
+    def value(self) -> T:
+        """Returns the value of a future that is done, or raises the error of the call."""
+        self.done()
+        return self.wait() if self._cancelled else super().value()
+
+    def done(self) -> bool:
+        """Returns whether there is a value or an error."""
+        call = self._call
+        if call is not None and call.settled:
+            self._complete(call)
+        return self._cancelled or super().done()
+
+    def cancel(self) -> bool:
+        """Cancels the call, here and on the callee.
+
+        A handler that still waits for its turn never runs. An ``async def`` handler is cancelled.
+        Any other handler sees ``current_call().cancelled``.
+
+        The future is done at once: `wait`, ``await`` and callbacks get a `RpcCancelledError`. What
+        the callee did already is not undone. A future of `then` cancels the call that it was made
+        from; the callback still runs, with the cancelled future, and its result is this future's
+        value. If an asyncio task is cancelled while it awaits the future of a call, the call is
+        cancelled as well.
+
+        Returns:
+            Whether it took effect; False if the future is done.
+
+        Example:
+            >>> future = rpc_async("worker1", lambda: current_call().wait_cancelled(10))
+            >>> future.cancel(), future.cancelled(), future.cancel()
+            (True, True, False)
+        """
+        source = self._source()
+        if source is not None:
+            return source.cancel()
+        call = self._call
+        if call is not None:
+            cancelled = call.cancel()
+            # Another thread may be about to complete the future with that error.
+            self._cancelled |= cancelled
+            return cancelled
+        if self.done():
+            return False
+        if not self._claim():
+            return False  # completed just now by another thread
+        self._cancelled = True  # first, since its callbacks may read it
+        self._keep_error(RpcCancelledError("the future was cancelled"))
+        return True
+
+    def cancelled(self) -> bool:
+        """Returns whether the future was cancelled, by `cancel` or with the call it belongs to."""
+        self.done()
+        return self._cancelled
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with ``result``; raises RuntimeError if it is complete already.
+
+        If it stands for a call, the call goes on at the callee, and its answer is dropped.
+        """
+        self._claim_for_program()
+        self._set(result)
+
+    def set_exception(self, result: T | Exception) -> None:
+        """Completes the future with an error, which `wait` and `value` raise; see `set_result`."""
+        if not isinstance(result, Exception):
+            raise TypeError(f"expected an Exception to set, but got {result!r}")
+        self._claim_for_program()
+        self._keep_error(result)
+
+    def _claim_for_program(self) -> None:
+        """Lets the program complete the future, instead of its call.
+
+        Raises:
+            RuntimeError: the future is complete, or its call's answer has arrived.
+        """
+        call = self._call
+        if (call is not None and not call.withdraw()) or not self._claim():
+            raise RuntimeError(_ALREADY_COMPLETE)
+        self._call = None
+
+    def _claim(self) -> bool:
+        """Returns whether this thread must complete the future, by `_set` or `_fail`."""
+        try:
+            del self._open  # atomic under the interpreter's lock
+        except AttributeError:
+            return False
+        return True
+
+    def _set(self, result: T) -> None:
+        # The gate opens first: torch runs the callbacks inside of set_result, and they may wait for
+        # this future. `wait` then still waits for torch's own completion.
+        if self._gate.locked():
+            self._gate.release()
+        super().set_result(result)
+        if trampoline.interrupts:
+            trampoline.raise_interrupt()
+
+    def _fail(self, failure: Failure) -> None:
+        """Completes the future with an error."""
+        self._set_unwrap_func(failure.raise_it)
+        self._set(None)  # type: ignore[arg-type]
+
+    def _keep_error(self, error: BaseException) -> None:
+        """Completes the future with an error."""
+        self._kept = KeptError(error)
+        self._fail(self._kept.failure)
+
+    def then(self, callback: Callable[[Any], S]) -> Future[S]:
+        """Returns a future of what ``callback(self)`` returns, called once this future is done.
+
+        If the callback raises, the new future fails with that error, ``SystemExit`` included. A
+        ``KeyboardInterrupt`` in the main thread is also raised there once the callbacks that are
+        due have run: by the method of a future that ran them.
+        """
+        # See _Callback about the lists.
+        pending: list[Future[S]] = [Future()]
+        result = pending.copy()
+        result[0]._source = weakref.ref(self)
+        self._add(_Callback(callback, self, pending))
+        return result.pop()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls ``callback(self)`` once this future is done; an error in it is logged.
+
+        For ``KeyboardInterrupt``, see `then`.
+        """
+        self._add(_Callback(callback, self, []))
+
+    def _add(self, callback: _Callback) -> None:
+        # If it is done, the callback runs right here, and its result exists afterwards.
+        at_once = super().done()
+        super().add_done_callback(functools.partial(trampoline.run, callback, at_once=at_once))
+        if trampoline.interrupts:
+            trampoline.raise_interrupt()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+
+        def arrive() -> None:
+            if not arrived.done():
+                arrived.set_result(None)
+
+        def on_done(future: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(arrive)
+
+        self.add_done_callback(on_done)
+        try:
+            yield from arrived
+        except asyncio.CancelledError:
+            # Not a future that the program completes: others may wait for it as well.
+            if self._call is not None or self._source() is not None:
+                self.cancel()
+            raise
+        return self.value()
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError("Can not pickle torch.futures.Future")
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Has another thread complete the future, unless a thread waits for it and will do so.
+
+        Runs in the thread that settled the call, mostly the I/O thread, which must not run user
+        code: unpickling and callbacks.
+
+        :meta private:
+        """
+        if not call.waiters:
+            self._calling.complete(functools.partial(self._complete, call))
+
+    def _complete(self, call: PendingCall) -> None:
+        """Makes the value from the call's outcome, in the first thread that asks."""
+        outcome = call.claim()
+        if outcome is None:
+            return
+        self._cancelled = isinstance(outcome, RpcCancelledError)
+        decode = functools.partial(self._calling.decode, outcome)
+        self._claim()
+        try:
+            value = decode()
+        except Exception as error:
+            self._fail(Failure(decode, without_frames(error)))
+        except BaseException:  # Ctrl-C during the unpickling
+            self._fail(Failure(decode, KeyboardInterrupt()))
+            raise
+        else:
+            self._set(value)
+        finally:
+            self._call = None
+
+
+class _Callback:
+    """A callback that `zrpc.calls.trampoline` runs once its future is done.
+
+    Args:
+        function: the user's function.
+        future: its argument.
+        results: the future of its result, if there is one. An error of the function refers by its
+            traceback to our frames, and to that of `Future.then` if ``future`` was done already.
+            None of these frames refers to the future that keeps the error, since it is removed from
+            this list then. So it is freed without the garbage collector.
+    """
+
+    __slots__ = ("_claimed", "_context", "_function", "_future", "_results")
+
+    def __init__(
+        self, function: Callable[[Any], Any], future: Future[Any], results: list[Future[Any]]
+    ) -> None:
+        self._function = function
+        self._future = future
+        self._results = results
+        self._claimed = False
+        # Calls in the callback have the agent, the autograd context and the deadline of the code
+        # that added it.
+        self._context = contextvars.copy_context()
+
+    def __call__(self) -> None:
+        try:
+            value = self._context.run(self._function, self._future)
+        except BaseException as error:  # SystemExit too: a thread may wait for the new future
+            self.fail(error)
+        else:
+            if self._results and self._claim():
+                self._results[0]._set(value)
+            self._results.clear()
+
+    def _claim(self) -> bool:
+        """Returns whether to complete the new future: the program may have done so itself."""
+        self._claimed = self._claimed or self._results[0]._claim()
+        return self._claimed
+
+    def fail(self, error: BaseException) -> None:
+        noted = trampoline.note_interrupt(error)
+        if not self._results:
+            if not noted:
+                logger.error("A callback of a Future failed", exc_info=error)
+            return
+        if self._claim() and not self._results[0].done():
+            self._results[0]._keep_error(error)
+        self._results.clear()

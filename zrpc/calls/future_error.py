@@ -1,0 +1,124 @@
+"""The error of a future: kept so that both can be freed, and logged if nobody asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
+
+__all__ = ["Failure", "KeptError", "without_frames"]
+
+# Users configure this logger by its public name.
+logger = logging.getLogger("zrpc.futures")
+
+# Errors that are not logged: this worker caused them by shutting down, cancelling, or Ctrl-C.
+_EXPECTED = (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt)
+
+
+class Failure:
+    """The error of a future, which is logged at the end if nobody asked for it.
+
+    torch's future calls `raise_it` each time its value is asked for, also on behalf of
+    ``torch.futures.wait_all``, and drops this object when it is dropped itself.
+
+    It keeps a function that makes the error instead of the error, for the reason of `KeptError`.
+
+    Args:
+        fail: makes the error and raises it.
+        for_log: an error with the same text that refers to no frames. ``fail`` is not called for
+            the log: it may run user code, and a future may end at any moment, in any thread.
+    """
+
+    __slots__ = ("_fail", "_for_log", "seen")
+
+    def __init__(self, fail: Callable[[], Any], for_log: BaseException) -> None:
+        self._fail = fail
+        self._for_log = for_log
+        self.seen = False
+
+    def raise_it(self, _: Any) -> None:
+        """Raises the error, because its value was asked for."""
+        self.seen = True
+        self._fail()
+
+    def __del__(self) -> None:
+        if not (self.seen or isinstance(self._for_log, _EXPECTED)):
+            # SystemExit too: it ends nothing in a callback.
+            logger.error("A call failed, and nobody waited for it", exc_info=self._for_log)
+
+
+class KeptError:
+    """The error of a future, held by a slot of the Python object.
+
+    A raised error refers by its traceback to the frames it passed through and to their callers, and
+    these refer to the future: a cycle. The garbage collector sees it here. It would not if torch's
+    future, a C++ object, held the error.
+
+    The C++ object may live longer, in what ``torch.futures.collect_all`` returns. It has the spare:
+    a copy of the error, without its frames.
+
+    Attributes:
+        failure: raises the error, without a strong reference to it.
+    """
+
+    __slots__ = ("__weakref__", "_spare", "error", "failure", "traceback")
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.traceback = error.__traceback__
+        self._spare = _copied(error)
+        raises = functools.partial(_raise, weakref.ref(self), self._spare)
+        self.failure = Failure(raises, self._spare)
+
+    def __del__(self) -> None:
+        if not self.failure.seen and self._spare is not self.error:
+            where = traceback.format_exception(self.error.with_traceback(self.traceback))
+            self._spare.__cause__ = _Traceback("\n" + "".join(where))
+
+
+def without_frames(error: Exception) -> Exception:
+    """Removes the frames from an error that was just raised, and that nobody else has."""
+    if not isinstance(error.__cause__, RemoteError | None):
+        error.__cause__ = _Traceback("\n" + "".join(traceback.format_exception(error)))
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+class _Traceback(Exception):
+    """The traceback of an error, as text."""
+
+
+def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoReturn:
+    kept = owner()
+    if kept is not None:
+        raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
+    copied = _copied(spare)
+    if copied is not spare:
+        copied.__cause__ = spare.__cause__
+    raise copied
+
+
+def _copied(error: BaseException) -> BaseException:
+    """Returns a copy without traceback and cause, or the error itself if it can't be copied."""
+    for copied_by in (copy.copy, _bare_copy):
+        # copy.copy calls the class with the error's args, which need not fit its __init__.
+        with contextlib.suppress(Exception):
+            copied = copied_by(error)
+            if type(copied) is type(error) and str(copied) == str(error):
+                return copied
+    return error
+
+
+def _bare_copy(error: BaseException) -> BaseException:
+    """Returns a copy that is made without its ``__init__``."""
+    copied = type(error).__new__(type(error), *error.args)
+    copied.__dict__.update(error.__dict__)
+    return copied

@@ -1,0 +1,212 @@
+"""How a worker sends messages to its peers, also if it has no descriptors left for that."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import zmq
+
+from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.membership.view import Membership
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from zrpc.runtime.resource_limits import advice, out_of_descriptors
+from zrpc.transport.network import Network
+from zrpc.wire.kind import UNCOUNTED
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["Outbox"]
+
+logger = logging.getLogger(__name__)
+
+# To which member, what sends the message, and what is told if that fails.
+_HandedOver = tuple[MemberId, Callable[[], None], Callable[[Exception], None]]
+
+
+class Outbox:
+    """Sends the messages of one worker. Any thread may call its methods.
+
+    Args:
+        in_io_thread: has something done in the I/O thread soon.
+
+    Attributes:
+        closed: whether the worker has shut down, or is about to.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        in_io_thread: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._network = network
+        self._membership = membership
+        self._in_io_thread = in_io_thread
+        # Messages that this worker had no descriptors to send.
+        self._unsent: deque[tuple[MemberId, Message]] = deque()
+        # Messages that threads which may be interrupted leave to the I/O thread.
+        self._handed_over: deque[_HandedOver] = deque()
+        self._short_of_descriptors = False
+        self._carriers: Sequence[MessageHooks] = ()
+        self.closed = False
+
+    def use(self, hooks: Sequence[MessageHooks]) -> None:
+        """Has these hooks carry large buffers. Only before the agent serves."""
+        self._carriers = overriding(MessageHooks, "carry", hooks)
+
+    def __len__(self) -> int:
+        """How many messages are still to be sent."""
+        return len(self._unsent) + len(self._handed_over)
+
+    def request(
+        self, member: MemberId, message: Message, on_failed: Callable[[Exception], None]
+    ) -> None:
+        """Sends a message that is answered.
+
+        Args:
+            member: to which member.
+            message: the message.
+            on_failed: called in the I/O thread with what is raised there, if that thread sends it.
+
+        Raises:
+            zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
+        """
+        if hold_interrupts():
+            try:
+                self._put_or_undo(member, message)
+            finally:
+                release_interrupts()
+        else:
+            self._hand_over(member, message, self._put_or_undo, on_failed)
+
+    def post(self, member: MemberId, message: Message) -> None:
+        """Sends a message that is not answered; does nothing if the peer or we are gone.
+
+        If there is no file descriptor left for it, it is sent when there is.
+
+        Raises:
+            MemoryError: there is no memory for it; only if it is large.
+        """
+        if member in self._membership.lost:
+            return
+        if hold_interrupts():
+            try:
+                self._put_or_queue(member, message)
+            finally:
+                release_interrupts()
+        else:
+            with contextlib.suppress(zmq.ZMQError):  # closed
+                self._hand_over(member, message, self._put_or_queue, self._log_failure)
+
+    def post_each_way(self, member: MemberId, first: Callable[[int, int, int], bytes]) -> None:
+        """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
+
+        Nothing happens if the peer or we are gone, or if there is no descriptor or memory left.
+        """
+        if member not in self._membership.lost:
+            with contextlib.suppress(zmq.ZMQError):
+                self._network.send_each_way(member, first)
+                self._drop_if_lost(member)
+
+    # -- into the network ------------------------------------------------------------------
+
+    def _put(self, member: MemberId, message: Message) -> None:
+        """Not to be interrupted: what is lent of shared memory must leave with the message."""
+        for hooks in self._carriers:
+            if message.buffers or hooks.to_carry:
+                hooks.carry(member, message)
+        counted = message.kind not in UNCOUNTED
+        self._network.send(member, message.first_frame(), message.buffers, counted)
+        self._drop_if_lost(member)
+
+    def _drop_if_lost(self, member: MemberId) -> None:
+        """Drops the mailboxes of a peer that was lost since it was last looked at.
+
+        One was opened once more then, with a message in it that nobody would ever drop.
+        """
+        if member in self._membership.lost:
+            self._network.drop(member)
+
+    def _put_or_undo(self, member: MemberId, message: Message) -> None:
+        try:
+            self._put(member, message)
+        except BaseException:
+            self._undo(member, message)
+            raise
+
+    def _put_or_queue(self, member: MemberId, message: Message) -> None:
+        try:
+            self._put(member, message)
+        except zmq.ZMQError as error:
+            if out_of_descriptors(error) and not self.closed:
+                self._unsent.append((member, message))
+                return
+            self._undo(member, message)
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            name = self._membership.info.name
+            logger.debug("%s: nothing sent to %s: %s", name, self._membership.infos[member], error)
+        except BaseException:
+            self._undo(member, message)
+            raise
+
+    def _undo(self, member: MemberId, message: Message) -> None:
+        """Undoes what was done for a message that is not sent, nor will be."""
+        if message.extensions:
+            for hooks in self._carriers:
+                hooks.undo_carry(member, message)
+
+    # -- by another thread, or later -------------------------------------------------------
+
+    def _hand_over(
+        self,
+        member: MemberId,
+        message: Message,
+        put: Callable[[MemberId, Message], None],
+        on_failed: Callable[[Exception], None],
+    ) -> None:
+        """Has the I/O thread send a message.
+
+        A signal handler of the program's own may raise at any point of the current thread. The
+        buffers are copied, since the caller may change its tensors as soon as the message is sent.
+        """
+        message.copy_buffers()
+        self._handed_over.append((member, partial(put, member, message), on_failed))
+        self._in_io_thread(self.put_handed_over)
+
+    def put_handed_over(self) -> None:
+        """Sends what other threads could not. In the I/O thread, or once that has ended."""
+        while self._handed_over:
+            member, put, on_failed = self._handed_over[0]
+            try:
+                if member not in self._membership.lost:  # meanwhile; its calls have failed
+                    put()
+            except Exception as error:
+                on_failed(error)
+            finally:
+                self._handed_over.popleft()  # now: it counts until it is sent
+
+    def _log_failure(self, error: Exception) -> None:
+        logger.error("%s: a message can't be sent: %s", self._membership.info, error)
+
+    def retry(self) -> None:
+        """Sends what could not be sent when there were no descriptors left. In the I/O thread."""
+        short = self._network.look_after_descriptors()
+        if short and not self._short_of_descriptors:
+            logger.error("%s: %s", self._membership.info, advice(OSError(errno.EMFILE, "")))
+        self._short_of_descriptors = short
+        for _ in range(len(self._unsent)):
+            self.post(*self._unsent.popleft())
+
+    def retry_soon(self) -> None:
+        """Has the I/O thread look for descriptors, and `retry`."""
+        self._in_io_thread(self.retry)
+
+    def close(self) -> None:
+        """From now on, what can't be sent at once is not sent."""
+        self.closed = True

@@ -1,0 +1,297 @@
+"""The calls that wait for an answer: their peers, their deadlines and their outcomes.
+
+No I/O in here. The thread that takes a call out of the table settles it, once: the I/O thread with
+an answer, a deadline, or the loss of the peer; or the caller, if its own wait ran out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["NEVER", "Follower", "PendingCall", "PendingCalls", "Stage", "name_of"]
+
+NEVER = float("inf")
+
+# The outcome of a call that has none yet, shared by all. Thousands of calls may be in flight, so
+# each is few objects: the garbage collector goes through all of them whenever many are new.
+_NO_OUTCOME: list[Any] = []
+
+
+def name_of(body: Any) -> object:
+    """Returns what to call a request in messages to people: its function's or method's name.
+
+    Not the function itself, which may hold much: a bound method its object, a closure its cells.
+
+    Args:
+        body: what is pickled: the function or the method's name first, if there is one.
+    """
+    what: Any = body[0] if type(body) is tuple and body else ""
+    if type(what) is str:
+        return what
+    try:
+        return what.__qualname__
+    except Exception:  # of an object that can be called
+        return type(what).__qualname__
+
+
+class Follower(Protocol):
+    """Follows a call that no thread waits for."""
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Learns that the call has an outcome. In the thread that settled it; it must be quick."""
+
+
+class Stage(IntEnum):
+    """How far the message of a call has come at the caller."""
+
+    NEW = 0  # not being sent: it waits for room, or was cancelled before, or could not be sent
+    SENDING = 1  # a thread is sending it
+    LEFT = 2  # it has left, or waits for the I/O thread to send it
+
+
+class PendingCall:
+    """One call in flight: a gate that opens when it is settled, and what settled it.
+
+    Args:
+        call_id: unique among this worker's calls.
+        peer: the member that must answer.
+        timeout: seconds; 0 means none.
+        holds: anything that must live until the call is settled.
+        died: the error if the peer is lost first.
+
+    Attributes:
+        begun: when it was made, on the clock of ``time.monotonic``.
+        deadline: when it times out, on the same clock; `NEVER` if it does not.
+        kind: the kind of its request, for messages to people.
+        what: what is asked for, see `name_of`; also for messages to people.
+        gate: opens when there is an outcome.
+        follower: told by the thread that settles the call, after the gate has opened.
+        siblings: the calls that end with the same handler; see `zrpc.calls.cancel_scope`.
+        stage: how far its message has come.
+        undo: undoes what was done for the message, if it is not sent.
+        waiters: the idents of the threads that wait for the answer.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_outcome",
+        "begun",
+        "call_id",
+        "deadline",
+        "died",
+        "follower",
+        "gate",
+        "holds",
+        "kind",
+        "peer",
+        "siblings",
+        "stage",
+        "undo",
+        "waiters",
+        "what",
+    )
+
+    def __init__(
+        self,
+        calls: PendingCalls,
+        call_id: int,
+        peer: MemberId,
+        timeout: float,
+        holds: Any,
+        died: type[WorkerDied],
+    ) -> None:
+        self._calls = calls
+        self._outcome = _NO_OUTCOME
+        self.call_id = call_id
+        self.peer = peer
+        self.begun = time.monotonic()
+        self.deadline = self.begun + timeout if timeout else NEVER
+        self.holds = holds
+        self.died = died
+        self.kind = 0
+        self.what: object = ""
+        self.follower: Follower | None = None
+        self.siblings: set[Any] | None = None
+        self.stage = Stage.NEW
+        self.undo: Callable[[], None] | None = None
+        self.waiters: tuple[int, ...] = ()
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+    @property
+    def sent(self) -> bool:
+        """Whether it is being sent, or has been."""
+        return self.stage is not Stage.NEW
+
+    @property
+    def left(self) -> bool:
+        """Whether its message has left, or waits for the I/O thread to send it."""
+        return self.stage is Stage.LEFT
+
+    @property
+    def timeout(self) -> float:
+        """Its whole time in seconds; 0 means none."""
+        return 0.0 if self.deadline == NEVER else self.deadline - self.begun
+
+    @property
+    def settled(self) -> bool:
+        """Whether there is an outcome, claimed or not."""
+        return not self.gate.locked()
+
+    def settle(self, outcome: Any) -> None:
+        """Stores the outcome and opens the gate; for the thread that took it from the table."""
+        self._outcome = [outcome]
+        self.holds = None
+        self.gate.release()
+        if self.siblings is not None:
+            self.siblings.discard(self)
+        self._calls.on_settled(self)
+        if self.follower is not None:
+            self.follower.on_settled(self)
+
+    def fail(self, error: Exception) -> None:
+        """Settles the call with an error, unless it is settled or about to be."""
+        if self._calls.pop(self.call_id) is self:
+            self.settle(error)
+
+    def cancel(self) -> bool:
+        """Settles the call with an error and has the callee told; False if it is settled."""
+        if self._calls.pop(self.call_id) is not self:
+            return False
+        self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
+        # First the outcome, then the check: the sending thread does this the other way round.
+        if self.sent:
+            self._calls.on_cancelled(self)
+        return True
+
+    def take_back(self) -> None:
+        """Undoes what was done for the message, once."""
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+
+    def withdraw(self) -> bool:
+        """Ends the call without an outcome, if its follower is completed in another way.
+
+        Returns:
+            False if it is settled, or about to be.
+        """
+        if self._calls.pop(self.call_id) is not self:
+            return False
+        self.follower = None
+        self.settle(None)
+        return True
+
+    def remaining(self) -> float:
+        """Returns the seconds until its deadline, as `thread_pool.acquire` takes them."""
+        return -1 if self.deadline == NEVER else max(0.0, self.deadline - time.monotonic())
+
+    def claim(self) -> Any:
+        """Returns the outcome to the first thread that asks for it, None to all others."""
+        try:
+            return self._outcome.pop()  # atomic under the interpreter's lock
+        except IndexError:
+            return None
+
+    def explanation(self) -> str:
+        """Returns what is known about why the peer does not answer, for error messages."""
+        return self._calls.explain(self.peer)
+
+    def timed_out(self) -> RpcTimeoutError:
+        """The error of a call whose deadline has passed."""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
+            f"marked with an error{self.explanation()}"
+        )
+
+
+class PendingCalls:
+    """The table of calls in flight. Any thread may call its methods.
+
+    Args:
+        on_settled: called with each call when it is settled.
+        on_cancelled: called with each call that was cancelled after it was sent.
+        explain: what is known about why a peer does not answer, for error messages: text that
+            begins with a semicolon, or nothing. Any thread may call it.
+
+    Attributes:
+        earliest: a time before which no call expires, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        on_settled: Callable[[PendingCall], None] = lambda _: None,
+        on_cancelled: Callable[[PendingCall], None] = lambda _: None,
+        explain: Callable[[MemberId], str] = lambda _: "",
+    ) -> None:
+        self.on_settled = on_settled
+        self.on_cancelled = on_cancelled
+        self.explain = explain
+        # Single operations on the dict are atomic; pop decides which thread settles a call.
+        self._calls: dict[int, PendingCall] = {}
+        self._ids = itertools.count(1)
+        # No call in the table has an earlier deadline than this; the lock guards its changes.
+        self.earliest = NEVER
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def new(
+        self, peer: MemberId, timeout: float, holds: Any = None, died: type[WorkerDied] = WorkerDied
+    ) -> PendingCall:
+        """Makes a call that is not entered yet; see `PendingCall` for the arguments."""
+        return PendingCall(self, next(self._ids), peer, timeout, holds, died)
+
+    def enter(self, call: PendingCall) -> None:
+        """Puts a call into the table."""
+        self._calls[call.call_id] = call
+        if call.deadline < self.earliest:
+            with self._lock:
+                self.earliest = min(self.earliest, call.deadline)
+
+    def pop(self, call_id: int) -> PendingCall | None:
+        """Takes a call out of the table; returns None if it is not in it, or no longer."""
+        return self._calls.pop(call_id, None)
+
+    def get(self, call_id: int) -> PendingCall | None:
+        """Returns a call of the table; None if it is not in it, or no longer."""
+        return self._calls.get(call_id)
+
+    def in_flight(self) -> list[PendingCall]:
+        """Returns the calls in the table, the oldest first."""
+        return list(self._calls.values())
+
+    def oldest(self) -> PendingCall | None:
+        """Returns the call of the table that was entered first."""
+        try:
+            return next(iter(self._calls.values()), None)
+        except RuntimeError:  # another thread has just changed the table
+            return next(iter(self.in_flight()), None)
+
+    def expire(self, now: float) -> None:
+        """Settles all calls whose deadline is not after ``now``."""
+        # Before the table is read: an entry made meanwhile lowers it again.
+        with self._lock:
+            self.earliest = NEVER
+        calls = list(self._calls.values())
+        for call in calls:
+            if call.deadline <= now and self.pop(call.call_id) is call:
+                call.settle(call.timed_out())
+        rest = [call.deadline for call in calls if call.deadline > now]
+        with self._lock:
+            self.earliest = min([self.earliest, *rest])
+
+    def fail(self, error: Callable[[PendingCall], Exception], peer: MemberId | None = None) -> None:
+        """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
+        for call in list(self._calls.values()):
+            if peer in (None, call.peer) and self.pop(call.call_id) is call:
+                call.settle(error(call))

@@ -1,0 +1,142 @@
+"""The requests of other workers that this worker has not answered yet.
+
+No I/O in here. Each request has a `CancelScope`, by which it is dropped when its caller no longer
+waits: the caller cancelled it or is gone, or its deadline has passed. If its handler has not begun,
+it never will, and the message is freed. If the handler runs, the scope cancels what it can. If the
+handler has returned a future that is not done, the request no longer counts as in progress.
+"""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic
+
+from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.pending_calls import NEVER
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.wire.kind import DROPPABLE
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["PendingRequests"]
+
+# How many cancellations of unknown requests are remembered. Most of these requests were answered
+# already, but a cancellation may also overtake its request, which is larger.
+_MAX_EARLY_CANCELS = 4096
+
+_Key = tuple[MemberId, int]
+
+
+class PendingRequests:
+    """The table of pending requests. Any thread may call its methods."""
+
+    def __init__(self) -> None:
+        # Single operations on the dicts are atomic.
+        self._requests: dict[_Key, Message] = {}
+        self._early_cancels: dict[_Key, None] = {}
+        # No request in the table has an earlier deadline; the lock guards its changes.
+        self._earliest = NEVER
+        self._lock = threading.Lock()
+        # Whether jobs of dropped requests may still be queued.
+        self._dropped = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def all(self) -> list[Message]:
+        """Returns the requests in the table."""
+        return list(self._requests.values())
+
+    def has(self, sender: MemberId, call_id: int) -> bool:
+        """Returns whether a request is here and not answered."""
+        return (sender, call_id) in self._requests
+
+    def accept(self, request: Message, caller: WorkerInfo) -> CancelScope:
+        """Enters a request; returns its scope, cancelled already if the cancellation came first."""
+        key = (request.sender, request.call_id)
+        scope = CancelScope(caller, request.deadline, request.kind not in DROPPABLE)
+        request.scope = scope
+        self._requests[key] = request
+        if scope.deadline < self._earliest:
+            with self._lock:
+                self._earliest = min(self._earliest, scope.deadline)
+        if key in self._early_cancels:
+            self._early_cancels.pop(key, None)
+            self._drop(key, request)
+        return scope
+
+    def end(self, request: Message) -> None:
+        """Removes a request that is answered, or never will be."""
+        key = (request.sender, request.call_id)
+        if self._requests.get(key) is request:  # not another one with the same id
+            self._requests.pop(key, None)
+
+    def defer(self, request: Message) -> None:
+        """Notes that a request's function has returned; its outcome comes later, or never."""
+        # Sets `deferred` first and reads `cancelled` afterwards; `_drop` does the reverse. So at
+        # least one of the two sees the other.
+        scope: CancelScope = request.scope
+        scope.deferred = True
+        if scope.cancelled or scope.deadline <= monotonic():
+            self.end(request)
+
+    def cancel(self, sender: MemberId, call_id: int) -> None:
+        """Drops a request whose caller no longer waits."""
+        key = (sender, call_id)
+        request = self._requests.get(key)
+        if request is not None:
+            self._drop(key, request)
+            return
+        self._early_cancels[key] = None
+        if len(self._early_cancels) > _MAX_EARLY_CANCELS:
+            self._early_cancels.pop(next(iter(self._early_cancels)), None)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Drops the requests of a caller that is gone."""
+        for key, request in list(self._requests.items()):
+            if key[0] == member:
+                self._drop(key, request)
+        for key in [key for key in list(self._early_cancels) if key[0] == member]:
+            self._early_cancels.pop(key, None)
+
+    def expire(self, now: float) -> bool:
+        """Drops the requests whose deadline has passed.
+
+        Returns:
+            Whether jobs may be queued of requests that were dropped since the last call.
+        """
+        if now >= self._earliest:
+            # Before the table is read: an entry made meanwhile lowers it again.
+            with self._lock:
+                self._earliest = NEVER
+            earliest = NEVER
+            for key, request in list(self._requests.items()):
+                scope: CancelScope = request.scope
+                if scope.deadline > now:
+                    earliest = min(earliest, scope.deadline)
+                else:
+                    self._drop(key, request)
+            with self._lock:
+                self._earliest = min(self._earliest, earliest)
+        dropped, self._dropped = self._dropped, False
+        return dropped
+
+    def close(self) -> None:
+        """Drops all requests: this worker leaves."""
+        for key, request in list(self._requests.items()):
+            self._drop(key, request)
+
+    def _drop(self, key: _Key, request: Message) -> None:
+        scope: CancelScope = request.scope
+        if not scope.cancel():
+            # Its future may never be done, so no shutdown waits for that. A worker that waits for
+            # the value of a REMOTE does so by a request of its own.
+            if scope.deferred:
+                self.end(request)
+            return
+        self._requests.pop(key, None)
+        self._dropped = True
+        # Frees the message, which the queued job refers to. Nothing of it was unpickled.
+        request.body = request.table = b""
+        request.buffers = ()
+        request.attachments = None

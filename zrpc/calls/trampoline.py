@@ -1,0 +1,153 @@
+"""A trampoline for the callbacks of futures: limits how deep they nest, and loses none.
+
+A callback completes the next future, whose callbacks run inside of it, and so on. A chain of some
+hundred futures would use up the stack. So callbacks nest only a few deep. Deeper ones are postponed
+until the running one returns, and run next, in the same thread and in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed"]
+
+logger = logging.getLogger(__name__)
+
+# How deep callbacks nest, except those of futures that are done already. Programs that block in one
+# callback until another one has run nest less deep.
+_MAX_DEPTH = 8
+# If the thread's stack has fewer frames left, callbacks don't nest at all: torch, which calls them,
+# loses those that find no room.
+_SPARE_FRAMES = 200
+
+
+class Job(Protocol):
+    """A job that runs once a future is done."""
+
+    def __call__(self) -> None:
+        """Calls the user's callback, and completes the future of its result."""
+
+    def fail(self, error: BaseException) -> None:
+        """Completes the future of its result with an error, unless that is done."""
+
+
+class _Nesting(threading.local):
+    """The callbacks of one thread, which no other thread sees."""
+
+    depth = 0  # how many callbacks run
+    max_depth = _MAX_DEPTH  # how many may run
+
+    def __init__(self) -> None:
+        # Postponed jobs: those that the current job added, and those that run after them.
+        self.added: deque[Job] = deque()
+        self.waiting: deque[Job] = deque()
+
+
+_nesting = _Nesting()
+
+# KeyboardInterrupts from callbacks in the main thread, to be raised there later: torch, which calls
+# the callbacks, drops what they raise.
+interrupts: list[KeyboardInterrupt] = []
+
+
+def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
+    """Runs a job in this thread: now, or after the jobs that run here if they nest too deep.
+
+    Torch passes the future as ``_done``. With ``at_once``, the job runs now in any case.
+    """
+    nesting = _nesting
+    if not nesting.depth:
+        nesting.max_depth = 1 if _is_full() else _MAX_DEPTH
+    elif nesting.depth >= nesting.max_depth and not at_once:
+        nesting.added.append(job)
+        return
+    # A job that runs at once, deeper than the limit, leaves the postponed jobs to those above it:
+    # else each job of a long chain of such would run the next one inside of itself.
+    runs_postponed = nesting.depth < nesting.max_depth
+    nesting.depth += 1
+    try:
+        _run_job(job)
+        # Also the jobs that were to run after one that this job waited for; see `run_postponed`.
+        if runs_postponed and (nesting.added or nesting.waiting):
+            _run_postponed(_never)
+    except BaseException as error:  # Ctrl-C between two jobs
+        note_interrupt(error)
+        if runs_postponed:
+            _run_postponed(_never)
+    finally:
+        nesting.depth -= 1
+
+
+def run_postponed(enough: Callable[[], bool]) -> None:
+    """Runs the postponed jobs of this thread until ``enough()``.
+
+    For callbacks that are about to wait for a future that another callback completes.
+    """
+    if _nesting.depth >= _nesting.max_depth:
+        _run_postponed(enough)
+
+
+def note_interrupt(error: BaseException) -> bool:
+    """Keeps an error of a callback for `raise_interrupt` if it is Ctrl-C; returns whether it is."""
+    if not isinstance(error, KeyboardInterrupt) or not _in_main_thread():
+        return False
+    if error not in interrupts:
+        interrupts.append(error)
+    return True
+
+
+def raise_interrupt() -> None:
+    """Raises a kept interrupt. Call it after callbacks may have run, if there are `interrupts`.
+
+    Raises:
+        KeyboardInterrupt: it came in a callback of this thread, and no callback runs any longer.
+    """
+    if interrupts and not _nesting.depth and _in_main_thread():
+        error = interrupts[0]
+        interrupts.clear()
+        # A new one: its traceback would refer to the future that may keep the first one.
+        raise KeyboardInterrupt(*error.args) from error
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _run_postponed(enough: Callable[[], bool]) -> None:
+    nesting = _nesting
+    while not enough():
+        # In the order of nested calls: jobs added by the latest job run before all earlier ones.
+        nesting.waiting.extendleft(reversed(nesting.added))
+        nesting.added.clear()
+        if not nesting.waiting:
+            return
+        _run_job(nesting.waiting.popleft())
+
+
+def _is_full() -> bool:
+    """Returns whether little room is left on this thread's stack."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - _SPARE_FRAMES))
+    except ValueError:  # it is not that deep
+        return False
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _run_job(job: Job) -> None:
+    try:
+        job()
+    except BaseException as error:
+        # No room left on the stack, for example. The job's future must be completed even then.
+        try:
+            job.fail(error)
+        except BaseException:
+            logger.exception("A callback of a Future failed")

@@ -1,0 +1,237 @@
+"""Where each worker of a mesh can be reached, and which workers may connect there.
+
+Workers of one host use Unix sockets. If any two can't, all of them listen on a network interface
+too, and exchange the addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+from torch.distributed import Store
+
+from zrpc.errors import AuthenticationError, RpcError
+from zrpc.membership.init_method import master_host
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.rendezvous import exchange
+from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.view import Membership
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.transport.address import check_private, interface_towards
+from zrpc.transport.curve import Curve, KeyPair, supports_curve
+from zrpc.transport.network import Network
+
+__all__ = ["Meeting", "announce_endpoint", "endpoint_of", "find_endpoints", "listen", "make_keys"]
+
+logger = logging.getLogger(__name__)
+
+_IFACE = "ZRPC_IFACE"
+_ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
+_MAKE_A_SECRET = (
+    "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "
+    "path for every worker"
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and how the workers of a mesh meet."""
+
+    store: Store  # shared by all
+    init_method: str  # the URL of the store; empty if the store was passed in
+    secret: ClusterSecret | None
+    options: ZmqRpcBackendOptions  # this worker's
+
+
+def make_keys(meeting: Meeting) -> KeyPair | None:
+    """Returns new keys for this worker; None if it must not encrypt (logged as a warning).
+
+    Raises:
+        AuthenticationError: there is no secret, though the options require one; libzmq can't
+            encrypt.
+    """
+    security = meeting.options.security
+    if security == "none":
+        logger.warning(
+            "security='none': traffic between hosts is neither encrypted nor authenticated. Anyone "
+            "who can reach a worker's port can run any code there"
+        )
+        return None
+    if security == "required" and meeting.secret is None:
+        raise AuthenticationError(f"security='required' needs a cluster secret: {_MAKE_A_SECRET}")
+    if not supports_curve():
+        raise AuthenticationError(
+            "expected a libzmq with CURVE, found one without: install pyzmq from its wheels, or "
+            "use security='none' on one host, or in a network that you trust"
+        )
+    return KeyPair.new()
+
+
+def find_endpoints(
+    network: Network, membership: Membership, meeting: Meeting, keys: KeyPair | None
+) -> list[str]:
+    """Returns where each worker can be reached; listens on tcp if any two workers need that.
+
+    Raises:
+        AuthenticationError: a worker's directory or key can't be trusted, or a secret is missing.
+        RpcError: a worker can't be reached.
+    """
+    records = list(membership.records.values())
+    for record in records:
+        if record.member_id != membership.own_id and membership.reaches_by_ipc(record.member_id):
+            check_private(Path(record.directory))
+    endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
+    by_ipc = all(record.ipc for record in records) and len({r.host_key for r in records}) == 1
+    if len(records) == 1 or by_ipc:
+        return endpoints  # a worker always reaches itself
+    if meeting.options.transport == "ipc":
+        raise RpcError(
+            "transport='ipc' needs all workers on one host with one directory for sockets, "
+            f"but they are on {_hosts(records)} hosts, or see different ones"
+        )
+    _check_security(membership, meeting, keys)
+    curve = None if keys is None else Curve(keys, [record.public_key for record in records])
+    tcp = _exchange_tcp(network, membership, meeting, curve)
+    return [
+        endpoints[record.rank] if membership.reaches_by_ipc(record.member_id) else tcp[record.rank]
+        for record in records
+    ]
+
+
+def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
+    """Listens on tcp if workers of other hosts may join; returns the endpoint, or "" if not.
+
+    For a worker that does not know yet which others it will meet. They may be on other hosts if the
+    master is reached by a network, if an interface is named, and with ``transport="tcp"``.
+
+    Raises:
+        AuthenticationError: a secret is missing.
+        RpcError: it can't listen.
+    """
+    transport = meeting.options.transport
+    named = bool(os.environ.get(_IFACE, "").strip())
+    interface = "127.0.0.1"
+    if named or meeting.init_method.startswith(("tcp:", "env:")):
+        interface = _interface(meeting.init_method)
+    elsewhere = named or not (interface.startswith("127.") or interface == "::1")
+    if transport == "ipc" or (transport == "auto" and not elsewhere):
+        return ""
+    if keys is not None and meeting.secret is None:
+        raise AuthenticationError(
+            "expected a cluster secret, found none. Workers of other hosts can join this mesh by "
+            f"{interface}, and without one can't be told from strangers: {_MAKE_A_SECRET}. "
+            "For workers of one host only, let them meet at 127.0.0.1"
+        )
+    return _listen(network, interface, None if keys is None else Curve(keys, []))
+
+
+def endpoint_of(membership: Membership, record: PeerRecord) -> str:
+    """Returns where a worker can be reached that this one has not met before.
+
+    Raises:
+        AuthenticationError: the worker's directory or key can't be trusted.
+        RpcError: it can't be reached.
+    """
+    mine = membership.records[membership.own_id]
+    if mine.reaches_by_ipc(record):
+        check_private(Path(record.directory))
+        return f"ipc://{Path(record.directory) / 'inbox'}"
+    local = _is_loopback(mine.endpoint) or _is_loopback(record.endpoint)
+    if not (mine.endpoint and record.endpoint) or (local and _hosts([mine, record]) > 1):
+        silent = record.info if mine.endpoint and not _is_loopback(mine.endpoint) else mine.info
+        raise RpcError(
+            f"{mine.info} and {record.info} share no host, or no directory for sockets, and "
+            f"{silent} listens on no network: set {_IFACE} there to the name or the address of "
+            "the network interface that leads to the others, or let all workers meet at a network "
+            "address"
+        )
+    _check_same_security(mine, record)
+    return record.endpoint
+
+
+def _hosts(records: Iterable[PeerRecord]) -> int:
+    return len({record.host_key.partition("/")[0] for record in records})
+
+
+def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | None) -> None:
+    """Refuses tcp if the workers' security differs, or if no secret vouches for their keys."""
+    for record in membership.records.values():
+        _check_same_security(membership.records[membership.own_id], record)
+    if keys is not None and meeting.secret is None:
+        # On one host too: its other users can reach the store, and pose as a worker there.
+        hosts = _hosts(membership.records.values())
+        raise AuthenticationError(
+            "expected a cluster secret, found none. The workers use tcp (they are on "
+            f"{hosts} host(s)), and without one can't tell a member from a stranger: "
+            f"{_MAKE_A_SECRET}. "
+            "`zrpc launch` makes one for its own workers"
+        )
+
+
+def _check_same_security(mine: PeerRecord, record: PeerRecord) -> None:
+    if bool(mine.public_key) != bool(record.public_key):
+        clear, other = (mine, record) if record.public_key else (record, mine)
+        raise AuthenticationError(
+            f"{clear.info} talks in the clear (security='none'), but {other.info} does not: give "
+            "all workers the same security"
+        )
+
+
+def _exchange_tcp(
+    network: Network, membership: Membership, meeting: Meeting, curve: Curve | None
+) -> list[str]:
+    """Listens on tcp; returns the endpoints of all workers."""
+    records = list(membership.records.values())
+    mine = _listen(network, _interface(meeting.init_method), curve)
+    timeout = meeting.options.init_timeout
+    found = exchange(meeting.store, records, membership.own_id, mine, timeout, meeting.secret)
+    for record, endpoint in zip(records, found, strict=True):
+        if _is_loopback(endpoint) and _hosts(records) > 1:
+            raise RpcError(
+                f"{record.info} listens on {endpoint}, which other hosts can't reach: set {_IFACE} "
+                "there to the name or the address of the network interface that leads to them"
+            )
+    announce_endpoint(membership.info, mine, curve is not None)
+    return found
+
+
+def _listen(network: Network, interface: str, curve: Curve | None) -> str:
+    try:
+        return network.listen_tcp(interface, curve)
+    except zmq.ZMQError as error:
+        raise RpcError(
+            f"can't listen on {interface} ({error}): set {_IFACE} to the name or the address of a "
+            "network interface of this host"
+        ) from error
+
+
+def announce_endpoint(info: WorkerInfo, endpoint: str, curve: bool) -> None:
+    """Logs where a worker listens on tcp; prints it too if other hosts can reach that."""
+    text = f"{info} listens on {endpoint} ({'CURVE' if curve else 'in the clear'})"
+    logger.info(text)
+    if not _is_loopback(endpoint) and not logger.isEnabledFor(logging.INFO):
+        print(f"zrpc: {text}", file=sys.stderr)
+
+
+def _interface(init_method: str) -> str:
+    """Returns the interface to listen on: the named one, or the one that leads to the master."""
+    named = os.environ.get(_IFACE, "").strip()
+    if named in _ALL_INTERFACES:
+        raise RpcError(
+            f"expected the name or the address of one network interface in {_IFACE}, found "
+            f"{named!r}: a worker never listens on all of them"
+        )
+    if named:
+        return named
+    return interface_towards(master_host(init_method) if init_method else "127.0.0.1")
+
+
+def _is_loopback(endpoint: str) -> bool:
+    return endpoint.startswith(("tcp://127.", "tcp://[::1]"))

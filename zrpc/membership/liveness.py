@@ -1,0 +1,222 @@
+"""How a worker monitors its peers: the I/O around `zrpc.membership.failure_detector`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import zmq
+
+from zrpc.membership.failure_detector import FailureDetector, Loss, Reason
+from zrpc.membership.view import Membership
+from zrpc.transport.address import is_alive
+from zrpc.transport.listener_probe import ListenerProbe
+from zrpc.transport.network import Network
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["LivenessMonitor"]
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.1
+# When to try again what the system did not allow.
+_RETRY_SECONDS = 1.0
+# After this time the leader of a shutdown monitors also the workers that it hears nothing of.
+_LEADER_WAIT_SECONDS = 1.0
+
+
+class LivenessMonitor:
+    """Finds out which peers of one worker are gone.
+
+    Args:
+        network: the worker's.
+        membership: the worker's; members that are gone are marked there.
+        limit: how long a peer may be silent, in seconds; 0 for no limit.
+        received: how many messages came from each worker that is not gone, kept by the agent.
+
+    Attributes:
+        expected: workers to monitor before any message was exchanged with them.
+
+    For one thread at a time, the one that receives; but `describe_loss` and `reason` may be called
+    from any.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        membership: Membership,
+        limit: float,
+        received: Mapping[MemberId, int],
+    ) -> None:
+        self._network = network
+        self._membership = membership
+        self._received = received
+        self._counted = dict(received)
+        self._detector = FailureDetector(limit)
+        self._next_tick = 0.0
+        self._retry_at = 0.0
+        self._leading_since: float | None = None
+        self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
+        self.expected: set[MemberId] = set()
+        self._probes: dict[MemberId, ListenerProbe] = {}
+        # Why workers are gone, and a description of that: written before the membership marks them
+        # as lost.
+        self._losses: dict[MemberId, tuple[Reason, str]] = {}
+        # Why workers left of which messages are still in flight, and how many they have sent.
+        self._deferred_leaves: dict[MemberId, tuple[Reason, int]] = {}
+        network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
+
+    def add(self, member: MemberId) -> None:
+        """Adds a worker that was introduced."""
+        self._counted[member] = 0
+        if self._is_neighbour(member):
+            self._neighbours.append(member)
+
+    def reason(self, member: MemberId) -> Reason | None:
+        """Why a worker is gone; None if that was not found here. From any thread."""
+        return self._losses[member][0] if member in self._losses else None
+
+    def tick(self, leading: bool) -> list[Loss]:
+        """Monitors the peers; returns the new losses, each once. Must be called often.
+
+        A worker that leads a shutdown waits for all others.
+        """
+        now = time.monotonic()
+        if now < self._next_tick:
+            return []
+        self._next_tick = now + _TICK_SECONDS
+        self._note_messages(now)
+        for peer, answers in self._network.heartbeats.events():
+            member = MemberId(peer)
+            (self._detector.connected if answers else self._detector.disconnected)(member, now)
+        self._monitor_new_ones(now, self._waits_for_all(leading, now))
+        self._check_processes(now)
+        losses = self._detector.tick(now) + self._complete_leaves(now)
+        for loss in losses:
+            self._record_loss(loss)
+        return losses
+
+    def leave(self, member: MemberId, reason: Reason, sent: int = 0) -> Loss | None:
+        """Notes that a peer has announced that it is gone; returns None if that was known.
+
+        Some of the messages that it has sent here may still be in flight, since large ones are
+        overtaken. Then this returns None too, and the peer is gone in a later `tick`.
+        """
+        if self._received.get(member, sent) < sent:
+            self._deferred_leaves[member] = (reason, sent)
+            return None
+        loss = self._detector.declare_lost(member, reason, time.monotonic())
+        if loss is not None:
+            self._record_loss(loss)
+        return loss
+
+    def _complete_leaves(self, now: float) -> list[Loss]:
+        """Declares workers lost that have left and whose messages are all in."""
+        complete = [
+            m for m, (_, sent) in self._deferred_leaves.items() if self._received[m] >= sent
+        ]
+        found = [
+            self._detector.declare_lost(member, self._deferred_leaves.pop(member)[0], now)
+            for member in complete
+        ]
+        return [loss for loss in found if loss is not None]
+
+    def describe_loss(self, member: MemberId) -> str:
+        """Names a worker that is gone, why it is, and when it was last heard. From any thread."""
+        info = self._membership.infos[member]
+        unknown = (None, f"{Reason.ENDED.value}, after its last message")
+        _, why = self._losses.get(member, unknown)
+        return f"worker {info.name} (rank {info.id}) is gone: {why}"
+
+    def close(self) -> None:
+        """Abandons the checks in progress."""
+        for probe in self._probes.values():
+            probe.close()
+        self._probes.clear()
+
+    def _is_neighbour(self, member: MemberId) -> bool:
+        return member != self._membership.own_id and self._membership.shares_host(member)
+
+    def _note_messages(self, now: float) -> None:
+        for member, count in self._received.items():
+            if count != self._counted[member]:
+                self._counted[member] = count
+                self._detector.heard(member, now)
+
+    def _waits_for_all(self, leading: bool, now: float) -> bool:
+        if not leading:
+            self._leading_since = None
+        elif self._leading_since is None:
+            self._leading_since = now
+        else:
+            return now - self._leading_since > _LEADER_WAIT_SECONDS
+        return False
+
+    def _monitor_new_ones(self, now: float, everyone: bool) -> None:
+        """Monitors each peer that a message was exchanged with, or is expected from."""
+        if not self._detector.limit or now < self._retry_at:
+            return
+        for member, count in self._received.items():
+            if (
+                (count or everyone or member in self.expected or self._network.knows(member))
+                and member != self._membership.own_id
+                and not self._detector.monitors(member)
+            ):
+                try:
+                    self._network.watch(member)
+                except zmq.ZMQError as error:
+                    # Out of descriptors, for example: its silence would be no sign.
+                    logger.warning(
+                        "%s can't be asked for heartbeats: %s",
+                        self._membership.infos[member],
+                        error,
+                    )
+                    self._retry_at = now + _RETRY_SECONDS
+                    return
+                self._detector.monitor(member, now)
+
+    def _check_processes(self, now: float) -> None:
+        for member in self._detector.to_check(self._neighbours):
+            directory = Path(self._membership.records[member].directory)
+            self._detector.checked(member, is_alive(directory), now)
+        for member in self._membership.living:
+            if self._detector.suspects(member) and member not in self._neighbours:
+                self._probe(member, now)
+
+    def _probe(self, member: MemberId, now: float) -> None:
+        """Checks from another host whether a worker's process has ended."""
+        if not self._network.endpoint(member).startswith("tcp://"):
+            return
+        probe = self._probes.get(member)
+        if probe is None:
+            with contextlib.suppress(OSError):  # out of descriptors
+                self._probes[member] = ListenerProbe(self._network.endpoint(member))
+            return
+        listening = probe.listening()
+        if listening is not None:
+            self._detector.checked(member, listening, now)
+        if not probe.pending:
+            self._probes.pop(member).close()
+
+    def _record_loss(self, loss: Loss) -> None:
+        why = loss.reason.value
+        if loss.reason is Reason.SILENT:
+            why += f" (heartbeat_timeout is {self._detector.limit:g} s)"
+        if loss.heard is None:
+            last = "it was never heard"
+        else:
+            ago = max(0.0, loss.at - loss.heard)
+            clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
+            last = f"it was last heard at {clock}, {ago:.1f} s before this was known"
+        self._losses[loss.member] = (loss.reason, f"{why}; {last}")
+        self._deferred_leaves.pop(loss.member, None)
+        self._counted.pop(loss.member, None)
+        self._membership.mark_lost(loss.member)
+        if loss.member in self._neighbours:
+            self._neighbours.remove(loss.member)
+        self._network.heartbeats.forget(loss.member)
+        if loss.member in self._probes:
+            self._probes.pop(loss.member).close()

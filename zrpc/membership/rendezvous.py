@@ -1,0 +1,361 @@
+"""How the workers of a mesh find each other: over any ``torch.distributed.Store``.
+
+Each worker writes a peer record under its rank and reads the records of all others. A record can be
+stale: a store may outlive a mesh (torchrun's does, a file may), and any worker may try again after
+a failure. So the workers then confirm that they have seen the same records. Each writes a key that
+is named by the tokens of all records, and a mesh stands once every rank has written the same one. A
+record that is replaced meanwhile is read again.
+
+Rank 0, which may host the store, is the first to confirm. A worker that loses the store can
+therefore tell two cases apart. If rank 0 had confirmed, this was the store of its own mesh, which
+rank 0 joined and has left again. If not, it may have been the store of an earlier mesh, whose host
+had yet to close it.
+
+All entries are signed with the cluster secret (``zrpc.membership.signed_store``). A signature shows
+which mesh's worker wrote a record but not when, so anybody who can write to the store can put an
+old one there. It is treated as a stale one: its token is not of this run, so no worker confirms it,
+since a confirmation is signed together with all tokens. A record with another signature is refused.
+A worker that finds one leaves a *protest* for its author, which reads it if it can: then both know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.distributed import DistNetworkError, Store
+
+from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.peer_record import PeerRecord, claimed_token
+from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.signed_store import SignedStore
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["RendezvousTiming", "StoreLost", "exchange", "meet", "store_errors"]
+
+logger = logging.getLogger(__name__)
+
+# The store is polled with a pause that grows from the first number to the second. Its own wait()
+# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
+# network error, and FileStore's polls once a second.
+_PAUSE_SECONDS = (0.001, 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class RendezvousTiming:
+    """The times of a rendezvous."""
+
+    # How long rank 0 stays at most for the others to read why there is no mesh; one of them may
+    # have died.
+    failure_read_seconds: float = 5.0
+    # How often a worker reads the records that exist while others are missing.
+    present_check_seconds: float = 0.5
+
+
+_TIMING = RendezvousTiming()
+
+
+class StoreLost(RendezvousError):
+    """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
+
+
+def meet(
+    store: Store,
+    record: PeerRecord,
+    timeout: float,
+    secret: ClusterSecret | None = None,
+    timing: RendezvousTiming = _TIMING,
+) -> list[PeerRecord]:
+    """Exchanges peer records with all other ranks; returns those of all, by rank.
+
+    Args:
+        store: shared by all.
+        record: this worker's.
+        timeout: seconds.
+        secret: signs the records.
+        timing: the times of this rendezvous.
+
+    Raises:
+        RendezvousError: ranks are missing when the timeout passes; two workers have one name
+            or one rank; the world sizes differ; the store fails.
+        StoreLost: the store is gone, and rank 0 had not confirmed this worker's record in it.
+        AuthenticationError: workers have different secrets, or only some have one; an entry in the
+            store is not from one of them.
+    """
+    with store_errors():
+        return _Rendezvous(SignedStore(store, secret), record, timeout, timing).run()
+
+
+@contextlib.contextmanager
+def store_errors(met: Sequence[PeerRecord] = ()) -> Iterator[None]:
+    """Raises a RendezvousError if a store fails while workers meet in it, or after they have."""
+    try:
+        yield
+    except (RendezvousError, AuthenticationError):
+        raise
+    except (RuntimeError, OSError) as error:
+        if met:
+            raise _host_ended(met, error) from error
+        kind = StoreLost if isinstance(error, DistNetworkError) else RendezvousError
+        raise kind(f"the store failed during the rendezvous: {error}") from error
+
+
+def _host_ended(records: Sequence[PeerRecord], error: Exception) -> RendezvousError:
+    host = records[0].info
+    return RendezvousError(
+        f"expected all {len(records)} workers to go on together once they had met, but lost their "
+        f"store ({error}): its host has exited, which is {host}, or the launcher if that hosts it; "
+        "find out why it exited"
+    )
+
+
+class _Rendezvous:
+    """One call of `meet`."""
+
+    def __init__(
+        self, entries: SignedStore, record: PeerRecord, timeout: float, timing: RendezvousTiming
+    ) -> None:
+        self._entries = entries
+        self._record = record
+        self._deadline = time.monotonic() + timeout
+        self._timeout = timeout
+        self._timing = timing
+        self._keys = [f"record/{rank}" for rank in range(record.world_size)]
+        # What is in place of a record, by rank: the entry, and what is wrong with it.
+        self._refused: dict[int, tuple[bytes, Exception]] = {}
+        self._next_present_check = 0.0
+
+    def run(self) -> list[PeerRecord]:
+        self._entries.set(self._keys[self._record.rank], self._record.dump())
+        while True:
+            records = self._gather()
+            digest = _digest(records)
+            if self._confirmed(digest, records):
+                try:
+                    _check(records, self._record)
+                except RendezvousError:
+                    self._await_readers(digest)
+                    raise
+                return records
+
+    def _await_readers(self, digest: str) -> None:
+        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+
+        Rank 0 may host the store, and a failure here often ends its program.
+        """
+        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
+            self._entries.set(keys[self._record.rank], "1")
+            if self._record.rank == 0:
+                self._shorten_deadline(self._timing.failure_read_seconds)
+                self._wait_for(lambda: self._entries.check(keys))
+
+    def _gather(self) -> list[PeerRecord]:
+        """Waits until there is a record of each rank."""
+        records: list[PeerRecord] = []
+
+        def complete() -> bool:
+            if self._entries.check(self._keys):
+                records[:] = self._read_records()
+            elif time.monotonic() > self._next_present_check:
+                self._next_present_check = time.monotonic() + self._timing.present_check_seconds
+                self._read_present()
+            return len(records) == len(self._keys)
+
+        if not self._wait_for(complete):
+            raise self._incomplete()
+        return records
+
+    def _read_records(self) -> list[PeerRecord]:
+        """Returns the records of all ranks, without the refused ones."""
+        entries = self._entries.get_all_raw(self._keys)
+        found = [self._read(rank, entry) for rank, entry in enumerate(entries)]
+        mine = found[self._record.rank]
+        if mine is None:
+            raise AuthenticationError(
+                f"the record of worker {self._record.name} (rank {self._record.rank}) was "
+                f"replaced: {self._refused[self._record.rank][1]}"
+            )
+        if mine != self._record:
+            raise RendezvousError(
+                f"rank {mine.rank} is not unique: workers {self._record.name} and {mine.name} "
+                "both have it"
+            )
+        return [record for record in found if record is not None]
+
+    def _read_present(self) -> list[PeerRecord]:
+        present = [rank for rank, key in enumerate(self._keys) if self._entries.check([key])]
+        entries = self._entries.get_all_raw([self._keys[rank] for rank in present])
+        found = [self._read(*pair) for pair in zip(present, entries, strict=True)]
+        return [record for record in found if record is not None]
+
+    def _read(self, rank: int, entry: bytes) -> PeerRecord | None:
+        """Returns the record in an entry; None, after a protest, if it isn't a member's."""
+        try:
+            record = PeerRecord.parse(self._entries.verified(self._keys[rank], entry))
+            if record.member_id != rank:
+                raise ValueError(
+                    f"expected the record of rank {rank}, found that of {record.member_id}"
+                )
+        except (AuthenticationError, ValueError) as error:
+            self._refuse(rank, entry, error)
+            return None
+        self._refused.pop(rank, None)
+        return record
+
+    def _refuse(self, rank: int, entry: bytes, error: Exception) -> None:
+        token = claimed_token(entry)
+        if rank not in self._refused or self._refused[rank][0] != entry:
+            self._refused[rank] = entry, error
+            logger.warning(
+                "%s refuses what claims to be worker %d: %s", self._record.info, rank, error
+            )
+            if token:
+                self._entries.set(_protest_key(token, self._record.token), "refused")
+        if token and self._entries.check([_protest_key(self._record.token, token)]):
+            self._await_reader_of_protest(token)
+            raise AuthenticationError(
+                f"worker {self._record.name} (rank {self._record.rank}) and the worker of rank "
+                f"{rank} refuse each other: {error}"
+            )
+
+    def _await_reader_of_protest(self, token: str) -> None:
+        """Waits a moment for the other worker to read the protest too: this one may be the host."""
+        self._entries.set(f"heard/{self._record.token}/{token}", "heard")
+        self._shorten_deadline(self._timing.present_check_seconds)
+        self._wait_for(lambda: self._entries.check([f"heard/{token}/{self._record.token}"]))
+
+    def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
+        """Confirms these records after rank 0, and waits until all have.
+
+        Returns False if a record was replaced.
+
+        Raises:
+            RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
+        """
+        keys = {f"{digest}/{record.rank}": record for record in records}
+        first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
+        if mine != first and not self._all_see({first: keys.pop(first)}, records):
+            return False
+        try:
+            self._entries.set(mine, "met")
+            del keys[mine]
+            # Of two workers both have confirmed: rank 0 may have gone on, and exited.
+            return not keys or self._all_see(keys, records)
+        except DistNetworkError as error:
+            if mine == first:
+                raise
+            raise _host_ended(records, error) from error
+
+    def _all_see(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> bool:
+        """Waits until some workers have confirmed the records; returns False if one changed."""
+        replaced = False
+
+        def seen() -> bool:
+            nonlocal replaced
+            if self._entries.check(list(keys)):
+                return True
+            replaced = self._read_records() != records
+            return replaced
+
+        if self._wait_for(seen):
+            if not replaced:
+                for key in keys:  # refuses a confirmation that its rank has not written
+                    self._entries.get(key)
+            return not replaced
+        _check(records, self._record)
+        late = [record.info for key, record in keys.items() if not self._entries.check([key])]
+        raise RendezvousError(
+            f"expected {len(records)} workers within {self._timeout:g} s, but {late} left again, "
+            "or are from an earlier run: start them again"
+        )
+
+    def _incomplete(self) -> RendezvousError | AuthenticationError:
+        records = self._read_present()
+        for record in records:
+            if (mismatch := record.size_mismatch(self._record)) is not None:
+                return RendezvousError(mismatch)
+        if self._refused:
+            rank, (_, error) = next(iter(self._refused.items()))
+            return AuthenticationError(
+                f"expected {len(self._keys)} workers within {self._timeout:g} s, but what claims "
+                f"to be ranks {sorted(self._refused)} was refused. Rank {rank}: {error}"
+            )
+        missing = sorted(set(range(len(self._keys))) - {record.rank for record in records})
+        return RendezvousError(
+            f"expected {len(self._keys)} workers within {self._timeout:g} s, but ranks {missing} "
+            "are missing: start them, or check RANK and WORLD_SIZE"
+        )
+
+    def _shorten_deadline(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _wait_for(self, done: Callable[[], bool]) -> bool:
+        return _wait_for(done, self._deadline)
+
+
+def _wait_for(done: Callable[[], bool], deadline: float) -> bool:
+    """Waits until ``done()``; returns False at the deadline."""
+    pause, longest = _PAUSE_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _protest_key(against: str, by: str) -> str:
+    return f"protest/{against}/{by}"
+
+
+def _digest(records: Iterable[PeerRecord]) -> str:
+    return hashlib.sha256("".join(record.dump() for record in records).encode()).hexdigest()
+
+
+def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
+    by_name: dict[str, PeerRecord] = {}
+    for record in records:
+        if (mismatch := record.size_mismatch(mine)) is not None:
+            raise RendezvousError(mismatch)
+        other = by_name.setdefault(record.name, record)
+        if other is not record:
+            raise RendezvousError(
+                f"worker name {record.name} is not unique: ranks {other.rank} and {record.rank} "
+                "both have it"
+            )
+
+
+def exchange(
+    store: Store,
+    records: Sequence[PeerRecord],
+    own_id: MemberId,
+    value: str,
+    timeout: float,
+    secret: ClusterSecret | None = None,
+) -> list[str]:
+    """Runs a second round among workers that have met: each gives a value and gets those of all.
+
+    Raises:
+        AuthenticationError: a value is not from the worker that it claims to be from.
+        RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
+    """
+    entries = SignedStore(store, secret)
+    with store_errors(records):
+        keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
+        entries.set(keys[own_id], value)
+        if not _wait_for(lambda: entries.check(keys), time.monotonic() + timeout):
+            missing = [
+                record.info
+                for key, record in zip(keys, records, strict=True)
+                if not entries.check([key])
+            ]
+            raise RendezvousError(
+                f"expected all workers to publish within {timeout:g} s where they listen, but "
+                f"{missing} did not: find out what became of them"
+            )
+        return [entries.get(key) for key in keys]

@@ -1,0 +1,146 @@
+"""The cluster secret, which only the workers of one mesh know.
+
+It signs what they write to the store. ``zrpc launch`` makes one for each run; for a run on several
+hosts, ``zrpc secret`` makes one that is copied to all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from zrpc.errors import AuthenticationError
+
+__all__ = [
+    "FILE_VARIABLE",
+    "VARIABLE",
+    "ClusterSecret",
+    "find_secret",
+    "new_secret",
+    "write_secret",
+]
+
+VARIABLE = "ZRPC_SECRET"
+FILE_VARIABLE = "ZRPC_SECRET_FILE"
+
+# Anyone who can read the store can try secrets against a signature, so it must not be guessable.
+_MIN_CHARACTERS = 32
+_MAX_CHARACTERS = 4096
+_PURPOSE = b"zrpc rendezvous entry 1"
+
+
+class ClusterSecret:
+    """A secret, for signing entries of a store.
+
+    Args:
+        text: at least 32 characters; surrounding white space doesn't count.
+
+    Raises:
+        AuthenticationError: it is too short, or too long.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, text: str) -> None:
+        text = text.strip()
+        if not _MIN_CHARACTERS <= len(text) <= _MAX_CHARACTERS:
+            raise AuthenticationError(
+                f"expected a cluster secret of {_MIN_CHARACTERS} to {_MAX_CHARACTERS} characters, "
+                f"found one of {len(text)}: make one with `zrpc secret`"
+            )
+        self._key = text.encode()
+
+    def __repr__(self) -> str:
+        return "<ClusterSecret>"  # never the secret itself: this appears in logs
+
+    def signature(self, key: str, value: bytes) -> bytes:
+        """Returns the HMAC-SHA256 of the value under a key, as 64 hexadecimal digits.
+
+        The key is signed too, so that no entry is valid in place of another.
+        """
+        name = key.encode()
+        signed = b"".join((_PURPOSE, len(name).to_bytes(4, "big"), name, value))
+        return hmac.new(self._key, signed, hashlib.sha256).hexdigest().encode()
+
+    def signed(self, key: str, value: bytes, signature: bytes) -> bool:
+        """Whether a signature is valid; takes the same time wherever a wrong one differs."""
+        return hmac.compare_digest(self.signature(key, value), signature)
+
+
+def new_secret() -> str:
+    """Returns a new secret of 256 random bits, as 64 hexadecimal digits."""
+    return secrets.token_hex(32)
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Writes a secret to a new file that only its owner can read.
+
+    Raises:
+        FileExistsError: something has that name; it is left as it is.
+        OSError: it can't be written.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(fd, 0o600)  # whatever the umask leaves
+        file.write(f"{text}\n")
+
+
+def find_secret(environment: Mapping[str, str] = os.environ) -> ClusterSecret | None:
+    """Returns the secret that ``ZRPC_SECRET_FILE`` or ``ZRPC_SECRET`` names; None without either.
+
+    Raises:
+        AuthenticationError: both are set; the file can't be read, belongs to another user, or can
+            be read by others; the secret is too short.
+    """
+    text, file = environment.get(VARIABLE, ""), environment.get(FILE_VARIABLE, "")
+    if text and file:
+        raise AuthenticationError(
+            f"expected {VARIABLE} or {FILE_VARIABLE}, found both: unset one of them"
+        )
+    if file:
+        return _read(Path(file))
+    return ClusterSecret(text) if text else None
+
+
+def _read(path: Path) -> ClusterSecret:
+    try:
+        # O_NONBLOCK: does not wait for a writer if the path is that of a pipe.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    except OSError as error:
+        raise AuthenticationError(
+            f"{FILE_VARIABLE} names {path}, which can't be read ({error.strerror}): make it with "
+            "`zrpc secret FILE`, and copy it to each host"
+        ) from error
+    try:
+        _check_file(path, os.fstat(fd))
+        data = os.read(fd, _MAX_CHARACTERS + 2)
+    finally:
+        os.close(fd)
+    try:
+        return ClusterSecret(data.decode())
+    except (UnicodeDecodeError, AuthenticationError) as error:
+        raise AuthenticationError(f"the file {path} holds no cluster secret: {error}") from error
+
+
+def _check_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise AuthenticationError(f"expected a file with the cluster secret, found {path}")
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid != os.geteuid():
+        raise AuthenticationError(
+            f"expected {path} to belong to this user ({os.geteuid()}), found that it belongs to "
+            f"user {status.st_uid}, who could change the cluster secret: use a copy of your own"
+        )
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        raise AuthenticationError(
+            f"expected {path} to have mode 0600, found {mode:04o}: others could have read the "
+            f"cluster secret. Make a new one with `zrpc secret`, or `chmod 600 {path}` if only "
+            "trusted users can log in here"
+        )

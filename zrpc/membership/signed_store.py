@@ -1,0 +1,166 @@
+"""What workers write to a store, signed with the cluster secret.
+
+The store itself authenticates nobody. So each entry carries a signature over its key and its value,
+and an entry with a wrong signature is refused. An entry of an earlier run has a valid signature:
+``zrpc.membership.rendezvous`` makes sure that it is not taken for one of this run.
+
+An entry is ``signature SPACE value``; without a secret the signature is ``-``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from torch.distributed import PrefixStore, Store
+
+from zrpc.errors import AuthenticationError
+from zrpc.membership.secret import ClusterSecret
+from zrpc.wire.member_id import RANKS
+
+__all__ = ["SignedStore", "take_ranks"]
+
+_PREFIX = "zrpc"
+_UNSIGNED = b"-"
+_SIGNATURE = re.compile(rb"-|[0-9a-f]{64}")
+# A peer record has some hundred bytes; a longer entry is refused.
+_MAX_BYTES = 64 * 1024
+# A value that no entry has; also a key that never exists.
+_NOTHING = "?"
+
+
+class SignedStore:
+    """The entries of zrpc in a store.
+
+    Args:
+        store: any kind of store.
+        secret: signs them; without one, only entries without a signature are accepted.
+    """
+
+    def __init__(self, store: Store, secret: ClusterSecret | None) -> None:
+        self._store = PrefixStore(_PREFIX, store)
+        self._secret = secret
+        self._can_delete: bool | None = None  # not known yet
+
+    def set(self, key: str, value: str) -> None:
+        """Writes an entry."""
+        self._store.set(key, self._signed(key, value))
+
+    def claim(self, key: str, value: str) -> bool:
+        """Writes an entry unless there is one under this key; returns whether it was written."""
+        entry = self._signed(key, value)
+        return bytes(self._store.compare_set(key, "", entry)) == entry.encode()
+
+    def get_or_set(self, key: str, value: str, max_bytes: int = _MAX_BYTES) -> str:
+        """Writes an entry unless there is one; returns the value of the one that is there.
+
+        Raises:
+            AuthenticationError: its signature is wrong, or it has more than ``max_bytes`` bytes.
+        """
+        entry = self._store.compare_set(key, "", self._signed(key, value))
+        return self.verified(key, bytes(entry), max_bytes)
+
+    def replace(self, key: str, before: bytes, value: str) -> None:
+        """Replaces an entry that was found before; b"" stands for no entry.
+
+        Does nothing if it has changed since.
+        """
+        self._store.compare_set(key, before.decode(), self._signed(key, value))
+
+    def delete(self, key: str) -> None:
+        """Removes an entry, if there is one."""
+        self._store.delete_key(key)
+
+    @property
+    def can_delete(self) -> bool:
+        """Whether `delete` works, and `peek` finds out without waiting that there is no entry.
+
+        All stores that come with torch can; torch does not require it of others.
+        """
+        if self._can_delete is None:
+            try:
+                self._store.delete_key(_NOTHING)
+                self._can_delete = self._peek(_NOTHING) is None
+            except RuntimeError:  # or the store is gone, which its next use shows
+                self._can_delete = False
+        return self._can_delete
+
+    def increment(self, key: str, amount: int) -> int:
+        """Adds to a number, which begins at 0 and is not signed; returns the sum."""
+        return int(self._store.add(key, amount))
+
+    def get(self, key: str) -> str:
+        """Returns the value of an entry that exists.
+
+        Raises:
+            AuthenticationError: its signature is wrong.
+        """
+        return self.verified(key, self.get_raw(key))
+
+    def get_raw(self, key: str) -> bytes:
+        """Returns an entry that exists, unverified."""
+        return bytes(self._store.get(key))
+
+    def peek(self, key: str) -> bytes | None:
+        """Returns an entry, unverified; None if there is none. It may be deleted at any time."""
+        if self.can_delete:
+            return self._peek(key)
+        return self.get_raw(key) if self.check([key]) else None
+
+    def _peek(self, key: str) -> bytes | None:
+        # A get would wait for it. This compares it with a value that no entry has: nothing is
+        # written.
+        entry = bytes(self._store.compare_set(key, _NOTHING, _NOTHING))
+        return None if entry == _NOTHING.encode() else entry
+
+    def verified(self, key: str, entry: bytes, max_bytes: int = _MAX_BYTES) -> str:
+        """Returns the value of an entry that was found under a key; errors as `get_or_set`."""
+        signature, _, value = entry[:max_bytes].partition(b" ")
+        if not _SIGNATURE.fullmatch(signature) or len(entry) > max_bytes:
+            raise AuthenticationError(
+                f"expected a signature and a value under {key}, found neither: all workers must "
+                "run the same version of zrpc, and nobody else may write to their store"
+            )
+        if self._secret is None:
+            if signature != _UNSIGNED:
+                raise AuthenticationError(
+                    f"the entry {key} is signed with a cluster secret, but this worker has none: "
+                    "give it the same ZRPC_SECRET or ZRPC_SECRET_FILE"
+                )
+        elif signature == _UNSIGNED:
+            raise AuthenticationError(
+                f"the entry {key} is not signed: give the worker that wrote it the same "
+                "ZRPC_SECRET or ZRPC_SECRET_FILE as this one"
+            )
+        elif not self._secret.signed(key, value, signature):
+            raise AuthenticationError(
+                f"the entry {key} is signed with another cluster secret, or forged: give all "
+                "workers the same ZRPC_SECRET or ZRPC_SECRET_FILE"
+            )
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise AuthenticationError(f"the entry {key} is damaged: {error}") from error
+
+    def _signed(self, key: str, value: str) -> str:
+        signature = _UNSIGNED
+        if self._secret is not None:
+            signature = self._secret.signature(key, value.encode())
+        return f"{signature.decode()} {value}"
+
+    def get_all_raw(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns entries that exist, unverified: with one request if the store can do that."""
+        return [bytes(entry) for entry in self._store.multi_get(list(keys))]
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether there are entries under all these keys, signed or not."""
+        return bool(self._store.check(list(keys)))
+
+
+def take_ranks(entries: SignedStore, count: int) -> int:
+    """Takes ``count`` consecutive ranks; returns the first of them.
+
+    No other worker is given them until all `RANKS` have been given.
+    """
+    first = (entries.increment("ranks", count) - count) % RANKS
+    return first if first + count <= RANKS else take_ranks(entries, count)

@@ -1,0 +1,184 @@
+"""Connects to the store in which the workers of a mesh meet, or hosts it.
+
+It is a ``torch.distributed.Store``, whose kind the ``init_method`` selects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from socket import SOCK_STREAM
+from urllib.parse import urlsplit
+
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
+
+from zrpc.errors import RendezvousError
+from zrpc.membership.init_method import agent_store, master
+
+__all__ = ["connect_store", "tcp_store"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 0.05
+_BACKLOG = 4096  # a whole mesh may connect at once
+
+
+def connect_store(
+    init_method: str, rank: int | None, world_size: int | None, timeout: float
+) -> Store:
+    """Opens the store that ``init_method`` names; rank 0 hosts it if it needs a host.
+
+    In an elastic mesh (without a world size) rank 0 hosts it only if nobody else does: it may have
+    been restarted.
+
+    Raises:
+        RendezvousError: the master can't be reached within ``timeout`` seconds, an address is
+            missing, or the URL is not understood.
+    """
+    deadline = time.monotonic() + timeout
+    parts = urlsplit(init_method)
+    try:
+        if parts.scheme in ("tcp", "env"):
+            address = master(init_method)
+            hosts = rank == 0 and not agent_store()
+            if hosts and world_size is None:
+                hosts = not _listens(address, timeout)
+            return tcp_store(*address, hosts, deadline, timeout)
+        if parts.scheme == "file":
+            _check_directory(parts.path)
+            # torch takes rank and size from its arguments or from here, but not from both.
+            init_method = parts._replace(query="").geturl()
+            if world_size is None:
+                return FileStore(parts.path, -1)
+        if rank is None or world_size is None:
+            raise RendezvousError(
+                "expected env://, tcp://host:port or file:///path as the init_method of an elastic "
+                f"mesh (without a world size), found {init_method}"
+            )
+        left = timedelta(seconds=timeout)
+        store: Store = next(rendezvous(init_method, rank, world_size, timeout=left))[0]
+        return store
+    except RendezvousError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        worker = "a worker" if rank is None else f"worker {rank}"
+        raise RendezvousError(f"{worker} can't use the store of {init_method}: {error}") from error
+
+
+def _check_directory(path: str) -> None:
+    # FileStore would retry to open the file for minutes.
+    directory = os.path.dirname(path) or "/"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise RendezvousError(
+            f"expected a writable directory for the file {path}, found none: make {directory}, or "
+            "name another place"
+        )
+
+
+def _listens(address: tuple[str, int], timeout: float) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address, timeout):
+        return True
+    return False
+
+
+def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float) -> Store:
+    """Connects to the TCPStore at an address, which rank 0 or the launcher hosts.
+
+    Made here and not by torch's ``rendezvous``, in which rank 0 waits for all others and then
+    does not name the missing ones.
+    """
+    if not hosts:
+        _await_listener((host, port), deadline, timeout)
+    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    made: list[TCPStore | BaseException] = []
+
+    def connect() -> None:
+        try:
+            store = TCPStore(
+                host,
+                port,
+                None,
+                hosts,
+                left,
+                wait_for_workers=False,
+                multi_tenant=not agent_store(),
+                master_listen_fd=_listen(host, port) if hosts else None,
+            )
+        except BaseException as error:
+            made.append(error)
+        else:
+            made.append(store)
+
+    # In a thread of its own: if something else listens at that address, TCPStore waits for an
+    # answer without limit, and neither a timeout nor Ctrl-C ends that.
+    thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
+    if not made:
+        raise RendezvousError(
+            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found something "
+            "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
+        )
+    if isinstance(made[0], BaseException):
+        if hosts and "EADDRINUSE" in str(made[0]):
+            raise RendezvousError(
+                f"expected to host the store of the workers at {host}:{port}, found that address "
+                "in use: by another program, or by another worker of rank 0. Name a port that is "
+                "free, and give each worker a rank of its own"
+            ) from made[0]
+        raise made[0]
+    return made[0]
+
+
+def _listen(host: str, port: int) -> int | None:
+    """Listens for the store at the master's address only; returns the descriptor.
+
+    Returns:
+        None if that address is not this host's own, as behind a translating router, or is in use:
+        then TCPStore listens on all interfaces, or raises the error.
+    """
+    found = {info[4][0]: info[0] for info in socket.getaddrinfo(host, port, type=SOCK_STREAM)}
+    loopback = [address for address in found if str(address).startswith(("127.", "::1"))]
+    if host == "localhost" and "127.0.0.1" in found:
+        address = "127.0.0.1"
+    elif len(found) == 1 and (host in found or not loopback):
+        [address] = map(str, found)
+    else:  # unclear which one the others use: a name of this host may mean loopback only here
+        return None
+    listener = socket.socket(found[address], SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        logger.info("the store does not listen on %s:%d alone: %s", address, port, error)
+        return None
+    return listener.detach()
+
+
+def _await_listener(address: tuple[str, int], deadline: float, timeout: float) -> None:
+    """Waits until something listens at the master's address.
+
+    TCPStore can wait for that itself, but Ctrl-C would not end it, and it logs an error with a
+    stack of C++ frames for each attempt.
+    """
+    reason: OSError | None = None
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise RendezvousError(
+                f"expected the master (rank 0) at {address[0]}:{address[1]} within {timeout:g} s, "
+                f"found nobody ({reason}): start it, or check MASTER_ADDR and MASTER_PORT"
+            ) from reason
+        try:
+            socket.create_connection(address, left).close()
+            return
+        except OSError as error:
+            reason = error
+            time.sleep(min(_RETRY_SECONDS, left))  # there is no event for the start of a listener

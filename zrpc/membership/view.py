@@ -1,0 +1,168 @@
+"""The members of a mesh: names, ranks, and which of them are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from zrpc.errors import RpcError
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.transport.network import bulk_identity
+from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
+
+__all__ = ["Membership"]
+
+_NAMED_IN_ERROR = 8
+
+
+class Membership:
+    """The workers of one mesh, as one of them sees them, by their member ids.
+
+    A worker that joins a running mesh is *introduced* first: its messages are recognized as its
+    own. It can be found only once it is *admitted*, when it is introduced everywhere. So a worker
+    that learns of it by a reference that another worker passes on can reach it.
+
+    Args:
+        records: of all workers that are members now.
+        own_id: this worker's member id.
+
+    The look-ups may be called from any thread, the methods that change something from one.
+    """
+
+    def __init__(self, records: Iterable[PeerRecord], own_id: MemberId) -> None:
+        # Of all workers that were ever introduced.
+        self.records = {record.member_id: record for record in records}
+        self.infos: dict[MemberId, WorkerInfo] = {}
+        self.own_id = own_id
+        self.awaited: set[MemberId] = set()  # introduced and not admitted
+        self.lost: set[MemberId] = set()
+        # How many members each rank had before this worker joined. Some of them may be gone without
+        # ever having been announced to it.
+        self._starts: Mapping[int, int] = {}
+        self._found: set[MemberId] = set()  # could be found at some time
+        self._by_name: dict[str, WorkerInfo] = {}
+        self._by_rank: dict[int, WorkerInfo] = {}
+        self._same_main: dict[MemberId, bool] = {}
+        # By routing id.
+        self._members: dict[bytes, MemberId] = {}
+        self._awaited_members: dict[bytes, MemberId] = {}
+        self._lost_members: dict[bytes, MemberId] = {}
+        for record in list(self.records.values()):
+            self.introduce(record)
+            self.admit(record.member_id)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """This worker."""
+        return self.infos[self.own_id]
+
+    @property
+    def living(self) -> list[MemberId]:
+        """All workers that can be found and are not gone."""
+        return sorted(self._found - self.lost)
+
+    def introduce(self, record: PeerRecord) -> None:
+        """Adds a worker that is about to join."""
+        member = record.member_id
+        self._same_main[member] = record.same_main(self.records[self.own_id])
+        self.records[member] = record
+        self.awaited.add(member)
+        for identity in _identities(record):
+            self._awaited_members[identity] = member
+        self.infos[member] = record.info
+
+    def admit(self, member: MemberId) -> bool:
+        """Makes a worker that has joined findable; returns False if it was already, or is gone."""
+        if member not in self.awaited:
+            return False
+        info = self.infos[member]
+        for identity in _identities(self.records[member]):
+            del self._awaited_members[identity]
+            self._members[identity] = member
+        self.awaited.discard(member)
+        self._found.add(member)
+        self._by_rank[info.id] = info
+        self._by_name[info.name] = info
+        return True
+
+    def find(self, to: str | int | WorkerInfo) -> WorkerInfo:
+        """Returns the worker that ``to`` names.
+
+        Raises:
+            RpcError: there is none.
+            ValueError: ``to`` isn't a name, rank or WorkerInfo.
+        """
+        if isinstance(to, WorkerInfo):
+            found = self._by_rank.get(to.id)
+            if found == to:
+                return found
+        elif isinstance(to, str):
+            if to in self._by_name:
+                return self._by_name[to]
+        elif isinstance(to, int):
+            if to in self._by_rank:
+                return self._by_rank[to]
+        else:
+            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        infos = list(self._by_rank.values())
+        names = ", ".join(info.name for info in infos[:_NAMED_IN_ERROR])
+        left = len(infos) - _NAMED_IN_ERROR
+        more = f" and {left} more" if left > 0 else ""
+        raise RpcError(f"could not find destination {to!r}: the workers are {names}{more}")
+
+    def member_of(self, identity: bytes) -> MemberId | None:
+        """Returns the member with this routing id, or None if the sender isn't a current member."""
+        return self._members.get(identity)
+
+    def awaited_member_of(self, identity: bytes) -> MemberId | None:
+        """Returns the worker with this routing id if it is introduced and not admitted."""
+        return self._awaited_members.get(identity)
+
+    def lost_member_of(self, identity: bytes) -> MemberId | None:
+        """Returns the worker with this routing id if it is lost."""
+        return self._lost_members.get(identity)
+
+    def mark_lost(self, member: MemberId) -> None:
+        """Marks a worker as gone, forever: even if it is heard again, it is no longer a member."""
+        for identity in _identities(self.records[member]):
+            self._lost_members[identity] = member
+            self._members.pop(identity, None)
+            self._awaited_members.pop(identity, None)
+        self.lost.add(member)
+        self.awaited.discard(member)
+
+    def set_starts(self, starts: Mapping[int, int]) -> None:
+        """Sets how many members each rank had before this worker joined."""
+        self._starts = starts
+
+    def departed_record(self, member: MemberId) -> PeerRecord | None:
+        """Returns a stand-in for the record of a worker that was gone before this one joined.
+
+        Others may still refer to that worker. Returns None if there was no such worker.
+        """
+        rank, incarnation = rank_of(member), incarnation_of(member)
+        if member in self.records or incarnation >= self._starts.get(rank, 0):
+            return None
+        token = f"{member:032x}"  # no worker draws it
+        return PeerRecord("departed", rank, 0, token, "", "", "", incarnation=incarnation)
+
+    def was_found(self, member: MemberId) -> bool:
+        """Whether a worker is or was findable, and not just introduced."""
+        return member in self._found
+
+    def same_main(self, member: MemberId) -> bool:
+        """Whether a name in ``__main__`` means the same at this worker and at that one."""
+        return self._same_main[member]
+
+    def shares_host(self, member: MemberId) -> bool:
+        """Whether this worker can see that one's private directory."""
+        return self.records[self.own_id].shares_host(self.records[member])
+
+    def reaches_by_ipc(self, member: MemberId) -> bool:
+        """Whether the two talk by Unix sockets."""
+        return self.records[self.own_id].reaches_by_ipc(self.records[member])
+
+
+def _identities(record: PeerRecord) -> tuple[bytes, bytes]:
+    """Returns the routing ids of a worker's mailboxes."""
+    return record.identity, bulk_identity(record.identity)

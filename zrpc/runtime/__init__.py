@@ -1,0 +1,10 @@
+"""Threads and event loops, and settings of the interpreter and the system.
+
+Other rooms may import every module here:
+
+- `thread_pool`: runs handlers, and waits of theirs (`acquire`);
+- `leader_follower`: which thread receives;
+- `event_loop`, `context_thread`: the other threads of an agent;
+- `interrupts`, `switch_interval`: Ctrl-C, and Python's thread switches;
+- `adaptive_spin`, `allocator`, `resource_limits`: polling, memory, and advice if a resource ends.
+"""

@@ -1,0 +1,269 @@
+"""Which thread receives now: the two I/O threads of an agent, and callers in their place.
+
+Exactly one thread receives at a time. It holds the *seat*.
+
+=========== ==================== ========================================= =========================
+State       Thread               What it does                              What ends it
+=========== ==================== ========================================= =========================
+leading     one I/O thread       holds the seat and receives; then, off    its job is about to wait
+                                 the seat, runs the job that its turn      (``give_way``) or takes
+                                 has taken (``take``), if jobs are quick   too long: it follows
+following   the other I/O thread checks every millisecond whether the      promotion: it leads
+                                 leader is still in the same job; sleeps
+                                 if there are no jobs
+resting     the leader, if its   receives nothing, so a caller may; checks nobody sits any longer, a
+            turn called ``rest`` every 0.3 ms whether callers still sit    time limit, ``end_rest``
+sitting-for a caller that waits  holds the seat and receives in place of   it leaves the seat
+            for its answer       the leader, which rests or is in a job;   (``leave``)
+                                 2 ms at most
+=========== ==================== ========================================= =========================
+
+A leader that runs a quick job itself saves waking another thread. If the job is not quick, the
+follower is promoted and receives, and the job goes on in what is now a thread like any other of
+the pool. A thread that makes one call after the other receives the answers itself, which saves
+waking it.
+
+This is the Leader/Followers pattern (D. C. Schmidt et al., in Pattern Languages of Program Design
+4, 2000). There the next leader is promoted before each job, here only if the job turns out to be
+long.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.thread_pool import HandlerPool, set_owner
+
+__all__ = ["LONGEST_SITTING", "LeaderFollower"]
+
+# Seconds between two checks of the follower. A leader that is in the same job at both loses the
+# lead: in the meantime nothing is received, neither replies nor reference counts.
+_CHECK_SECONDS = 0.001
+# Seconds between two checks of a resting leader. If callers have stopped sitting, messages for this
+# worker wait until the next check.
+_REST_CHECK_SECONDS = 0.0003
+# Seconds that a thread other than the leader receives at most.
+LONGEST_SITTING = 0.002
+# After this number of checks without a new job, the follower sleeps until it is woken.
+_CHECKS_BEFORE_SLEEP = 2
+
+
+class LeaderFollower:
+    """Runs turns in two threads, one turn at a time.
+
+    Args:
+        context: the threads' context.
+        name: the prefix of the threads' names.
+        turn: waits for messages for a short time and handles them; it may leave a job by `take`.
+        interrupt: makes a waiting turn return.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        context: contextvars.Context,
+        name: str,
+        turn: Callable[[], None],
+        interrupt: Callable[[], None],
+    ) -> None:
+        self._turn = turn
+        self._interrupt = interrupt
+        self._threads = [ContextThread(context, f"{name}-{i}", self._serve, (i,)) for i in range(2)]
+        # Guards everything below, except where noted and the job, which only the leader touches.
+        self._lock = threading.Lock()
+        self._leader = 0
+        self._stopping = False
+        self._job_count = 0  # jobs begun
+        self._busy = False  # the leader is in a job
+        # For each thread: whether it follows and can be promoted; whether it sleeps; and the gate
+        # at which it waits as a follower, without limit if it sleeps. Opening the gate makes it
+        # check at once. Each thread has its own gate: a thread that has just given away the lead
+        # may follow before the other one is awake, and must not take that one's wake-up.
+        self._ready = [False, False]
+        self._asleep = [False, False]
+        self._gates = [threading.Lock(), threading.Lock()]
+        for gate in self._gates:
+            gate.acquire()
+        self._job: Callable[[], None] | None = None
+        self._turn_ident = 0  # the ident of the leader while it is in a turn
+        # Held by the thread that receives.
+        self._seat = threading.Lock()
+        self._receiving = False  # the leader is in a turn
+        self._sit_count = 0  # times that other threads took the seat; guarded by the seat
+        self._rest_until = 0.0
+        # Opened to end the leader's rest.
+        self._rest_gate = threading.Lock()
+        self._rest_gate.acquire()
+
+    def start(self) -> None:
+        """Starts the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout: float) -> bool:
+        """Stops both threads after their turns and jobs, and waits for them.
+
+        It does not wait for the current thread. Afterwards no other thread receives either.
+
+        Args:
+            timeout: seconds to wait, for both together.
+
+        Returns:
+            False if a job was still running when the timeout passed; its thread is a daemon.
+        """
+        with self._lock:
+            self._stopping = True
+            for each in range(2):
+                self._wake(each)
+            self._end_rest()
+        self._interrupt()
+        deadline = time.monotonic() + timeout
+        # A job of the first thread may call this before the second one has started. The second
+        # one then ends at once.
+        started = [thread for thread in self._threads if thread.ident is not None]
+        others = [thread for thread in started if thread is not threading.current_thread()]
+        for thread in others:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._seat:
+            return not any(thread.is_alive() for thread in others)
+
+    def take(self, pool: HandlerPool, job: Callable[[], None]) -> bool:
+        """Has the current thread run ``job`` after its turn, as a guest of ``pool``.
+
+        Returns:
+            False if it won't: it is in no turn, it has a job already, the other thread can't
+            be promoted, or the pool does not admit it.
+        """
+        if (
+            self._turn_ident == threading.get_ident()
+            and self._ready[1 - self._leader]
+            and self._job is None
+            and pool.admit(self._turn_ident)
+        ):
+            self._job = partial(pool.run_as_guest, self._turn_ident, [job])
+            return True
+        return False
+
+    def give_way(self) -> None:
+        """Promotes the other thread, since the current one is about to wait in its job."""
+        me = self._threads.index(threading.current_thread())  # type: ignore[arg-type]
+        with self._lock:
+            if self._leader == me and self._busy:
+                self._leader, self._busy = 1 - me, False
+                self._wake(self._leader)
+
+    def rest(self, until: float) -> None:
+        """Has the leader rest after its turn, while others sit. Has an effect in its turn only.
+
+        Args:
+            until: the end of the rest at the latest, on the clock of ``time.monotonic``.
+        """
+        if self._turn_ident == threading.get_ident():
+            self._rest_until = until
+
+    @property
+    def resting(self) -> bool:
+        """Whether the leader rests or is in a job, so that another thread may sit."""
+        return not self._receiving
+
+    def sit(self) -> bool:
+        """Takes the seat, so the current thread receives; returns whether it got the seat.
+
+        No exception may interrupt the thread until it calls `leave`.
+        """
+        if not self._seat.acquire(blocking=False):
+            return False
+        if self._stopping:
+            self._seat.release()
+            return False
+        self._sit_count += 1
+        return True
+
+    def leave(self) -> None:
+        """Gives back the seat."""
+        self._seat.release()
+
+    def end_rest(self) -> None:
+        """Has the leader receive again."""
+        with self._lock:
+            self._end_rest()
+
+    def _end_rest(self) -> None:
+        if self._rest_gate.locked():
+            self._rest_gate.release()
+
+    def _serve(self, me: int) -> None:
+        """The life of one thread."""
+        set_owner(self)
+        while not self._stopping:
+            if self._leader == me:
+                self._lead(me)
+            else:
+                self._follow(me)
+
+    def _lead(self, me: int) -> None:
+        with self._seat:
+            self._turn_ident = threading.get_ident()
+            self._receiving = True
+            try:
+                self._turn()
+            finally:
+                self._receiving = False
+                self._turn_ident = 0
+        job, self._job = self._job, None
+        if job is None:
+            if self._rest_until:
+                self._rest_while_others_sit()
+            return
+        self._rest_until = 0.0  # the job will have taken some time
+        with self._lock:
+            self._job_count += 1
+            self._busy = True
+            if self._asleep[1 - me]:
+                self._wake(1 - me)
+        try:
+            job()
+        finally:
+            with self._lock:
+                if self._leader == me:
+                    self._busy = False
+
+    def _rest_while_others_sit(self) -> None:
+        until, self._rest_until = self._rest_until, 0.0
+        count = -1
+        while self._sit_count != count and time.monotonic() < until and not self._stopping:
+            count = self._sit_count
+            if self._rest_gate.acquire(timeout=_REST_CHECK_SECONDS):
+                return
+
+    def _follow(self, me: int) -> None:
+        """Watches the leader; returns when this thread must lead or end."""
+        checks = 0
+        while True:
+            with self._lock:
+                jobs = self._job_count
+                asleep = checks >= _CHECKS_BEFORE_SLEEP and not self._busy
+                if self._leader == me or self._stopping:
+                    return
+                self._asleep[me] = asleep
+                self._ready[me] = True
+            woken = self._gates[me].acquire(timeout=-1 if asleep else _CHECK_SECONDS)
+            with self._lock:
+                self._asleep[me] = False
+                if self._busy and self._job_count == jobs and not woken:
+                    self._leader, self._busy = me, False
+                if self._leader == me or self._stopping:
+                    self._ready[me] = False
+                    return
+                checks = checks + 1 if self._job_count == jobs else 0
+
+    def _wake(self, thread: int) -> None:
+        """Has a follower check at once; the lock is held."""
+        if self._gates[thread].locked():
+            self._gates[thread].release()

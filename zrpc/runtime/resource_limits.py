@@ -1,0 +1,59 @@
+"""Errors that mean that a worker has run out of a resource: which one, and what to do."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+
+__all__ = ["advice", "out_of_descriptors"]
+
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+
+def advice(error: BaseException) -> str | None:
+    """Returns which resource has run out and what to do; None if the error has another cause.
+
+    The errors that it was raised from count as well.
+    """
+    for one in _with_causes(error):
+        try:
+            number, text = getattr(one, "errno", None), str(one)
+        except Exception:  # a user's error class may fail here
+            continue
+        if number == errno.EMFILE:
+            return (
+                f"the process has no file descriptors left{_limit()}: close what is not needed, or "
+                "raise the limit with `ulimit -n` before the worker starts"
+            )
+        if number == errno.ENFILE:
+            return "the system has no file descriptors left: raise fs.file-max"
+        if isinstance(one, MemoryError) or number == errno.ENOMEM or "allocate memory" in text:
+            return (
+                "the process has no memory left: send or keep less at once, or give it more "
+                "(`ulimit -v`, the memory limit of its container)"
+            )
+        if isinstance(one, RuntimeError) and "can't start new thread" in text:
+            return "the system allows no more threads: raise the limit with `ulimit -u`"
+    return None
+
+
+def out_of_descriptors(error: BaseException) -> bool:
+    """Returns whether an operation failed because no file descriptor was left."""
+    return getattr(error, "errno", None) in _NO_DESCRIPTORS
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _limit() -> str:
+    try:
+        import resource
+    except ImportError:  # not a POSIX system
+        return ""
+    return f" (it may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"

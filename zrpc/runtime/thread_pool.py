@@ -1,0 +1,402 @@
+"""The threads that run handlers: a pool that grows while its threads wait.
+
+The pool's size limits the handlers that *run*. A thread that waits for another call (see
+`acquire`) is not running, so while it waits another thread may take its place: nested calls
+can't deadlock at any depth. A thread that waits in a way that can't be seen from here
+(for the user's own lock, in ``torch.futures.wait_all``) is found by `HandlerPool.relieve`.
+
+A thread that does not belong to the pool may run its jobs as a *guest*, see `HandlerPool.admit`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from zrpc.runtime.context_thread import ContextThread
+
+__all__ = ["HandlerPool", "Load", "ThreadOwner", "acquire", "in_handler", "in_pool", "set_owner"]
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], None]
+
+# More threads than this wait at once only if a program recurses without end.
+MAX_THREADS = 4096
+
+# Handing a job to another thread costs some 10 microseconds or more. If jobs take longer than
+# this, running them side by side matters more.
+_QUICK_JOB_SECONDS = 100e-6
+# A longer job counts as this in the moving average: it says no more about the next one.
+_MAX_COUNTED_SECONDS = 1e-3
+_WEIGHT_OF_LAST = 0.1
+
+# .pool is the HandlerPool whose job the current thread runs, if any.
+# .owner is what lends the thread to pools as a guest, if anything.
+_thread = threading.local()
+
+
+class Load(NamedTuple):
+    """What a pool has to do.
+
+    Attributes:
+        size: the number of jobs that may run at once.
+        running: the number of jobs that run, without those that wait for another worker.
+        threads: the number of threads.
+        begun: the number of jobs ever begun, approximately.
+        queued: the number of jobs that wait for a thread.
+        backlog: the first of those.
+    """
+
+    size: int
+    running: int
+    threads: int
+    begun: int
+    queued: int
+    backlog: list[Job]
+
+
+class ThreadOwner(Protocol):
+    """Lends its threads to pools as guests."""
+
+    def give_way(self) -> None:
+        """Called in a guest's job that is about to wait."""
+
+
+def set_owner(owner: ThreadOwner) -> None:
+    """Records which `ThreadOwner` owns the current thread."""
+    _thread.owner = owner
+
+
+def acquire(
+    gate: threading.Lock,
+    timeout: float = -1,
+    receive: Callable[[threading.Lock, float], None] | None = None,
+) -> bool:
+    """Acquires ``gate``, and lets the pool replace this thread while it waits.
+
+    Every wait for another worker goes through here. Ctrl-C interrupts it in the main thread.
+
+    Args:
+        gate: the lock to acquire.
+        timeout: seconds; negative means without limit, as in ``threading.Lock.acquire``.
+        receive: called first, with gate and timeout, if the gate is closed: for a short time this
+            thread may itself receive what opens it.
+
+    Returns:
+        False if the timeout passed first.
+    """
+    if gate.acquire(blocking=False):
+        return True
+    pool: HandlerPool | None = getattr(_thread, "pool", None)
+    if pool is None:
+        if receive is not None:
+            receive(gate, timeout)
+        return gate.acquire(timeout=timeout)
+    pool._block()
+    try:
+        if receive is not None:
+            receive(gate, timeout)
+            if gate.acquire(blocking=False):
+                return True
+        owner: ThreadOwner | None = getattr(_thread, "owner", None)
+        if owner is not None:
+            owner.give_way()
+        return gate.acquire(timeout=timeout)
+    finally:
+        pool._unblock()
+
+
+class HandlerPool:
+    """Runs jobs in threads that start when first needed, at most ``size`` of them running.
+
+    Args:
+        size: the number of jobs that may run at once.
+        name: the prefix of the threads' names.
+        context: every thread runs in a copy of it, so context variables set there (the current
+            agent) hold in all jobs.
+
+    Attributes:
+        begun: the number of jobs ever begun, approximately.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(self, size: int, name: str, context: contextvars.Context | None = None) -> None:
+        self._size = size
+        self._name = name
+        self._context = context or contextvars.Context()
+        # The lock guards everything below. It is held for a few instructions at a time, and no
+        # other lock is taken while it is held.
+        self._lock = threading.Lock()
+        self._backlog: deque[Job] = deque()
+        self._threads: set[_PoolThread] = set()
+        self._idle: list[_PoolThread] = []  # last in, first out: that one is warmest
+        self._guests: set[int] = set()  # the idents of admitted threads
+        self._running = 0  # threads with a job, without those in acquire()
+        self._closed = False
+        self._numbers = itertools.count()
+        # For relieve(), which only the agent's leader calls.
+        self.begun = 0
+        self._begun_before = -1
+        self._cpu_before: dict[int, float | None] = {}
+        # The moving average of how long jobs take. A lost update does no harm.
+        self._average_seconds = 0.0
+
+    def submit(self, job: Job) -> None:
+        """Queues ``job``. If it raises, the error is logged. After `close` the job is dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._running < self._size:
+                self._running += 1
+                self._hand_over(job)
+            else:
+                self._backlog.append(job)
+
+    @property
+    def active(self) -> int:
+        """The number of jobs that are queued, run or wait."""
+        with self._lock:
+            threads = len(self._threads) + len(self._guests)
+            return len(self._backlog) + threads - len(self._idle)
+
+    def load(self, limit: int) -> Load:
+        """Returns how much there is to do, with at most ``limit`` of the queued jobs."""
+        with self._lock:
+            return Load(
+                self._size,
+                self._running,
+                len(self._threads),
+                self.begun,
+                len(self._backlog),
+                list(itertools.islice(self._backlog, limit)),
+            )
+
+    @property
+    def queued(self) -> int:
+        """The number of jobs that wait for a thread."""
+        return len(self._backlog)
+
+    def admit(self, ident: int) -> bool:
+        """Admits the current thread, with this ident, as a guest; it must call `run_as_guest` next.
+
+        Returns:
+            False if it is not admitted: jobs are not quick, or another one runs, and this one may
+            run beside it.
+        """
+        if self._average_seconds > _QUICK_JOB_SECONDS:
+            return False
+        with self._lock:
+            if self._closed or self._running:
+                return False
+            self._running += 1
+            self._guests.add(ident)
+            return True
+
+    def run_as_guest(self, ident: int, jobs: list[Job]) -> None:
+        """Runs a job in the current thread, which was admitted, and then queued jobs.
+
+        It begins no queued job once all together have taken longer than one quick job.
+
+        Args:
+            ident: the thread's ident.
+            jobs: a list with the job, which is taken out: it must not be kept alive with its
+                arguments, which may be large, while another job runs.
+        """
+        _thread.pool = self
+        end = time.perf_counter() + _QUICK_JOB_SECONDS
+        following: Job | None = jobs.pop()
+        try:
+            while following is not None:
+                self._do(following)
+                following = self._next_of_guest(end)
+        finally:
+            _thread.pool = None
+            with self._lock:
+                self._guests.discard(ident)
+                self._running -= 1
+                if self._backlog and self._running < self._size and not self._closed:
+                    self._start_next()
+
+    def _next_of_guest(self, end: float) -> Job | None:
+        if not self._backlog or time.perf_counter() > end:
+            return None
+        with self._lock:
+            if self._backlog and self._running <= self._size and not self._closed:
+                return self._backlog.popleft()
+            return None
+
+    def discard(self, useless: Callable[[Job], bool]) -> None:
+        """Drops the queued jobs for which ``useless(job)`` is true. ``useless`` must be quick."""
+        with self._lock:
+            self._backlog = deque(job for job in self._backlog if not useless(job))
+
+    def relieve(self) -> None:
+        """Starts threads in place of those that wait unseen. Must be called periodically.
+
+        If jobs are queued and none was begun since the last call, every thread that used no
+        processor time since then is assumed to be waiting.
+        """
+        with self._lock:
+            stuck = bool(self._backlog) and self.begun == self._begun_before
+            self._begun_before = self.begun
+            threads = self._at_work() if stuck else set()
+        cpu = {ident: _cpu_time(ident) for ident in threads}
+        waiting = sum(
+            ident in self._cpu_before and self._cpu_before[ident] == used
+            for ident, used in cpu.items()
+        )
+        self._cpu_before = cpu
+        with self._lock:
+            for _ in range(min(waiting, len(self._backlog))):
+                self._start_next()
+
+    def _at_work(self) -> set[int]:
+        """Returns the idents of the threads that have a job; the lock is held."""
+        own = self._threads.difference(self._idle)
+        return self._guests | {thread.ident for thread in own if thread.ident is not None}
+
+    def close(self, timeout: float, finish: bool = False) -> bool:
+        """Stops the threads when their current jobs are done, and drops queued jobs.
+
+        Args:
+            timeout: seconds to wait for them, all together.
+            finish: whether to run queued jobs first, as far as the timeout allows.
+
+        Returns:
+            False if a job was still running when the timeout passed; its thread is a daemon and
+            ends with its job.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closed = True
+            if not finish:
+                self._backlog.clear()
+            for thread in self._idle:
+                thread.gate.release()
+            self._idle.clear()
+            threads = self._threads - {threading.current_thread()}
+            if self._backlog and not threads:
+                # The backlog waits for the current thread, or for a guest that won't come back.
+                self._start_next()
+                threads = self._threads - {threading.current_thread()}
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._backlog.clear()
+        return not any(thread.is_alive() for thread in threads)
+
+    def _start_next(self) -> None:
+        """Starts the first of the queued jobs; the lock is held."""
+        self._running += 1
+        self._hand_over(self._backlog.popleft())
+
+    def _hand_over(self, job: Job) -> None:
+        """Gives ``job`` to an idle thread or to a new one; the lock is held."""
+        if self._idle:
+            thread = self._idle.pop()
+            thread.job = job
+            thread.gate.release()
+            return
+        thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
+        try:
+            if len(self._threads) >= MAX_THREADS:
+                raise RuntimeError(f"there are {MAX_THREADS} threads already")
+            self._threads.add(thread)
+            thread.start()
+        except RuntimeError:
+            # The system refuses another thread: the job waits until one is free.
+            self._threads.discard(thread)
+            self._running -= 1
+            self._backlog.appendleft(job)
+            logger.exception("Can't start another thread for %s; a call waits", self._name)
+
+    def _run(self, thread: _PoolThread) -> None:
+        """The life of one thread."""
+        _thread.pool = self
+        job = thread.job
+        while job is not None:
+            self._do(job)
+            thread.job = job = None  # the job must not be kept alive from here
+            job = self._next_job(thread)
+
+    def _do(self, job: Job) -> None:
+        self.begun += 1  # only compared for changes: a lost increment does no harm
+        begin = time.perf_counter()
+        try:
+            job()
+        except BaseException:
+            logger.exception("A job of %s failed; its thread goes on", self._name)
+        took = min(time.perf_counter() - begin, _MAX_COUNTED_SECONDS)
+        self._average_seconds += (took - self._average_seconds) * _WEIGHT_OF_LAST
+
+    def _next_job(self, thread: _PoolThread) -> Job | None:
+        """Waits for the thread's next job; returns None if the thread must end."""
+        with self._lock:
+            # If some threads came back from a wait, more run than may: this one makes room.
+            # After close() it works off the backlog regardless of what else runs.
+            if self._backlog and (self._running <= self._size or self._closed):
+                return self._backlog.popleft()
+            self._running -= 1
+            if self._closed or len(self._idle) >= self._size:
+                self._threads.discard(thread)
+                return None
+            self._idle.append(thread)
+        thread.gate.acquire()  # until _hand_over or close
+        if thread.job is None:
+            with self._lock:
+                self._threads.discard(thread)
+        return thread.job
+
+    def _block(self) -> None:
+        """Lets another thread run in place of the current one, which is about to wait."""
+        with self._lock:
+            self._running -= 1
+            if self._backlog and self._running < self._size:
+                self._start_next()
+
+    def _unblock(self) -> None:
+        with self._lock:
+            self._running += 1
+
+
+class _PoolThread(ContextThread):
+    """One thread of a pool, with its next job and the gate at which it idles."""
+
+    def __init__(self, pool: HandlerPool, name: str, job: Job) -> None:
+        super().__init__(pool._context, name, pool._run, (self,))
+        self.job: Job | None = job
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+
+def _cpu_time(ident: int) -> float | None:
+    """Returns the processor time that a thread has used, in seconds.
+
+    None if the thread has ended, or if the system doesn't report it. In the latter case a thread
+    that holds up the queue always counts as waiting.
+    """
+    if sys.platform != "linux" or ident not in sys._current_frames():
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:
+        return None
+
+
+def in_handler() -> bool:
+    """Returns whether the current thread runs a job of a pool."""
+    return getattr(_thread, "pool", None) is not None
+
+
+def in_pool(pool: HandlerPool) -> bool:
+    """Returns whether the current thread runs a job of this pool."""
+    return getattr(_thread, "pool", None) is pool

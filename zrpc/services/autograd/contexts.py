@@ -1,0 +1,222 @@
+"""The autograd contexts that one worker takes part in, and how all workers learn of their end."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.service import Handler
+from zrpc.errors import RpcError
+from zrpc.services.autograd import ddp
+from zrpc.services.autograd.state import ContextState
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import INCARNATIONS, MemberId, incarnation_of, member_id_of, rank_of
+from zrpc.wire.message import Message
+
+__all__ = ["PASS_LAYOUT", "Contexts", "creator_of", "current_id", "pass_fields", "unknown_context"]
+
+# What messages about a context or a pass say: context, pass, id of the send, retain_graph.
+PASS_LAYOUT = struct.Struct("<qQQB")
+
+# Ids of contexts and of passes are unique in a mesh. As in torch, the rank is above 48 bits of a
+# counter. Here the incarnation has the upper 16 of these, so that the ids of each incarnation
+# differ.
+_RANK_SHIFT = 48
+_COUNTER_BITS = 32
+
+# Contexts that have ended, remembered so that a late message does not begin them again. A message
+# that comes more than this many ends later is taken for one of a new context.
+_ENDED_REMEMBERED = 4096
+
+# The id of the context that a thread, or a handler, is in.
+current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "zrpc_autograd_context", default=None
+)
+
+
+class Contexts:
+    """The contexts that one worker takes part in."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._own_id = agent.worker_info.member_id
+        rank, incarnation = rank_of(self._own_id), incarnation_of(self._own_id)
+        self._ids = itertools.count((rank << _RANK_SHIFT) + (incarnation << _COUNTER_BITS))
+        # Guards the two that follow.
+        self._lock = threading.Lock()
+        self._states: dict[int, ContextState] = {}
+        self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """Returns the handlers of messages about the end of contexts, in the I/O thread."""
+        return {Kind.RELEASE: self._on_release, Kind.ENLIST: self._on_enlist}
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._states)
+
+    def draw_id(self) -> int:
+        """Returns an id for a context or a pass, unique in the mesh."""
+        return next(self._ids)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[int]:
+        """Begins a context, current in this thread; it ends on all workers with the block."""
+        if current_id.get() is not None:
+            raise RpcError(
+                "Already have an autograd context id for this thread: contexts can't be nested"
+            )
+        context_id = self.draw_id()
+        with self._lock:
+            self._states[context_id] = ContextState(context_id)
+        token = current_id.set(context_id)
+        ddp.watch()
+        try:
+            yield context_id
+        finally:
+            current_id.reset(token)
+            self.release(context_id, known_to=self._own_id)
+
+    def current(self) -> int:
+        """Returns the id of the context that this thread is in.
+
+        Raises:
+            RpcError: it is in none.
+        """
+        context_id = current_id.get()
+        if context_id is None:
+            raise RpcError(
+                "Current thread doesn't have a valid autograd context. Please wrap your code "
+                "using: `with zrpc.autograd.context() as context_id` to generate a valid context"
+            )
+        return context_id
+
+    def state_of(self, context_id: int) -> ContextState | None:
+        """Returns the state of a context, or None if it does not exist on this worker."""
+        with self._lock:
+            return self._states.get(context_id)
+
+    def find(self, context_id: int) -> ContextState:
+        """Returns the state of a context.
+
+        Raises:
+            RpcError: it does not exist on this worker.
+        """
+        state = self.state_of(context_id)
+        if state is None:
+            raise unknown_context(context_id)
+        return state
+
+    def states(self) -> list[ContextState]:
+        """Returns the states of all contexts."""
+        with self._lock:
+            return list(self._states.values())
+
+    def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Returns the gradients that a context holds here, by leaf.
+
+        Raises:
+            RpcError: the context does not exist on this worker.
+        """
+        state = self.find(context_id)
+        with state.lock:
+            return dict(state.gradients)
+
+    def gradients_if_any(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+        """Like `gradients`, but returns nothing if this worker took no part in the context."""
+        return self.gradients(context_id) if self.state_of(context_id) is not None else {}
+
+    def scale_gradients(
+        self, context_id: int, leaves: Sequence[torch.Tensor], factor: torch.Tensor
+    ) -> None:
+        """Multiplies the gradients of some leaves in a context."""
+        state = self.state_of(context_id)
+        if state is None:
+            return
+        with state.lock:
+            for leaf in leaves:
+                if leaf in state.gradients:
+                    state.gradients[leaf] = state.gradients[leaf] * factor
+
+    def join(self, context_id: int, peer: MemberId) -> ContextState | None:
+        """Returns the context of a message from or to ``peer``, or None if it has ended."""
+        with self._lock:
+            state = self._states.get(context_id)
+            if state is None:
+                if context_id in self._ended:
+                    return None
+                state = self._states[context_id] = ContextState(context_id)
+        state.peers.add(peer)
+        return state
+
+    def release(self, context_id: int, known_to: MemberId) -> None:
+        """Ends a context here and on all workers that took part, except one that knows it."""
+        with self._lock:
+            state = self._states.pop(context_id, None)
+            self._ended.append(context_id)
+        if state is None:
+            return
+        state.clear()
+        for peer in state.peers - {self._own_id, known_to}:
+            self._post(peer, Kind.RELEASE, context_id)
+
+    def _on_release(self, message: Message) -> None:
+        self.release(pass_fields(message)[0], known_to=message.sender)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Handles the loss of a member that might have told this worker of a context's end.
+
+        So this worker tells each context's creator that the context is in use here too.
+        """
+        for state in self.states():
+            creator = creator_of(state.context_id)
+            if creator in self._agent.membership.lost:
+                self.release(state.context_id, known_to=member)  # nobody else would
+            elif member in state.peers and creator != self._own_id:
+                self._post(creator, Kind.ENLIST, state.context_id)
+
+    def _on_enlist(self, message: Message) -> None:
+        context_id = pass_fields(message)[0]
+        with self._lock:
+            state = self._states.get(context_id)
+            if state is not None:
+                state.peers.add(message.sender)  # before the context's end, or not at all
+        if state is None:
+            self._post(message.sender, Kind.RELEASE, context_id)
+
+    def close(self) -> None:
+        """Drops all contexts, and ends the waits of passes in progress."""
+        with self._lock:
+            states = list(self._states.values())
+            self._states.clear()
+        for state in states:
+            state.clear()
+
+    def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
+        data = PASS_LAYOUT.pack(context_id, 0, 0, False)
+        self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
+
+
+def unknown_context(context_id: int) -> RpcError:
+    """Returns the error for a context that does not exist on this worker."""
+    return RpcError(f"Could not find autograd context with id: {context_id}")
+
+
+def creator_of(drawn_id: int) -> MemberId:
+    """Returns the member that has drawn the id of a context or of a pass."""
+    incarnation = (drawn_id >> _COUNTER_BITS) & (INCARNATIONS - 1)
+    return member_id_of(drawn_id >> _RANK_SHIFT, incarnation)
+
+
+def pass_fields(message: Message) -> tuple[int, int, int, int]:
+    """Returns the fields of `PASS_LAYOUT` in a message about a context or a pass."""
+    fields: tuple[int, int, int, int] = message.attachment(Tag.PASS)
+    return fields

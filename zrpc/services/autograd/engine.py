@@ -1,0 +1,231 @@
+"""One worker's part of a backward pass: a single run of torch's engine."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zrpc.services.autograd.ddp import is_reduced
+
+__all__ = ["check_roots", "guard_hooks", "run"]
+
+# Guards what is changed for a moment: `.grad` of leaves, and hooks of nodes.
+_grad_lock = threading.Lock()
+# Guards the replacement of tensor hooks. Taken under _grad_lock too.
+_hooks_lock = threading.Lock()
+
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def check_roots(roots: Sequence[torch.Tensor]) -> None:
+    """Raises torch's errors for roots from which no backward pass can begin.
+
+    Raises:
+        RuntimeError: there are none, or one requires no grad, is not a scalar, or is a leaf.
+        TypeError: ``roots`` is not a list of tensors.
+    """
+    if not isinstance(roots, list | tuple) or not all(isinstance(r, torch.Tensor) for r in roots):
+        raise TypeError(
+            "backward(): incompatible function arguments: expected context_id: int, roots: "
+            f"List[Tensor], retain_graph: bool = False, but got roots of {type(roots).__name__}"
+        )
+    if not roots:
+        raise RuntimeError("No tensors provided for gradient computation.")
+    for root in roots:
+        if not root.requires_grad:
+            raise RuntimeError("requires_grad not set on root")
+        if root.numel() != 1:
+            raise RuntimeError(f"{root.shape} is not a scalar, all roots need to be scalar")
+        if root.grad_fn is None:
+            raise RuntimeError("root does not have a valid gradient function")
+
+
+def run(
+    roots: Sequence[torch.Tensor],
+    start: torch.Tensor,
+    token: torch.Tensor,
+    retain_graph: bool,
+    accumulate: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Runs the graph of the roots, each with a gradient of one, and of the chain once.
+
+    The chain leads from ``start`` to ``token``, the same one if nothing was sent or received.
+    ``accumulate`` is called with each leaf that has a gradient, and the gradient.
+    """
+    outputs = list(roots)
+    seeds = [torch.ones_like(root) for root in roots]
+    if token is not start:
+        outputs.append(token)
+        seeds.append(torch.empty(0))
+    if not outputs:
+        return
+    accumulators = [node for node in _accumulators(outputs) if node.variable is not start]
+    leaves = [node.variable for node in accumulators]
+    for leaf in leaves:
+        guard_hooks(leaf)
+    # With the first token among the inputs the engine runs the whole chain, including the parts
+    # that lead to no leaf: each received message must be answered.
+    inputs = [*leaves, start] if token is not start else leaves
+    gradients = torch.autograd.grad(
+        outputs, inputs, seeds, retain_graph=retain_graph, allow_unused=True
+    )
+    found = {
+        node: gradient
+        for node, gradient in zip(accumulators, gradients, strict=False)
+        if gradient is not None
+    }
+    hooked = {node: gradient for node, gradient in found.items() if _has_hooks(node)}
+    if hooked:
+        found.update(_run_accumulators(hooked))
+    del gradients, hooked  # so that any other reference to a gradient can be seen
+    while found:
+        node, gradient = found.popitem()
+        uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
+        unshared = _is_unshared(gradient, uses)
+        accumulate(node.variable, gradient.detach() if unshared else gradient.clone())
+
+
+def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Runs AccumulateGrad nodes, on which hooks and DDP's reducer hang, with these gradients.
+
+    ``torch.autograd.grad``, which lets many contexts run at once over the same parameters,
+    stops before these nodes. They write to ``.grad``, which is restored. Nothing here waits for
+    another worker's backward pass, so holding a lock can't block one. Returns what the nodes left
+    in ``.grad``: DDP averages it over its processes.
+    """
+    leaves = [node.variable for node in gradients]
+    with _grad_lock, _without_hooks(leaves):
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            torch.autograd.backward(leaves, list(gradients.values()))
+            return {node: node.variable.grad.clone() for node in gradients}
+        finally:
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+
+
+# `accumulating` is set in a thread that runs AccumulateGrad nodes.
+_thread = threading.local()
+
+
+class _Hook:
+    """A tensor hook that is called with gradients only.
+
+    It is not called with None: that a sent tensor leads to no root can't be known before the
+    engine runs. Nor is it called again while its thread runs AccumulateGrad nodes.
+    """
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor | None) -> Any:
+        if gradient is None or getattr(_thread, "accumulating", False):
+            return None
+        return self._hook(gradient)
+
+
+def guard_hooks(tensor: torch.Tensor) -> None:
+    """Makes a tensor's hooks `_Hook` objects, permanently: handles remove them by their keys."""
+    hooks = tensor._backward_hooks
+    if not hooks:
+        return
+    with _hooks_lock:
+        for key, hook in list(hooks.items()):
+            if not isinstance(hook, _Hook):
+                hooks[key] = _Hook(hook)
+
+
+@contextlib.contextmanager
+def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Keeps the leaves' own tensor hooks, which have been called, from being called again.
+
+    Only in this thread: other passes may call them meanwhile.
+    """
+    for leaf in leaves:
+        guard_hooks(leaf)
+    _thread.accumulating = True
+    try:
+        yield
+    finally:
+        _thread.accumulating = False
+
+
+def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
+    """Returns whether nothing else uses a gradient's memory, so that it may be changed in place.
+
+    torch's AccumulateGrad also takes over such a gradient, and copies others. ``uses`` are the
+    gradient's `_uses` when it was found.
+    """
+    if gradient.layout is not torch.strided or _storage_use_count is None:
+        return False
+    storage = gradient.untyped_storage()
+    is_view = gradient._base is not None
+    # One reference is the gradient's, and one is that of `storage` here. A view may have a third,
+    # its base's, if the base is the engine's own: the gradient of a linear layer's weight is made
+    # transposed, for instance.
+    known = 3 if is_view else 2
+    return (
+        storage.nbytes() == gradient.nbytes
+        and _storage_use_count(storage._cdata) <= known
+        and uses == (_USES_OF_NEW_VIEW if is_view else _USES_OF_NEW)
+    )
+
+
+def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns how often a tensor and its base are referred to in C++ and in Python.
+
+    A hook may keep it, or a user's function may have returned one of its own tensors.
+    """
+    base: Any = tensor._base
+    uses = (_use_count(tensor), sys.getrefcount(tensor))
+    return uses if base is None else (*uses, _use_count(base), sys.getrefcount(base))
+
+
+def _uses_of_new(is_view: bool) -> tuple[int, ...]:
+    tensor = torch.empty(2).view(2) if is_view else torch.empty(2)
+    return _uses(tensor)
+
+
+_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
+_USES_OF_NEW = _uses_of_new(False)
+_USES_OF_NEW_VIEW = _uses_of_new(True)
+
+
+def _has_hooks(accumulator: Any) -> bool:
+    """Returns whether an AccumulateGrad node, or its leaf, has hooks that run with the node."""
+    leaf = accumulator.variable
+    if getattr(leaf, "_post_accumulate_grad_hooks", None) or is_reduced(leaf):
+        return True
+    # A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
+    with _grad_lock:  # two threads that check at once would see each other's hook
+        for register in (accumulator.register_hook, accumulator.register_prehook):
+            handle = register(lambda *_: None)
+            found = len(handle.hooks_dict_ref()) > 1
+            handle.remove()
+            if found:
+                return True
+    return False
+
+
+def _accumulators(outputs: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns the AccumulateGrad nodes of all leaves that the graph of ``outputs`` reaches."""
+    accumulators: list[Any] = []
+    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            accumulators.append(node)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return accumulators

@@ -1,0 +1,163 @@
+"""Collectives: gathering a value from each worker at all of them, which is also a barrier.
+
+The worker whose name comes first in the alphabet collects. Each worker calls it with its value, and
+when the last value has come all these calls are answered with all values. Each worker counts the
+gatherings of each set of workers, so all agree on which is the n-th.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
+from zrpc.agent.service import Service
+from zrpc.calls.future import Future
+from zrpc.errors import RpcError, WorkerDied
+from zrpc.functions import async_execution
+from zrpc.wire.kind import Kind
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["Collectives"]
+
+Names = frozenset[str]
+
+_EXPECTED = "expected the values of all workers, but {why}"
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """The values that have come so far, and the answers that wait for the rest, by worker."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Future[dict[str, Any]]] = field(default_factory=dict)
+
+    def fail(self, error: RpcError) -> None:
+        """Answers all that wait with an error. Not in the I/O thread, since it packs answers."""
+        for answer in self.answers.values():
+            answer.set_exception(error)
+
+
+class Collectives(Service):
+    """The gatherings that a worker takes part in, and those that it collects."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        # Guards what follows; no other lock is taken with it.
+        self._lock = threading.Lock()
+        self._begun: Counter[Names] = Counter()
+        # At the worker that collects: the gatherings in progress, by their workers and number, and
+        # the latest number of each worker.
+        self._collected: dict[tuple[Names, int], _Gathering] = {}
+        self._latest: dict[Names, dict[str, int]] = {}
+
+    def gather(self, value: Any, workers: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+        """Contributes ``value``, and waits for the values of all others.
+
+        Returns the values by the workers' names.
+
+        Args:
+            value: anything that can be sent.
+            workers: the names of the workers that take part, this one included. Default: all
+                workers in the mesh.
+            timeout: seconds to wait; 0 means no limit.
+
+        Raises:
+            RpcTimeoutError: the others did not contribute in time.
+            WorkerDied: one of them is gone.
+            RpcError: one of them has abandoned this gathering, or never was in the mesh.
+            ValueError: this worker isn't one of ``workers``.
+        """
+        own = self.agent.worker_info.name
+        names = self._living() if workers is None else frozenset(workers)
+        if own not in names:
+            raise ValueError(f"expected {own}, which gathers, to be one of {sorted(names)}")
+        for name in sorted(names):
+            self.agent.membership.find(name)
+        if gone := names - self._living():
+            raise WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone"))
+        with self._lock:
+            number = self._begun[names]
+            self._begun[names] += 1
+        body: Any = (_contribute, (names, number, own, value), {})
+        collector = self.agent.membership.find(min(names))
+        return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+
+    def contribute(self, names: Names, number: int, name: str, value: Any) -> Future[Any]:
+        """Takes a value, at the worker that collects; returns a future of all values."""
+        answer: Future[Any] = Future()
+        ended: list[tuple[_Gathering, Names]] = []
+        with self._lock:
+            # Under the lock, which `on_member_lost` takes after the membership has changed.
+            gone = names - self._living()
+            if not gone:
+                self._latest.setdefault(names, {})[name] = number
+                gathering = self._collected.setdefault((names, number), _Gathering())
+                gathering.values[name] = value
+                gathering.answers[name] = answer
+                ended = self._take_ended(names)
+        if gone:
+            answer.set_exception(WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone")))
+        for gathering, ahead in ended:
+            if ahead:
+                why = f"{min(ahead)} has gone on to a later one"
+                gathering.fail(RpcError(_EXPECTED.format(why=why)))
+                continue
+            values = dict(sorted(gathering.values.items()))
+            for waiting in gathering.answers.values():
+                waiting.set_result(values)
+        return answer
+
+    def _take_ended(self, names: Names) -> list[tuple[_Gathering, Names]]:
+        """Takes out the gatherings of these workers for which nothing more can come.
+
+        Returns each with the workers whose values will never come: they have gone on to a later
+        gathering, since their value could not be sent or they timed out.
+        """
+        latest = self._latest[names]
+        ended = []
+        for key in [key for key in self._collected if key[0] == names]:
+            gathering = self._collected[key]
+            beyond = {name for name, number in latest.items() if number > key[1]}
+            for name in beyond & gathering.answers.keys():
+                del gathering.answers[name]  # it has timed out, and no longer waits
+            missing = names - gathering.values.keys()
+            if not missing or missing & beyond or not gathering.answers:
+                del self._collected[key]
+                ended.append((gathering, missing & beyond))
+        return ended
+
+    def _living(self) -> Names:
+        membership = self.agent.membership
+        return frozenset(membership.infos[member].name for member in membership.living)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Fails the gatherings that a peer takes part in.
+
+        If another worker joins under its name, all count from zero again with that one.
+        """
+        name = self.agent.membership.infos[member].name
+        with self._lock:
+            keys = [key for key in self._collected if name in key[0]]
+            failed = [self._collected.pop(key) for key in keys]
+            for counts in (self._begun, self._latest):
+                for names in [names for names in counts if name in names]:
+                    del counts[names]
+        error = WorkerDied(_EXPECTED.format(why=f"{name} is gone"))
+        for gathering in failed:
+            self.agent.completions.submit(partial(gathering.fail, error))
+
+    def close(self) -> None:
+        """Drops what was collected; the callers learn that this worker is gone."""
+        with self._lock:
+            self._collected.clear()
+
+
+@async_execution
+def _contribute(names: Names, number: int, name: str, value: Any) -> Future[Any]:
+    return current_agent().service(Collectives).contribute(names, number, name, value)

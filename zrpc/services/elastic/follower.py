@@ -1,0 +1,295 @@
+"""The thread that follows the log of a mesh: reads it, and appends what this worker must report."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from zrpc.agent.agent import Agent
+from zrpc.errors import AuthenticationError, RendezvousError, RpcError
+from zrpc.membership.endpoints import endpoint_of
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.services.elastic.log import MembershipLog
+from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["LogFollower"]
+
+logger = logging.getLogger(__name__)
+
+
+class _Admission:
+    """How this worker comes into its mesh, in three steps.
+
+    All members read that it asks to join; it announces that it is in; all members read that.
+    Its methods run in the follower's thread, but for `wait`.
+    """
+
+    def __init__(self, agent: Agent, state: MembershipState) -> None:
+        self._agent = agent
+        self._state = state
+        self._record = agent.membership.records[agent.membership.own_id]
+        self._pause = state.limits.pause_seconds[0]
+        self._announced = False
+        self._complete_at = 0  # the position of the log at which all were in
+        self._noted_positions: dict[MemberId, int] = {}  # of the others, as read last
+        self._return_until = time.monotonic() + state.limits.return_seconds
+        self._check_after = time.monotonic() + state.limits.check_after_seconds
+        self._settled = threading.Event()
+        self._failure: RpcError | None = None  # written before the event is set
+
+    @property
+    def settled(self) -> bool:
+        """Whether this worker is in, or has failed to come in."""
+        return self._settled.is_set()
+
+    def wait(self, deadline: float, timeout: float) -> None:
+        """Waits until this worker is in; see `ElasticMembership.await_admission`."""
+        if not self._settled.wait(max(0.0, deadline - time.monotonic())):
+            raise RendezvousError(self._too_late(timeout))
+        if self._failure is not None:
+            raise self._failure
+
+    def fail(self, error: RpcError) -> None:
+        """Ends the admission with an error, unless it is settled."""
+        if not self.settled:
+            self._failure = error
+            self._settled.set()
+
+    def next_pause(self) -> float:
+        """Returns how long to wait before the next `advance`, in seconds."""
+        self._pause = min(2 * self._pause, self._state.limits.pause_seconds[1])
+        return self._pause
+
+    def advance(self, log: MembershipLog) -> None:
+        """Takes the next step, if all members have read of the one before."""
+        if not self._announced:
+            if self._all_have_read(log, self._state.joined_at(self._record.token)):
+                self._announced = log.append(MembershipEvent(Verb.IN, self._record.token))
+                self._pause = self._state.limits.pause_seconds[0]
+        elif self._record.member_id in self._state.admitted and not self._state.missing:
+            self._complete_at = self._complete_at or self._state.position
+            if self._all_have_read(log, self._complete_at):
+                self._agent.peers.expect(())
+                self._settled.set()
+        elif time.monotonic() > self._return_until:
+            # The others may have finished before this worker came back.
+            left = self._state.left_during_restart(self._record)
+            if left:
+                text = (
+                    f"the mesh of {self._record.info} has ended while this worker was restarted: "
+                    f"{left} have shut down and left it"
+                )
+                self.fail(RendezvousError(text))
+
+    def _all_have_read(self, log: MembershipLog, position: int) -> bool:
+        """Whether all other members that are not lost have read up to a position."""
+        lost = self._agent.membership.lost
+        check = time.monotonic() > self._check_after
+        late: list[MemberId] = []
+        for member, record in self._state.members.items():
+            if member == self._record.member_id or member in lost:
+                continue
+            if self._noted_positions.get(member, 0) < position:
+                self._noted_positions[member] = log.noted_position(record.token)
+            if self._noted_positions[member] < position:
+                late.append(member)
+                if not check:
+                    break  # the others can be asked when this one has read it
+        if late and check:
+            self._agent.peers.expect(late)  # has the failure detector check whether they are alive
+        return not late
+
+    def _too_late(self, timeout: float) -> str:
+        size, missing = self._record.world_size, self._state.missing
+        if size and missing:
+            return (
+                f"expected {size} workers within {timeout:g} s, but ranks {missing} are missing: "
+                "start them, or check RANK and WORLD_SIZE"
+            )
+        members = list(self._state.members.values())
+        others = [r.info for r in members if r.member_id != self._record.member_id]
+        return (
+            f"expected all members of the mesh to know worker {self._record.name} within "
+            f"{timeout:g} s, but some did not answer. The members are {others}"
+        )
+
+
+class LogFollower(threading.Thread):
+    """The thread: it alone uses the log and changes the state, in its private methods.
+
+    It has ``apply_changes`` called in the I/O thread: with changes to make to the agent, each with
+    the endpoint of a worker that was introduced, and with the new `Membership.starts`, if workers
+    have come and gone that the changes do not contain.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        log: MembershipLog,
+        state: MembershipState,
+        apply_changes: Callable[[Sequence[tuple[Change, str]], Mapping[int, int] | None], None],
+    ) -> None:
+        self._record = agent.membership.records[agent.membership.own_id]
+        super().__init__(name=f"zrpc-{self._record.name}-log", daemon=True)
+        self._agent = agent
+        self._log = log
+        self._state = state
+        self.admission = _Admission(agent, state)
+        self._apply_changes = apply_changes
+        # Losses to report in the log, why, and details: appended in this thread and in the I/O
+        # thread, taken in this one.
+        self._losses: deque[tuple[MemberId, Departure, str]] = deque()
+        self._noted = -1
+        self._awaiting_until = 0.0
+        self._closing = False
+        self._wake = threading.Event()
+
+    def report_loss(self, member: MemberId, why: Departure) -> None:
+        """Has a loss reported in the log. From any thread."""
+        self._losses.append((member, why, ""))
+        self._wake.set()
+
+    def close(self) -> None:
+        """Announces that this worker leaves, and ends the thread."""
+        self._closing = True
+        self._wake.set()
+        if self.ident is not None:
+            self.join(2 * self._state.limits.leave_seconds)
+        del self._log  # the store closes with its last user, if this worker hosts it
+
+    def run(self) -> None:
+        """Follows the log until `close`."""
+        try:
+            while not self._closing:
+                self._follow()
+                self._wake.wait(self._next_pause())
+                self._wake.clear()
+            self._announce_leave()
+        except (RuntimeError, OSError) as error:
+            self._on_store_failure(error)
+        except Exception as error:  # no thread must wait for this one in vain
+            logger.exception("%s no longer reads the log of its mesh", self._record.info)
+            self.admission.fail(RendezvousError(f"the log of the mesh can't be read: {error}"))
+
+    def _next_pause(self) -> float:
+        if not self.admission.settled:
+            return self.admission.next_pause()
+        limits = self._state.limits
+        awaiting = self._agent.membership.awaited and time.monotonic() < self._awaiting_until
+        return limits.awaiting_poll_seconds if awaiting else limits.poll_seconds
+
+    def _follow(self) -> None:
+        """Reads what is new, and appends what this worker must report."""
+        entries = self._log.read()
+        changes = [change for entry in entries for change in self._state.apply(entry)]
+        skipped = any(isinstance(entry, StateSnapshot) for entry in entries)
+        if (changes or skipped) and not self._hand_over(changes, skipped):
+            return  # the agent closes
+        if not self._append_losses():
+            return  # not before the log is read again
+        is_member = self._record.member_id in self._state.members
+        if self._noted != self._state.position:
+            self._noted = self._state.position
+            if is_member:
+                self._log.note_position(self._record.token, self._noted)
+            else:
+                self._log.withdraw_position(self._record.token)
+        if not self.admission.settled and is_member:
+            self.admission.advance(self._log)
+        if entries and is_member:
+            others = self._state.members.keys() - self._agent.membership.lost
+            self._log.compact(self._state, sum(m < self._record.member_id for m in others))
+
+    def _append_losses(self) -> bool:
+        """Reports losses in the log; returns False if one must be tried again."""
+        while self._losses:
+            member, why, text = self._losses[0]
+            record = self._state.members.get(member)
+            if record is not None:
+                gone = MembershipEvent(Verb.GONE, record.token, why=why, text=text)
+                if not self._log.append(gone):
+                    return False
+            self._losses.popleft()
+        return True
+
+    def _hand_over(self, changes: list[Change], skipped: bool) -> bool:
+        """Has the I/O thread make changes, and waits for that; returns False if the agent closes.
+
+        If events were skipped, workers may have come and gone that the log no longer mentions.
+        """
+        starts = dict(self._state.starts) if skipped else None
+        with_endpoints: list[tuple[Change, str]] = []
+        for change in changes:
+            if change.record.member_id == self._record.member_id:
+                self._on_own_change(change)
+                continue
+            introduced = change.kind is ChangeKind.INTRODUCED
+            endpoint = self._endpoint_of(change.record) if introduced else ""
+            with_endpoints.append((change, endpoint))
+        done = threading.Event()
+
+        def errand() -> None:
+            try:
+                self._apply_changes(with_endpoints, starts)
+            finally:
+                done.set()
+
+        self._agent.receiver.in_io_thread(errand)
+        while not done.wait(self._state.limits.poll_seconds):
+            if self._closing:
+                return False
+        return True
+
+    def _endpoint_of(self, record: PeerRecord) -> str:
+        """Returns where a worker that is about to join can be reached; empty if it is refused."""
+        self._awaiting_until = time.monotonic() + self._state.limits.awaiting_seconds
+        try:
+            return endpoint_of(self._agent.membership, record)
+        except RpcError as error:
+            if self._record.member_id in self._state.admitted:
+                logger.warning("%s refuses %s: %s", self._record.info, record.info, error)
+                self._losses.append((record.member_id, Departure.REFUSED, str(error)))
+            else:
+                self.admission.fail(error)  # the newer of the two has to fit
+            return ""
+
+    def _on_own_change(self, change: Change) -> None:
+        if change.kind is not ChangeKind.LOST or self._closing:
+            return
+        text = change.text or f"others report: {(change.why or Departure.ENDED).reason.value}"
+        trouble = f"{self._record.info} is no longer a member of its mesh: {text}"
+        refused = change.why is Departure.REFUSED
+        self.admission.fail(AuthenticationError(trouble) if refused else RendezvousError(trouble))
+        logger.error(trouble)
+
+    def _announce_leave(self) -> None:
+        own_id = self._record.member_id
+        gone = MembershipEvent(Verb.GONE, self._record.token, why=Departure.LEFT)
+        while own_id in self._state.members and not self._log.append(gone):
+            self._log.catch_up(self._state)
+        if own_id not in self._state.members or not self._agent.graceful_shutdown.done:
+            return
+        # All leave together. A worker that comes back at once must not find one that is leaving.
+        deadline = time.monotonic() + self._state.limits.leave_seconds
+        pause, longest = self._state.limits.pause_seconds
+        lost = self._agent.membership.lost
+        while self._state.members.keys() - lost and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+            self._log.catch_up(self._state)
+
+    def _on_store_failure(self, error: Exception) -> None:
+        trouble = f"the store of the mesh fails: {error}"
+        self.admission.fail(RendezvousError(trouble))
+        if not self._closing:
+            logger.warning(
+                "%s: %s. The mesh goes on, but workers can no longer join it; `zrpc launch "
+                "--elastic` hosts a store for as long as a worker of that launch runs",
+                self._record.info,
+                trouble,
+            )

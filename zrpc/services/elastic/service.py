@@ -1,0 +1,105 @@
+"""How a worker joins and leaves a mesh that runs, and learns of others that do.
+
+First it *claims* its name and its rank, in the log (``zrpc.services.elastic.log``, whose rules are
+those of ``zrpc.services.elastic.state``). With the member id that it then has, its agent starts,
+and all members introduce it as they read the log. Once all have noted that, it announces that it is
+in. Once all have noted that too, it can be found everywhere.
+
+One thread of each worker reads the log, several times a second, since not every store has an event
+for a new entry (``zrpc.services.elastic.follower``). It uses the store alone; changes to the agent
+are made in the agent's I/O thread, here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.service import Service
+from zrpc.membership.endpoints import endpoint_of
+from zrpc.membership.failure_detector import Reason
+from zrpc.services.elastic.follower import LogFollower
+from zrpc.services.elastic.log import MembershipLog
+from zrpc.services.elastic.records import Departure
+from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["ElasticMembership"]
+
+
+class ElasticMembership(Service):
+    """Keeps an agent's view of its mesh as the log says.
+
+    Its methods run in the I/O thread, but for `await_admission` and `close`. At first the agent
+    knows no other worker, and the state is that in which its worker was accepted.
+
+    Attributes:
+        follower: reads the log; must be started when the agent serves.
+    """
+
+    def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
+        super().__init__(agent)
+        self._last_message_seconds = state.limits.last_message_seconds
+        # Until when to wait for the last messages of workers that have left.
+        self._leaving: dict[MemberId, float] = {}
+        self.follower = LogFollower(agent, log, state, self._apply_changes)
+        agent.membership.set_starts(dict(state.starts))
+        for record, why in state.departed.values():
+            # Others may still pass on references that it owned.
+            agent.peers.introduce(record, "")
+            agent.peers.remove(record.member_id, why.reason)
+        for member, record in state.members.items():
+            if member == agent.membership.own_id:
+                continue
+            agent.peers.introduce(record, endpoint_of(agent.membership, record))
+            if member in state.admitted:
+                agent.peers.admit(member)
+
+    def await_admission(self, deadline: float, timeout: float) -> None:
+        """Waits until this worker is in, and in a mesh of a fixed size all are.
+
+        Raises:
+            RendezvousError: it took longer; the store failed.
+            AuthenticationError: a member does not trust this worker.
+        """
+        self.follower.admission.wait(deadline, timeout)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Reports the loss of a peer in the log, if this worker has seen its process end."""
+        reason = self.agent.liveness.reason(member)
+        self._leaving.pop(member, None)
+        self.agent.joined.forget(member)
+        if reason not in (Reason.SILENT, Reason.DECLARED_DEAD):
+            self.agent.network.dismiss(member)
+        if reason is Reason.ENDED:
+            self.follower.report_loss(member, Departure.ENDED)
+
+    def close(self) -> None:
+        """Announces that this worker leaves, and ends the follower's thread."""
+        self.follower.close()
+
+    def tick(self) -> None:
+        """Drops members that left long ago, if their last messages have not come."""
+        now = time.monotonic()
+        for member in [m for m, until in self._leaving.items() if now > until]:
+            self.agent.peers.remove(member, Reason.LEFT)
+
+    def _apply_changes(
+        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int] | None
+    ) -> None:
+        """Makes changes to the agent; see `LogFollower`."""
+        for change, endpoint in changes:
+            member = change.record.member_id
+            if change.kind is ChangeKind.INTRODUCED:
+                self.agent.peers.introduce(change.record, endpoint)
+            elif change.kind is ChangeKind.ADMITTED:
+                self.agent.peers.admit(member)
+            elif change.why is Departure.LEFT and self.agent.dispatcher.received.get(member):
+                # It announces that itself, after the last of its messages.
+                self._leaving[member] = time.monotonic() + self._last_message_seconds
+            else:
+                assert change.why is not None
+                self.agent.peers.remove(member, change.why.reason)
+        if starts is not None:
+            self.agent.membership.set_starts(starts)

@@ -1,0 +1,192 @@
+"""The rules by which callers are told that their requests have to wait. No I/O in here.
+
+Requests wait in two places: in the queue of the pool, and at the event loop, whose thread is held
+up by a coroutine that does not ``await``. If a worker finds something queued each time it looks,
+for a while, it reports that to the callers whose requests are queued. It repeats the report while
+that lasts, and sends a last one when they are queued no longer.
+
+All times are in seconds, on one clock of the caller's that never goes back.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import IntEnum
+
+from zrpc.errors import ProtocolError
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["Congestion", "InspectionSettings", "Place", "Report", "Reports"]
+
+_REPORT = struct.Struct("<BffIII")
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionSettings:
+    """The times and limits that inspection goes by.
+
+    Attributes:
+        report_after_seconds: how long requests must have waited before their callers are told.
+        report_every_seconds: how often the callers are told again.
+        visit_seconds: how long a question and its answer may take.
+        max_entries: how many threads, calls, requests and jobs each a snapshot has: the thread that
+            takes it receives nothing meanwhile.
+    """
+
+    report_after_seconds: float = 1.0
+    report_every_seconds: float = 1.0
+    visit_seconds: float = 10.0
+    max_entries: int = 1000
+
+
+class Place(IntEnum):
+    """Where requests wait."""
+
+    POOL = 0
+    LOOP = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker reports of its pool, or of its event loop.
+
+    Attributes:
+        place: which of the two.
+        full_for: seconds for which some request has always been waiting.
+        idle_for: seconds since a request was begun, at least.
+        size: how many threads may run handlers at once.
+        running: how many do.
+        queued: how many requests wait.
+    """
+
+    place: Place
+    full_for: float
+    idle_for: float
+    size: int
+    running: int
+    queued: int
+
+    def pack(self) -> bytes:
+        """Returns the report as the body of a message."""
+        numbers = (self.full_for, self.idle_for, self.size, self.running, self.queued)
+        return _REPORT.pack(self.place, *numbers)
+
+    @classmethod
+    def parse(cls, body: bytes) -> tuple[Place, Report | None]:
+        """Reads what `pack` wrote, or the place alone if nothing waits there any longer.
+
+        Raises:
+            ProtocolError: the body is something else.
+        """
+        try:
+            place = Place(body[0])
+            return place, None if len(body) == 1 else cls(place, *_REPORT.unpack(body)[1:])
+        except (struct.error, ValueError, IndexError) as error:
+            raise ProtocolError(f"expected a report about a pool: {error}") from error
+
+    def text(self, later: float = 0.0) -> str:
+        """Returns the report as a sentence, ``later`` seconds after it was made."""
+        if self.place is Place.LOOP:
+            waiting = "a coroutine waits" if self.queued == 1 else f"{self.queued} coroutines wait"
+            held_up = f"its event loop has been held up for {self.full_for + later:.0f} s"
+            return f"{held_up}, by a coroutine that does not `await`, and {waiting} to begin"
+        threads = f"all {self.running} threads of its pool have been busy"
+        if self.running == 1:
+            threads = "the only thread of its pool has been busy"
+        elif self.running < self.size:
+            threads = f"its pool has got no thread beyond its {self.running}"
+        waiting = "a request waits" if self.queued == 1 else f"{self.queued} requests wait"
+        begun = ""
+        if self.idle_for >= 1:
+            begun = f"; none was begun for {self.idle_for + later:.0f} s"
+        return f"{threads} for {self.full_for + later:.0f} s and {waiting}{begun}"
+
+
+class Congestion:
+    """Finds out whether requests have to wait, and which callers must be told."""
+
+    def __init__(self, place: Place, settings: InspectionSettings) -> None:
+        self._place = place
+        self._settings = settings
+        self._since: float | None = None
+        self._begun = -1
+        self._begun_at = 0.0
+        self._told: set[MemberId] = set()
+        self._report_at = 0.0
+
+    def observe_queue(self, now: float, queued: int, begun: int) -> bool:
+        """Records how many jobs are queued, and how many were ever begun.
+
+        Returns whether what `bodies_for` returns must be sent now.
+        """
+        if begun != self._begun:
+            self._begun, self._begun_at = begun, now
+        if not queued:
+            self._since = None
+        elif self._since is None:
+            self._since, self._report_at = now, now + self._settings.report_after_seconds
+        return bool(self._told) if self._since is None else now >= self._report_at
+
+    def full_for(self, now: float) -> float | None:
+        """Returns the seconds for which some job has always been waiting; None if none waits."""
+        since = self._since  # another thread may ask
+        return None if since is None else now - since
+
+    def report(self, now: float, size: int, running: int, queued: int) -> Report | None:
+        """Returns what there is to report; None if jobs don't wait, or not for long yet."""
+        full_for = self.full_for(now)
+        if full_for is None or full_for < self._settings.report_after_seconds:
+            return None
+        return Report(self._place, full_for, now - self._begun_at, size, running, queued)
+
+    def bodies_for(
+        self, now: float, waiting: Collection[MemberId], report: Report | None
+    ) -> dict[MemberId, bytes]:
+        """Returns what to send to each member, and records that it is sent.
+
+        The members ``waiting`` are those whose requests are queued.
+        """
+        self._report_at = now + self._settings.report_every_seconds
+        members = set(waiting) if report is not None else set()
+        bodies = dict.fromkeys(self._told - members, bytes([self._place]))
+        if report is not None:
+            bodies.update(dict.fromkeys(members, report.pack()))
+        self._told = members
+        return bodies
+
+
+class Reports:
+    """What the peers have reported of themselves. Any thread may call the methods."""
+
+    def __init__(self, settings: InspectionSettings) -> None:
+        # How long a report is taken to describe the present.
+        self._fresh_seconds = 3 * settings.report_every_seconds
+        # Single operations on the dict are atomic.
+        self._reports: dict[tuple[MemberId, Place], tuple[Report, float]] = {}
+
+    def record(self, member: MemberId, place: Place, report: Report | None, now: float) -> None:
+        """Records what a peer reports of its pool or its event loop; None if nothing waits."""
+        if report is None:
+            self._reports.pop((member, place), None)
+        else:
+            self._reports[member, place] = (report, now)
+
+    def members(self) -> list[MemberId]:
+        """Returns the members with a current report."""
+        return sorted({member for member, _ in list(self._reports)})
+
+    def describe(self, member: MemberId, name: str, now: float, gone: bool) -> str:
+        """Returns what is known of a peer as a sentence; empty if nothing is known."""
+        found = [self._reports.get((member, place)) for place in Place]
+        texts = [self._text(*report, name, now, gone) for report in found if report is not None]
+        return "; ".join(filter(None, texts))
+
+    def _text(self, report: Report, at: float, name: str, now: float, gone: bool) -> str:
+        fresh = now - at < self._fresh_seconds
+        if gone:
+            return f"shortly before, {report.text()}" if fresh else ""
+        if fresh:
+            return f"{name} is alive: {report.text(now - at)}"
+        return f"{now - at:.0f} s ago {name} said that {report.text()}"

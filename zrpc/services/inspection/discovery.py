@@ -1,0 +1,251 @@
+"""Finds the running workers of this user on this host, and asks what they are doing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zrpc.errors import AuthenticationError
+from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, peer_of
+from zrpc.services.inspection.snapshot import Member, Snapshot
+from zrpc.transport.address import check_private, is_alive, private_directories
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["Answer", "MeshView", "ask", "directories", "meshes"]
+
+_EXITED = "its process has exited"
+_NOT_REACHED = "it is on another host, and did not answer the workers here in time"
+
+# Lists the sockets that are bound on this host.
+_BOUND = "/proc/net/unix"
+
+
+@dataclass(slots=True)
+class Answer:
+    """The result of asking one worker.
+
+    Attributes:
+        directory: the worker's private directory.
+        pid: its process id; 0 if not known.
+        snapshots: the worker's own, or those of workers on other hosts that it has asked.
+        problem: why there is no snapshot; empty if there is one.
+    """
+
+    directory: str
+    pid: int = 0
+    snapshots: list[Snapshot] = field(default_factory=list)
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class MeshView:
+    """One mesh, as far as its workers answered; all attributes by member.
+
+    Attributes:
+        snapshots: the snapshots of the workers that answered.
+        silent: why there is no snapshot of each of the others.
+        names: the names of all workers.
+        pids: the process ids of the workers on this host.
+    """
+
+    snapshots: dict[MemberId, Snapshot]
+    silent: dict[MemberId, str] = field(default_factory=dict)
+    names: dict[MemberId, str] = field(default_factory=dict)
+    pids: dict[MemberId, int] = field(default_factory=dict)
+
+    def seen_again(self, timeout: float) -> MeshView:
+        """Returns the same mesh as it is now, as far as it is on this host."""
+        answers = ask([Path(s.directory) for s in self.snapshots.values() if s.directory], timeout)
+        snapshots = {s.member: s for answer in answers for s in answer.snapshots}
+        return MeshView(snapshots, names=self.names)
+
+    def ask_other_hosts(self, timeout: float) -> None:
+        """Has a worker ask those that can't be reached from here, for ``timeout`` seconds."""
+        local = [Path(s.directory) for s in self.snapshots.values() if s.directory]
+        if not local or _NOT_REACHED not in self.silent.values():
+            return
+        [answer] = ask(local[:1], timeout, OTHERS)
+        for snapshot in answer.snapshots:
+            if self.silent.pop(snapshot.member, None) is not None:
+                self.snapshots[snapshot.member] = snapshot
+
+
+def directories() -> list[Path]:
+    """Returns the private directories of this user's live workers, wherever they lie."""
+    found = {*private_directories(), *_bound_directories()}
+    return sorted(path for path in found if _is_ours(path) and is_alive(path))
+
+
+def _bound_directories() -> Iterable[Path]:
+    """Yields the directories whose sockets Linux lists; our temporary directory may differ."""
+    try:
+        lines = Path(_BOUND).read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        path = line.split(maxsplit=7)[7:]
+        if path and path[0].endswith(f"/{SOCKET}"):
+            yield Path(path[0]).parent
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        check_private(path)
+    except AuthenticationError:
+        return False
+    return path.is_dir()
+
+
+def ask(paths: Sequence[Path], timeout: float, question: str = SELF) -> list[Answer]:
+    """Asks the workers with these private directories, all at the same time.
+
+    The timeout, in seconds, is for all together. The question is about themselves, or about workers
+    on other hosts. The answers come in the order of the paths.
+    """
+    selector = selectors.DefaultSelector()
+    visits = [_Visit(path, question) for path in paths]
+    for visit in visits:
+        if not visit.done:
+            selector.register(visit.connection, selectors.EVENT_READ, visit)
+    deadline = time.monotonic() + timeout
+    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+        for key, _ in selector.select(left):
+            visit = key.data
+            visit.read()
+            if visit.done:
+                selector.unregister(visit.connection)
+    selector.close()
+    return [visit.finish(timeout) for visit in visits]
+
+
+class _Visit:
+    """A connection to one worker that is asked."""
+
+    def __init__(self, path: Path, question: str) -> None:
+        self.answer = Answer(str(path))
+        self.done = False
+        self._data = b""
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.connection.setblocking(False)
+        try:
+            self.connection.connect(str(path / SOCKET))
+            peer = peer_of(self.connection)
+            if peer is not None:
+                self.answer.pid = peer[0]
+                if peer[1] != os.geteuid():
+                    raise OSError(errno.EPERM, f"its process is of user {peer[1]}")
+            self.connection.send(f"{question}\n".encode())
+        except BlockingIOError:
+            self._fail("too many ask it already, and it answers none of them")
+        except FileNotFoundError:
+            self._fail("it can't be asked: it is starting or exiting")
+        except OSError as error:
+            self._fail(f"it can't be asked: {error.strerror}")
+
+    def read(self) -> None:
+        """Reads what has arrived."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._data += data
+        self.done = not data
+
+    def _fail(self, problem: str) -> None:
+        self.answer.problem = problem
+        self.done = True
+
+    def finish(self, timeout: float) -> Answer:
+        """Closes the connection; returns the answer, as far as it has arrived."""
+        self.connection.close()
+        whole, _, _ = self._data.rpartition(b"\n")
+        try:
+            self.answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
+        except ValueError as error:
+            self._fail(str(error))
+        if not self.answer.snapshots and not self.answer.problem:
+            self.answer.problem = (
+                "it exited while it was asked" if self.done else self._why_silent(timeout)
+            )
+        return self.answer
+
+    def _why_silent(self, timeout: float) -> str:
+        if _state(self.answer.pid) in ("T", "t"):
+            return "its process is stopped (SIGSTOP, or a debugger)"
+        return (
+            f"no answer within {timeout:g} s: its Python does not get to run, as when a C "
+            f"function holds the interpreter's lock; `py-spy dump --pid {self.answer.pid}` may "
+            "show where"
+        )
+
+
+def _state(pid: int) -> str:
+    """Returns the state of a process, a letter as in ps; empty if not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def meshes(answers: Iterable[Answer]) -> tuple[list[MeshView], list[Answer]]:
+    """Groups the answers by mesh; the second list is of those that belong to no known mesh."""
+    answers = list(answers)
+    by_directory = {answer.directory: answer for answer in answers}
+    rest = dict(by_directory)
+    found = []
+    for answer in answers:
+        if answer.directory not in rest or not answer.snapshots:
+            continue
+        members = _reached(answer, by_directory)
+        for member in members:
+            rest.pop(member.directory, None)
+        found.append(_view(members, by_directory))
+    named = {m.directory for a in answers for s in a.snapshots for m in s.members if m.same_host}
+    return found, [answer for answer in rest.values() if answer.directory not in named]
+
+
+def _reached(start: Answer, by_directory: dict[str, Answer]) -> list[Answer]:
+    """Returns all answers from the mesh of the worker that gave one of them."""
+    found = {start.directory: start}
+    left = [start]
+    while left:
+        for member in left.pop().snapshots[0].members:
+            answer = by_directory.get(member.directory)
+            if answer and answer.directory not in found and _is_of(answer, member):
+                found[answer.directory] = answer
+                left.append(answer)
+    return list(found.values())
+
+
+def _is_of(answer: Answer, member: Member) -> bool:
+    """Returns whether this member has answered, and not one with its path on another host."""
+    return [(s.member, s.name) for s in answer.snapshots] == [(member.member, member.name)]
+
+
+def _view(answers: Sequence[Answer], by_directory: dict[str, Answer]) -> MeshView:
+    view = MeshView({answer.snapshots[0].member: answer.snapshots[0] for answer in answers})
+    view.pids = {answer.snapshots[0].member: answer.pid for answer in answers}
+    for answer in answers:
+        for member in answer.snapshots[0].members:
+            view.names.setdefault(member.member, member.name)
+            if member.member in view.snapshots or member.member in view.silent:
+                continue
+            asked = by_directory.get(member.directory) if member.same_host else None
+            if asked is not None:
+                view.silent[member.member] = asked.problem
+                view.pids[member.member] = asked.pid
+            elif member.lost:
+                view.silent[member.member] = member.lost
+            else:
+                view.silent[member.member] = _EXITED if member.same_host else _NOT_REACHED
+    view.snapshots = dict(sorted(view.snapshots.items()))
+    view.silent = dict(sorted(view.silent.items()))
+    return view

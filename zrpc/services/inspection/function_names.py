@@ -1,0 +1,64 @@
+"""The name of what a request asks for, found without unpickling anything."""
+
+from __future__ import annotations
+
+import pickletools
+
+from zrpc.wire.kind import Kind
+from zrpc.wire.message import Message
+
+__all__ = ["function_of", "handler_name", "kind_name", "readable"]
+
+# The name stands at the beginning of the pickle.
+_READ_BYTES = 512
+_WITH_FUNCTION = (Kind.CALL, Kind.REMOTE, Kind.METHOD)
+# Pickles that begin with these names don't hold the name of a module's function.
+_NO_FUNCTIONS = ("builtins.getattr", "cloudpickle.", "copyreg.", "zrpc.", "functools.partial")
+
+
+def handler_name(request: Message) -> str:
+    """Returns the name of what a request asks for, or nothing if it is not known.
+
+    It is the function's own name once that is unpickled, and the one in the message before.
+    """
+    name = getattr(request.scope.function, "__qualname__", None)
+    return readable(name) if isinstance(name, str) else function_of(request)
+
+
+def function_of(request: Message) -> str:
+    """Returns the name of the function or method in a message.
+
+    It is empty if the function travels by value, or the request has none.
+    """
+    if request.kind not in _WITH_FUNCTION:
+        return ""
+    try:
+        return _first_name(bytes(request.body[:_READ_BYTES]))
+    except Exception:  # a peer may have sent anything
+        return ""
+
+
+def readable(name: object) -> str:
+    """Returns a function's name as users know it."""
+    return str(name).replace("_VariableFunctionsClass.", "torch.")
+
+
+def kind_name(kind: int) -> str:
+    """Returns the name of a kind of message."""
+    try:
+        return Kind(kind).name
+    except ValueError:
+        return f"kind {kind}"
+
+
+def _first_name(pickle: bytes) -> str:
+    skipped = ("PROTO", "FRAME", "MEMOIZE", "MARK")
+    every = ((operation.name, argument) for operation, argument, _ in pickletools.genops(pickle))
+    operations = (each for each in every if each[0] not in skipped)
+    operation, module = next(operations)
+    if "UNICODE" not in operation:
+        return ""
+    (_, name), (operation, _) = next(operations), next(operations)
+    if operation != "STACK_GLOBAL":
+        return str(module)  # a method's name, followed by its arguments
+    return "" if f"{module}.{name}".startswith(_NO_FUNCTIONS) else readable(name)

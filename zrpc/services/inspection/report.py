@@ -1,0 +1,272 @@
+"""The snapshots of a mesh as text for people."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import threading
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+
+import zrpc
+from zrpc.services.inspection.discovery import MeshView
+from zrpc.services.inspection.snapshot import Activity, Call, Frame, Request, Snapshot
+from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
+from zrpc.wire.member_id import MemberId, rank_of
+
+__all__ = ["Report", "stack_text"]
+
+_ZRPC = zrpc.__path__[0] + os.sep
+# The files that run programs and handlers.
+_RUNNERS = (_ZRPC + "launch", os.path.join(_ZRPC, "calls", "execution.py"), threading.__file__)
+
+
+class Report:
+    """Describes one mesh, as far as its workers answered.
+
+    If ``idle``, threads that wait for work, and zrpc's own frames, are shown too.
+    """
+
+    def __init__(self, mesh: MeshView, idle: bool = False) -> None:
+        self._mesh = mesh
+        self._idle = idle
+        self._graph = WaitGraph(mesh.snapshots)
+        self._calls = {(m, call.id): call for m, s in mesh.snapshots.items() for call in s.calls}
+        linecache.checkcache()
+
+    def heading(self) -> str:
+        """Returns a line that says which mesh it is."""
+        hosts = {snapshot.host for snapshot in self._mesh.snapshots.values()}
+        size = len(self._mesh.names)
+        return f"Mesh of {size} worker{'s' * (size > 1)} ({', '.join(sorted(hosts))})"
+
+    def worker(self, snapshot: Snapshot) -> Iterator[str]:
+        """Yields what a worker is doing, as lines; the first is its name."""
+        yield f"{self._name(snapshot.member)}, pid {snapshot.pid}"
+        yield f"  {_pool_text(snapshot)}"
+        waiting = {call_id: each for each in snapshot.activities for call_id in each.calls}
+        for call in snapshot.calls:
+            yield f"  → {self._call(call)}{_waited_for(waiting.get(call.id))}"
+        handlers = {each.request: each for each in snapshot.activities if each.request}
+        for request in snapshot.requests:
+            handler = handlers.get((request.caller, request.id))
+            asked = self._call_of(request)
+            ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
+            yield f"  ← {self._request(request)}{ago} {_state(request, handler)}"
+        for what, left in [
+            ("calls", snapshot.calls_in_all - len(snapshot.calls)),
+            ("requests", snapshot.requests_in_all - len(snapshot.requests)),
+        ]:
+            if left > 0:
+                yield f"  and {left} more {what}"
+        for note in snapshot.notes:
+            yield f"  {note}"
+        yield from self._stacks(snapshot)
+
+    def _stacks(self, snapshot: Snapshot) -> Iterator[str]:
+        idle = 0
+        for number, activity in enumerate(snapshot.activities):
+            if not self._idle and _is_idle(activity):
+                idle += 1
+                continue
+            if not (activity.own or activity.calls or self._is_first_of_process(snapshot)):
+                continue  # the other worker of its process shows it
+            title = self._who(Node("activity", snapshot.member, (number,))).rstrip(",")
+            frames = activity.frames if self._idle else _of_interest(activity)
+            text = stack_text(title if activity.task else f"thread {title}", frames).rstrip()
+            yield from (f"  {line}" for line in f"{text[:1].upper()}{text[1:]}".splitlines())
+        if idle:
+            yield f"  and {idle} thread{'s' * (idle > 1)} with nothing to do (--all shows them)"
+
+    def silent(self) -> Iterator[str]:
+        """Yields a line for each worker that could not be asked, and why."""
+        for member, why in self._mesh.silent.items():
+            pid = self._mesh.pids.get(member)
+            who = f"{self._name(member)}, pid {pid}," if pid else self._name(member)
+            yield f"{who} could not be asked: {why}"
+
+    def cycles(self) -> list[list[str]]:
+        """Returns the circles of waiting, each as lines."""
+        return [
+            [
+                f"A circle of waiting over {_workers(cycle)}: none of these can go on.",
+                *(f"{n}. {self._step(*step)}" for n, step in enumerate(_told(cycle), 1)),
+                "and that is where it began.",
+            ]
+            for cycle in self._graph.cycles()
+        ]
+
+    def comes_back(self) -> bool:
+        """Returns whether it is worth looking again, for `suspects`."""
+        return bool(self._graph.returns())
+
+    def suspects(self, later: MeshView) -> list[list[str]]:
+        """Returns the chains that come back to a worker whose thread stands still, as lines.
+
+        That shows in the same mesh a while later.
+        """
+        found = []
+        for path, end in self._graph.returns():
+            activity = self._graph.activity(end)
+            again = [
+                other
+                for other in getattr(later.snapshots.get(end.member), "activities", ())
+                if (other.name, other.request) == (activity.name, activity.request)
+            ]
+            if activity.cpu is None or not again or again[0].cpu != activity.cpu:
+                continue
+            name = self._name(end.member)
+            steps = [self._step(*step) for step in _told(path)]
+            steps.append(f"{name}: {self._who(end)} stands still{_at(activity.where)}.")
+            found.append(
+                [
+                    f"A chain of waiting comes back to {name}:",
+                    *(f"{n}. {step}" for n, step in enumerate(steps, 1)),
+                    "If it waits for what an earlier one holds, such as a lock, "
+                    "none of them can go on.",
+                ]
+            )
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        """Returns all of it, for programs."""
+        return {
+            "workers": [snapshot.as_dict() for snapshot in self._mesh.snapshots.values()],
+            "silent": [
+                {
+                    "rank": rank_of(member),
+                    "name": self._mesh.names[member],
+                    "pid": self._mesh.pids.get(member),
+                    "why": why,
+                }
+                for member, why in self._mesh.silent.items()
+            ],
+            "cycles": self.cycles(),
+        }
+
+    def _is_first_of_process(self, snapshot: Snapshot) -> bool:
+        key = (snapshot.host, snapshot.pid)
+        same = [s.member for s in self._mesh.snapshots.values() if (s.host, s.pid) == key]
+        return snapshot.member == min(same)
+
+    def _name(self, member: MemberId) -> str:
+        return f"{self._mesh.names.get(member, 'a worker')} (rank {rank_of(member)})"
+
+    def _call(self, call: Call) -> str:
+        left = "without a timeout" if call.left is None else f"times out in {call.left:.1f} s"
+        return f"{call.what or call.kind} at {self._name(call.to)}, for {call.age:.1f} s, {left}"
+
+    def _request(self, request: Request) -> str:
+        return f"{self._what(request)} for {self._name(request.caller)}"
+
+    def _what(self, request: Request) -> str:
+        """Returns what is asked for. The caller knows the names of functions sent by value."""
+        call = self._call_of(request)
+        return request.what or (call.what if call is not None else "") or request.kind
+
+    def _call_of(self, request: Request) -> Call | None:
+        """Returns a request as its caller sees it, or None if that worker did not answer."""
+        return self._calls.get((request.caller, request.id))
+
+    def _who(self, node: Node) -> str:
+        activity = self._graph.activity(node)
+        text = activity.name
+        if activity.request is not None:
+            asked = Node("request", node.member, activity.request)
+            text += f", which runs {self._request(self._graph.request(asked))},"
+        return text
+
+    def _step(self, node: Node, link: Link) -> str:
+        return f"{self._name(node.member)}: {self._needs(node, link)}"
+
+    def _needs(self, node: Node, link: Link) -> str:
+        if node.kind == "activity":
+            activity = self._graph.activity(node)
+            if link.call is not None:
+                what = link.call.what or link.call.kind
+                needs = f"{what} at {self._name(link.call.to)}, for {link.call.age:.1f} s"
+                return f"{self._who(node)} waits for {needs}{_at(activity.where)}."
+            return (
+                f"{self._who(node)} needs the thread of its event loop, which another "
+                "coroutine holds up: it waits there without `await`."
+            )
+        if node.kind == "queue":
+            pool = self._mesh.snapshots[node.member].pool
+            size = f"(num_worker_threads is {pool.size})"
+            threads = f"all {pool.running} threads of its pool {size} wait"
+            if pool.running == 1:
+                threads = f"the only thread of its pool {size} waits"
+            return f"what is queued can't begin: {threads} like this."
+        request = self._graph.request(node)
+        return (
+            f"{self._request(request)} needs the value of an RRef, which "
+            f"{self._request(self._graph.request(link.to))} is still to make."
+        )
+
+
+def stack_text(title: str, frames: Iterable[tuple[str, int, str]]) -> str:
+    """Returns a stack as Python prints it, with lines of source that are read from this host.
+
+    Each frame is a file, a line and a function, the innermost call last.
+    """
+    summaries = [traceback.FrameSummary(file, line, function) for file, line, function in frames]
+    return f"{title}, most recent call last:\n" + "".join(traceback.format_list(summaries))
+
+
+def _told(path: Sequence[tuple[Node, Link]]) -> list[tuple[Node, Link]]:
+    """Returns the steps worth telling: not that a call is at its handler, or in a queue."""
+    return [
+        (node, link) for node, link in path if node.kind != "request" or link.to.kind == "request"
+    ]
+
+
+def _workers(cycle: Sequence[tuple[Node, Link]]) -> str:
+    count = len({node.member for node, _ in cycle})
+    return "one worker" if count == 1 else f"{count} workers"
+
+
+def _at(where: Frame | None) -> str:
+    return "" if where is None else f", at {where}"
+
+
+def _pool_text(snapshot: Snapshot) -> str:
+    pool = snapshot.pool
+    text = f"pool: {pool.running} of {pool.size} threads run"
+    if pool.queued:
+        text += f", {pool.queued} requests wait for one"
+    if pool.full_for is not None and pool.full_for >= 1:
+        text += f", as some have all the time for {pool.full_for:.0f} s"
+    return text
+
+
+def _waited_for(activity: Activity | None) -> str:
+    return "" if activity is None else f"; {activity.name} waits for it{_at(activity.where)}"
+
+
+def _state(request: Request, handler: Activity | None) -> str:
+    if handler is not None:
+        return f"runs in {handler.name}"
+    if request.queued:
+        return "waits for a thread of the pool"
+    if request.needs:
+        return "waits for the value of an RRef"
+    return "is answered later, by a future or a coroutine"
+
+
+def _is_idle(activity: Activity) -> bool:
+    """Returns whether a thread waits for work: the program's code isn't on its stack."""
+    return activity.request is None and not activity.calls and activity.where is None
+
+
+def _of_interest(activity: Activity) -> list[Frame]:
+    """Returns the program's own frames and what they call.
+
+    How a thread comes to run the program, and how zrpc waits for a call, is always the same.
+    """
+    frames = activity.frames
+    if activity.where is None:
+        return frames
+    runners = [i + 1 for i, frame in enumerate(frames) if frame.file.startswith(_RUNNERS)]
+    last = len(frames) - 1 - frames[::-1].index(activity.where)
+    begin = max((i for i in runners if i <= last), default=0)
+    return frames[begin : last + 2] if activity.calls else frames[begin:]

@@ -1,0 +1,262 @@
+"""What the threads and coroutines of one worker are doing.
+
+Calls and handlers note what is needed to tell. A call knows the threads that wait for it. A request
+knows its function, and the thread or the asyncio task in which its handler began. Frames are read
+for their text only: files, lines and names of functions. No name of a local variable matters,
+except for the parameter of ``torch.futures.wait_all``, which notes nothing.
+
+A thread handles a request if the request began in it, has neither returned nor become a coroutine,
+and the thread's stack still holds the function that runs handlers. That must be so before and after
+the calls that the thread waits for are looked up, so no thread is shown with the request of one
+moment and the call of another.
+
+To look at a frame is to hold what it refers to. If its function returns meanwhile, the looking
+thread is the one that drops those objects, as the garbage collector may drop things in any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+
+import zrpc
+from zrpc.agent.agent import Agent
+from zrpc.calls.execution import Execution, RequestJob
+from zrpc.calls.future import Future
+from zrpc.runtime.context_thread import ContextThread
+from zrpc.services.inspection.function_names import handler_name, kind_name
+from zrpc.services.inspection.snapshot import Activity, Frame
+from zrpc.wire.message import Message
+
+__all__ = ["activities", "requests_to_begin"]
+
+_HERE = os.path.dirname(__file__) + os.sep
+_ZRPC = zrpc.__path__[0] + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+
+# One of these is on the stack of each thread that runs a handler.
+_RUNNERS = tuple(f.__code__ for f in (Execution.__call__, Execution._await, RequestJob.__call__))
+_WAIT_ALL = torch.futures.wait_all.__code__
+_AWAIT = Future.__await__.__code__
+_MAX_FRAMES = 1000
+
+T = TypeVar("T")
+
+
+def activities(agent: Agent) -> list[Activity]:
+    """Returns what all threads of this process are doing, and the agent's coroutines that wait.
+
+    Threads of other agents in this process are left out. May be called from any thread.
+    """
+    before = _handlers(agent)
+    frames = sys._current_frames()
+    calls = _calls_by_thread(agent)
+    handlers = {
+        ident: request
+        for ident, request in _handlers(agent).items()
+        if before.get(ident) is request
+    }
+    found, running = [], set()
+    for thread in threading.enumerate():
+        ident = thread.ident or 0
+        frame = frames.pop(ident, None)
+        own = isinstance(thread, ContextThread) and thread.owner is agent.context
+        if frame is None or (isinstance(thread, ContextThread) and not own):
+            continue
+        stack = _outward(frame)
+        request = handlers.get(ident)
+        if request is not None and not any(each.f_code in _RUNNERS for each in stack):
+            request = None
+        activity = _activity(thread.name, stack, request)
+        activity.own, activity.cpu = own, _cpu_time(ident)
+        activity.loop = thread is agent.event_loop.thread
+        activity.calls = calls.get(ident) or _ids(_futures_waited_for(stack), agent)
+        found.append(activity)
+        running.add(activity.request)
+    return found + [each for each in _coroutines(agent) if each.request not in running]
+
+
+def requests_to_begin(agent: Agent) -> list[Message]:
+    """Returns the requests whose coroutines wait for the event loop to begin them."""
+    return [request for request, _ in _coming(agent)]
+
+
+# -- from what calls and handlers note -------------------------------------------------------
+
+
+def _handlers(agent: Agent) -> dict[int, Message]:
+    """Returns the request that each thread handles, or has handed over to a coroutine, by ident.
+
+    A thread handles one at a time: the latest that is not answered.
+    """
+    found = {}
+    for request in agent.callee.requests.all():
+        scope, task = request.scope, request.scope.task
+        if task is not None:
+            loop = agent.event_loop.thread
+            if loop is not None and asyncio.current_task(task.get_loop()) is task:
+                found[loop.ident or 0] = request
+        elif not (scope.deferred or inspect.iscoroutinefunction(scope.function)):
+            found[scope.thread] = request
+    found.pop(0, None)  # not begun
+    return found
+
+
+def _calls_by_thread(agent: Agent) -> dict[int, list[int]]:
+    """Returns the ids of the calls that each thread waits for, or waits to send, by its ident."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for call_id, ident in agent.caller.flow_control.waiting_threads().items():
+        found[ident].append(call_id)
+    for call in agent.caller.calls.in_flight():
+        for ident in () if call.settled else call.waiters:
+            found[ident].append(call.call_id)
+    return found
+
+
+def _coroutines(agent: Agent) -> list[Activity]:
+    """Returns the handlers that are coroutines, and wait or are still to begin."""
+    coroutines = {id(request): (request, coroutine) for request, coroutine in _coming(agent)}
+    for request in agent.callee.requests.all():
+        task = request.scope.task
+        if task is not None and not task.done():
+            coroutines[id(request)] = (request, task.get_coro())
+    found = []
+    for request, coroutine in coroutines.values():
+        chain = _await_chain(coroutine)
+        frames = [each for each in map(_frame_of, reversed(chain)) if each is not None]
+        activity = _activity("a coroutine", frames, request)
+        activity.task = True
+        futures = _futures_awaited(chain) or _futures_gathered(request.scope.task)
+        activity.calls = _ids(futures, agent)
+        found.append(activity)
+    return found
+
+
+def _coming(agent: Agent) -> list[tuple[Message, Any]]:
+    """Returns the requests whose coroutines wait for the event loop, with these coroutines."""
+    _, coming = agent.event_loop.under_way()
+    held = [(execution.request, each) for each in coming for execution in _held_by(each, Execution)]
+    accepted = {id(request) for request in agent.callee.requests.all()}
+    return [(request, each) for request, each in held if id(request) in accepted]
+
+
+def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
+    """Returns the numbers of the outstanding calls of an agent that futures stand for."""
+    calls = [future._call for future in futures if isinstance(future, Future)]
+    known = agent.caller.calls
+    return [
+        call.call_id
+        for call in calls
+        if call is not None and not call.settled and known.get(call.call_id) is call
+    ]
+
+
+def _activity(name: str, stack: Sequence[FrameType], request: Message | None) -> Activity:
+    """Describes a thread or a coroutine by its stack, the innermost frame first."""
+    frames = [
+        Frame(each.f_code.co_filename, each.f_lineno, _name(each.f_code))
+        for each in reversed(stack)
+    ]
+    where = next((each for each in reversed(frames) if _is_users(each.file)), None)
+    activity = Activity(name, frames, where)
+    if request is not None:
+        activity.request = (request.sender, request.call_id)
+        activity.what = handler_name(request) or kind_name(request.kind)
+    return activity
+
+
+def _cpu_time(ident: int) -> float | None:
+    if not ident or sys.platform != "linux":
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:
+        return None
+
+
+# -- from frames -----------------------------------------------------------------------------
+
+
+def _outward(frame: FrameType | None) -> list[FrameType]:
+    """Returns the stack from a frame outward, without the frames of this room."""
+    stack: list[FrameType] = []
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            break
+        if not frame.f_code.co_filename.startswith(_HERE):
+            stack.append(frame)
+        frame = frame.f_back
+    return stack
+
+
+def _name(code: CodeType) -> str:
+    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
+
+
+def _is_users(file: str) -> bool:
+    """Returns whether a file is neither zrpc's, nor torch's, nor Python's own."""
+    if file.startswith((_ZRPC, _TORCH, "<frozen")):
+        return False
+    return not file.startswith(_STDLIB) or any(part in file for part in _PACKAGES)
+
+
+def _futures_waited_for(stack: Iterable[FrameType]) -> list[Any]:
+    """Returns the futures that a thread waits for by ``torch.futures.wait_all``."""
+    for frame in stack:
+        if frame.f_code is _WAIT_ALL:
+            futures = frame.f_locals.get("futures")
+            return list(futures) if isinstance(futures, (list, tuple)) else []
+        if _is_users(frame.f_code.co_filename):
+            break
+    return []
+
+
+# -- from coroutines -------------------------------------------------------------------------
+
+
+def _await_chain(coroutine: Any) -> list[Any]:
+    """Returns a suspended coroutine and what it awaits, the innermost coroutine last."""
+    chain: list[Any] = []
+    while coroutine is not None and _frame_of(coroutine) is not None and len(chain) < _MAX_FRAMES:
+        chain.append(coroutine)
+        inner = getattr(coroutine, "cr_await", None)
+        coroutine = inner if inner is not None else getattr(coroutine, "gi_yieldfrom", None)
+    return chain
+
+
+def _frame_of(coroutine: Any) -> FrameType | None:
+    return getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+
+
+def _futures_awaited(chain: Sequence[Any]) -> list[Future[Any]]:
+    """Returns the future that the innermost of a chain of coroutines awaits, if it is zrpc's."""
+    if not chain or getattr(chain[-1], "gi_code", None) is not _AWAIT:
+        return []
+    return _held_by(chain[-1], Future)
+
+
+def _futures_gathered(task: asyncio.Task[Any] | None) -> list[Future[Any]]:
+    """Returns the futures that a task awaits by ``asyncio.gather``."""
+    children = getattr(getattr(task, "_fut_waiter", None), "_children", [])
+    tasks = [child for child in children if isinstance(child, asyncio.Task)]
+    return [future for each in tasks for future in _futures_awaited(_await_chain(each.get_coro()))]
+
+
+def _held_by(coroutine: Any, kind: type[T]) -> list[T]:
+    """Returns the objects of a type that a suspended coroutine's own frame refers to."""
+    # As the garbage collector sees it: Python 3.10 finds them by the frame.
+    held = gc.get_referents(coroutine, _frame_of(coroutine))
+    return [each for each in held if isinstance(each, kind)]

@@ -1,0 +1,134 @@
+"""What workers send each other for the reference count: ids, messages and forks, as bytes."""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from zrpc.errors import ProtocolError
+from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
+
+__all__ = [
+    "FORK_SIZE",
+    "NO_FORK",
+    "Fork",
+    "ForkId",
+    "GloballyUniqueId",
+    "RRefId",
+    "ReferenceMessage",
+    "Verb",
+]
+
+_LAYOUT = struct.Struct("<BQIQIQIIQ")
+_FORK_LAYOUT = struct.Struct("<IQIQIIQ")
+FORK_SIZE = _FORK_LAYOUT.size
+
+
+class GloballyUniqueId(NamedTuple):
+    """An id that is unique in a mesh.
+
+    Attributes:
+        created_on: the member that drew the id; each incarnation of a worker is another member.
+        local_id: a counter of that member's.
+    """
+
+    created_on: MemberId
+    local_id: int
+
+    def __repr__(self) -> str:
+        incarnation = incarnation_of(self.created_on)
+        suffix = f", incarnation={incarnation}" if incarnation else ""
+        rank = rank_of(self.created_on)
+        return f"GloballyUniqueId(created_on={rank}{suffix}, local_id={self.local_id})"
+
+
+# The value that is referred to, and one user's reference to it.
+RRefId = GloballyUniqueId
+ForkId = GloballyUniqueId
+
+# Stands for "no fork" in a message: no member has this id.
+NO_FORK = GloballyUniqueId(MemberId(2**32 - 1), 0)
+
+
+class Verb(IntEnum):
+    """The meaning of a message; see `zrpc.services.rref.protocol`."""
+
+    ADD = 1
+    ADDED = 2
+    DELETE = 3
+
+
+class ReferenceMessage(NamedTuple):
+    """One message of the protocol.
+
+    Attributes:
+        verb: its meaning.
+        serial: its number among those from its sender to its receiver, from 0.
+        rref_id: the value.
+        fork_id: the fork.
+        parent: for ADD, the member that handed the fork on.
+        parent_id: for ADD, that member's own fork.
+    """
+
+    verb: Verb
+    serial: int
+    rref_id: RRefId
+    fork_id: ForkId
+    parent: MemberId = NO_FORK.created_on
+    parent_id: ForkId = NO_FORK
+
+    def pack(self) -> bytes:
+        """Returns the message as bytes."""
+        ids = (*self.rref_id, *self.fork_id, self.parent, *self.parent_id)
+        return _LAYOUT.pack(self.verb, self.serial, *ids)
+
+    @classmethod
+    def parse_all(cls, data: bytes | bytearray | memoryview) -> list[ReferenceMessage]:
+        """Returns the messages that were packed one after the other.
+
+        Raises:
+            ProtocolError: the bytes are not a sequence of messages.
+        """
+        unique = GloballyUniqueId
+        try:
+            return [
+                cls(Verb(verb), serial, unique(a, b), unique(c, d), parent, unique(e, f))
+                for verb, serial, a, b, c, d, parent, e, f in _LAYOUT.iter_unpack(data)
+            ]
+        except (struct.error, ValueError) as error:
+            raise ProtocolError(f"expected reference-count messages: {error}") from error
+
+
+class Fork(NamedTuple):
+    """The part of a reference that travels beside a message's pickle.
+
+    Attributes:
+        rref_id: the value.
+        fork_id: the child's.
+        owner: the member that owns the value.
+        parent_id: the sender's own fork; `NO_FORK` if the sender is the owner.
+    """
+
+    rref_id: RRefId
+    fork_id: ForkId
+    owner: MemberId
+    parent_id: ForkId = NO_FORK
+
+    def pack(self) -> bytes:
+        """Returns the fork as bytes."""
+        return _FORK_LAYOUT.pack(*self.rref_id, *self.fork_id, self.owner, *self.parent_id)
+
+    @classmethod
+    def unpack_all(cls, data: bytes) -> list[Fork]:
+        """Returns the forks that were packed one after the other.
+
+        Raises:
+            ProtocolError: the bytes are not a sequence of forks.
+        """
+        try:
+            rows = list(_FORK_LAYOUT.iter_unpack(data))
+        except struct.error as error:
+            raise ProtocolError(f"expected forks of {FORK_SIZE} bytes each: {error}") from error
+        unique = GloballyUniqueId
+        return [cls(unique(a, b), unique(c, d), e, unique(f, g)) for a, b, c, d, e, f, g in rows]

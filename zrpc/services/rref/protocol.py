@@ -1,0 +1,315 @@
+"""The rules of the distributed reference count. No I/O: events in, messages out.
+
+A value lives on its *owner*. Every other worker that has a reference to it is a *user*; each
+handle of a user is a *fork* with an id of its own. The owner lists all forks. It frees the value
+once the list is empty and it has no handle itself. There are two guarantees, as in torch's
+"Remote Reference Protocol":
+
+G1: the owner learns when a fork ends. (DELETE)
+
+G2: a fork that handed on a child stays listed until the owner lists the child. So there is
+always a listed fork while any fork lives, and the owner can't free the value too early.
+
+A fork that is handed on (*child*) travels inside some message, by `References.fork`. The worker
+that receives it (`References.receive`) tells the owner (ADD). The owner tells the receiver and
+the parent (ADDED), and the parent then no longer waits for the child. An owner that hands on its
+own handle lists the child before it sends the message. If a child arrives at the owner, the owner
+tells the parent at once.
+
+============ ======================= ===================================================
+message      from, to                meaning
+============ ======================= ===================================================
+ADD          user, owner             I hold this fork, which that parent gave me
+ADDED        owner, user and parent  this fork is listed
+DELETE       user, owner             this fork has ended
+============ ======================= ===================================================
+
+Messages may arrive in any order and more than once:
+
+- Repeats are recognized by their serial number, counted for each pair of workers. A message that
+  carries a fork (a call, an answer) has none. If a fork arrives at its user again, it gets one
+  more handle there, or none if it was among the last forks to end. An owner takes it for another
+  fork.
+- A DELETE that arrives before the message that lists its fork is kept until then.
+- A child names its parent. If the owner hears of the child first, it knows that the message that
+  lists the parent is still in flight (by G2 the parent can't have ended). It frees nothing until
+  that message arrives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["References"]
+
+# A user remembers this many ended forks, in case the message with one of them comes again.
+_ENDED_REMEMBERED = 64
+
+# A message may arrive after this many that were sent later: what was read from a connection before
+# it broke can come after what the next connection brought.
+_MAX_AHEAD = 1 << 14
+
+
+@dataclass(slots=True)
+class _Owned:
+    """What an owner knows of one of its values: the forks by holder, and its own handles."""
+
+    forks: dict[ForkId, MemberId] = field(default_factory=dict)
+    handles: int = 0
+    # Forks whose DELETE came first, with its sender; the message that lists them is in flight.
+    ended_early: dict[ForkId, MemberId] = field(default_factory=dict)
+    # Forks that a child has named as its parent, with the parent's holder and the worker that
+    # named it; the message that lists them is in flight too.
+    announced: dict[ForkId, tuple[MemberId, MemberId]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a user knows of one of its forks."""
+
+    rref_id: RRefId
+    owner: MemberId
+    handles: int = 1  # more if the message with the fork came twice
+    listed: bool = False  # the owner has confirmed it
+    children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
+
+
+@dataclass(slots=True)
+class _Serials:
+    """The serial numbers seen from one sender: all below ``next``, and those in ``ahead``.
+
+    The numbers of messages that are lost with a connection never come. They count as seen once
+    `_MAX_AHEAD` later ones have come.
+    """
+
+    next: int = 0
+    ahead: set[int] = field(default_factory=set)
+
+    def admit(self, serial: int) -> bool:
+        """Notes a number; returns False if it was noted before."""
+        if serial < self.next or serial in self.ahead:
+            return False
+        self.ahead.add(serial)
+        if len(self.ahead) > _MAX_AHEAD:
+            self.next = min(self.ahead)
+        while self.next in self.ahead:
+            self.ahead.remove(self.next)
+            self.next += 1
+        return True
+
+
+class References:
+    """One worker's part in the reference count, as owner and as user.
+
+    For one thread at a time. After each event the caller takes what has gathered in `outgoing`,
+    messages to send, each with its receiver, and in `freed`, values to free.
+    """
+
+    def __init__(self, member: MemberId) -> None:
+        self._own_id = member
+        # A message about a value may come before its creation.
+        self._owned: defaultdict[RRefId, _Owned] = defaultdict(_Owned)
+        self._held: dict[ForkId, _Held] = {}
+        self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
+        # The latest of our forks that have ended: a message may come twice.
+        self._ended: dict[ForkId, None] = {}
+        self._adding: set[ForkId] = set()  # forks with an ADD that is not answered yet
+        self._lost: set[MemberId] = set()
+        self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
+        self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
+        self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
+        self.freed: list[RRefId] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether this worker, as user, waits for no message of the protocol."""
+        return not self._parents and not self._adding
+
+    def __len__(self) -> int:
+        """Returns how many values are owned and forks held here."""
+        return len(self._owned) + len(self._held)
+
+    def is_listed(self, fork_id: ForkId) -> bool:
+        """Returns whether the owner has confirmed this fork; asked at the user."""
+        held = self._held.get(fork_id)
+        return held is not None and held.listed
+
+    # -- the owner -----------------------------------------------------------------------
+
+    def retain(self, rref_id: RRefId) -> None:
+        """Counts one more handle of the owner's."""
+        self._owned[rref_id].handles += 1
+
+    def release(self, rref_id: RRefId) -> None:
+        """Counts one handle of the owner's less."""
+        self._owned[rref_id].handles -= 1
+        self._free_if_unused(rref_id)
+
+    def add(self, rref_id: RRefId, fork_id: ForkId, holder: MemberId) -> None:
+        """Lists a fork at the owner: when ``remote`` creates it, or on ADD."""
+        owned = self._owned[rref_id]
+        owned.announced.pop(fork_id, None)
+        if owned.ended_early.pop(fork_id, None) is None and holder not in self._lost:
+            owned.forks[fork_id] = holder
+        self._free_if_unused(rref_id)
+
+    def _announce(
+        self, rref_id: RRefId, parent_id: ForkId, holder: MemberId, sender: MemberId
+    ) -> None:
+        """Notes the parent that a child has named: it lives, and is listed or about to be."""
+        owned = self._owned[rref_id]
+        if parent_id not in owned.forks and holder not in self._lost:
+            owned.announced[parent_id] = (holder, sender)
+
+    def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: MemberId) -> None:
+        owned = self._owned[rref_id]
+        if owned.forks.pop(fork_id, None) is None:
+            owned.ended_early[fork_id] = sender
+        self._free_if_unused(rref_id)
+
+    def _free_if_unused(self, rref_id: RRefId) -> None:
+        owned = self._owned[rref_id]
+        if not (owned.forks or owned.handles or owned.ended_early or owned.announced):
+            del self._owned[rref_id]
+            self.freed.append(rref_id)
+
+    # -- the user ------------------------------------------------------------------------
+
+    def create(self, rref_id: RRefId, fork_id: ForkId, owner: MemberId) -> None:
+        """Notes a value that ``owner`` makes for this worker; that message lists the fork."""
+        self._held[fork_id] = _Held(rref_id, owner)
+
+    def cancel_create(self, fork_id: ForkId) -> None:
+        """Undoes `create`: the message is not sent after all."""
+        del self._held[fork_id]
+
+    def drop(self, fork_id: ForkId) -> None:
+        """Counts one handle of a fork less."""
+        held = self._held.get(fork_id)
+        if held is not None:  # else the fork had ended when its message came once more
+            held.handles -= 1
+            self._end_if_unused(fork_id)
+
+    def on_listed(self, fork_id: ForkId) -> None:
+        """Notes that the owner lists a fork: ours, or a child of ours."""
+        self._adding.discard(fork_id)
+        held = self._held.get(fork_id)
+        if held is not None:
+            held.listed = True
+        parent = self._parents.pop(fork_id, None)
+        if parent is not None:
+            del self._held[parent].children[fork_id]
+            self._end_if_unused(parent)
+
+    def _end_if_unused(self, fork_id: ForkId) -> None:
+        held = self._held[fork_id]
+        if not held.handles and not held.children:
+            del self._held[fork_id]
+            self._ended[fork_id] = None
+            if len(self._ended) > _ENDED_REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+            self._send(held.owner, Verb.DELETE, held.rref_id, fork_id)
+
+    # -- forks in messages ---------------------------------------------------------------
+
+    def fork(self, fork: Fork, parent: ForkId | None, receiver: MemberId) -> None:
+        """Notes that a child is put into a message to ``receiver``.
+
+        The parent is this worker's fork that the child comes from; None at the owner.
+        """
+        if parent is None:
+            self.add(fork.rref_id, fork.fork_id, receiver)
+        elif not self._lost & {receiver, fork.owner}:  # else nobody would answer for the child
+            self._held[parent].children[fork.fork_id] = receiver
+            self._parents[fork.fork_id] = parent
+
+    def cancel_fork(self, fork: Fork) -> None:
+        """Undoes `fork`: the message is not sent after all."""
+        if fork.owner == self._own_id:
+            self._owned[fork.rref_id].forks.pop(fork.fork_id, None)
+            self._free_if_unused(fork.rref_id)
+        else:
+            self.on_listed(fork.fork_id)
+
+    def receive(self, fork: Fork, sender: MemberId) -> None:
+        """Counts a handle for a child that has come in a message from ``sender``."""
+        rref_id, fork_id, owner, parent_id = fork
+        if owner != self._own_id:
+            if fork_id in self._held:
+                self._held[fork_id].handles += 1
+                return
+            if fork_id in self._ended:
+                return
+            self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
+            if sender != owner and owner not in self._lost:
+                self._adding.add(fork_id)
+                self._send(owner, Verb.ADD, rref_id, fork_id, sender, parent_id)
+            return
+        self.retain(rref_id)
+        if sender == owner:
+            self._delete(rref_id, fork_id, sender)
+        else:
+            self._announce(rref_id, parent_id, sender, sender)
+            self._send(sender, Verb.ADDED, rref_id, fork_id)
+
+    # -- messages and peers --------------------------------------------------------------
+
+    def handle(self, sender: MemberId, message: ReferenceMessage) -> None:
+        """Handles a message of the protocol."""
+        if sender in self._lost:
+            return
+        if not self._serials_in[sender].admit(message.serial):
+            return
+        verb, _, rref_id, fork_id, parent, parent_id = message
+        if verb is Verb.ADD:
+            self._announce(rref_id, parent_id, parent, sender)
+            self.add(rref_id, fork_id, sender)
+            self._send(sender, Verb.ADDED, rref_id, fork_id)
+            if parent != sender:
+                self._send(parent, Verb.ADDED, rref_id, fork_id)
+        elif verb is Verb.ADDED:
+            self.on_listed(fork_id)
+        else:
+            self._delete(rref_id, fork_id, sender)
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
+        self._lost.add(member)
+        for rref_id, owned in list(self._owned.items()):
+            for by_member in (owned.forks, owned.ended_early):
+                for fork_id in [f for f, holder in by_member.items() if holder == member]:
+                    del by_member[fork_id]
+            # The lost member may have named a parent that has ended.
+            for fork_id in [f for f, members in owned.announced.items() if member in members]:
+                del owned.announced[fork_id]
+            self._free_if_unused(rref_id)
+        unanswered = {
+            f for f in self._adding if f not in self._held or self._held[f].owner == member
+        }
+        self._adding -= unanswered
+        unlisted = [
+            child
+            for held in self._held.values()
+            for child, receiver in held.children.items()
+            if member in (receiver, held.owner)
+        ]
+        for child in unlisted:
+            self.on_listed(child)
+
+    def _send(
+        self,
+        to: MemberId,
+        verb: Verb,
+        rref_id: RRefId,
+        fork_id: ForkId,
+        parent: MemberId = NO_FORK.created_on,
+        parent_id: ForkId = NO_FORK,
+    ) -> None:
+        serial = self._serials_out[to]
+        self._serials_out[to] += 1
+        message = ReferenceMessage(verb, serial, rref_id, fork_id, parent, parent_id)
+        self.outgoing.append((to, message))

@@ -1,0 +1,337 @@
+"""RRef, the handle of a value that lives on some worker."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import agent_that_is_set
+from zrpc.calls.caller import UNSET_RPC_TIMEOUT
+from zrpc.calls.cancel_scope import current_scope
+from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
+from zrpc.services.rref.service import BackwardOfValue, RRefService
+from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.pickling import decoder, encoder, register_reducer
+
+__all__ = ["PyRRef", "RRef", "plug_in"]
+
+T = TypeVar("T")
+
+
+class RRef(Generic[T]):
+    """A reference to a value of type ``T`` that lives on one worker, its *owner*.
+
+    ``RRef(value)`` makes this worker the owner of ``value``; `zrpc.remote` makes a value
+    elsewhere. An RRef can be passed to other workers, as an argument, as a result, or inside
+    any container or object. The value stays on its owner, and lives as long as an RRef to it
+    exists anywhere. An RRef can't be pickled in any other way.
+
+    RRefs to one value are equal and have the same hash. All methods may be called from any
+    thread.
+
+    Args:
+        value: the value that the RRef refers to; it is not copied.
+        type_hint: the type of ``value``, for readers; zrpc does not use it.
+
+    Raises:
+        RuntimeError: there is no agent; call `zrpc.init_rpc` first.
+
+    Example:
+        >>> rref = RRef([1, 2])
+        >>> rref.is_owner(), rref.local_value()
+        (True, [1, 2])
+        >>> rref.rpc_sync().index(2)
+        1
+
+    See also ``torch.distributed.rpc.RRef`` and its "Remote Reference Protocol".
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_failure",
+        "_fork_id",
+        "_methods",
+        "_owner",
+        "_rref_id",
+        "_service",
+        "_value",
+    )
+
+    _service: RRefService
+    _rref_id: RRefId
+    _fork_id: ForkId | None  # None at the owner
+    _owner: WorkerInfo
+    _value: OwnedValue | None  # None at a user
+    _failure: Exception | None  # of the call that was to make the value
+    _methods: frozenset[str]  # names that the value is known to have
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        agent = agent_that_is_set()
+        service = agent.service(RRefService)
+        rref_id = service.new_id()
+        owned = service.retain_value(rref_id)
+        owned.begun = True
+        owned.set(value)
+        self._fill(service, rref_id, None, agent.worker_info, owned)
+
+    def _fill(
+        self,
+        service: RRefService,
+        rref_id: RRefId,
+        fork_id: ForkId | None,
+        owner: WorkerInfo,
+        value: OwnedValue | None,
+    ) -> None:
+        self._service = service
+        self._rref_id = rref_id
+        self._fork_id = fork_id
+        self._owner = owner
+        self._value = value
+        self._failure = None
+        self._methods = frozenset()
+
+    @classmethod
+    def _of_fork(cls, service: RRefService, fork: Fork, value: OwnedValue | None) -> RRef[Any]:
+        """Makes the handle of a fork that has arrived; the service has counted it already."""
+        rref: RRef[Any] = cls.__new__(cls)
+        owner = service.agent.membership.infos[fork.owner]
+        rref._fill(service, fork.rref_id, fork.fork_id if value is None else None, owner, value)
+        return rref
+
+    @classmethod
+    def _create(
+        cls, agent: Agent, to: WorkerInfo, body: Any, timeout: float, subject: RRefId | None = None
+    ) -> RRef[Any]:
+        """Makes the RRef that `zrpc.remote` returns; see `RRefService.create`."""
+        service = agent.service(RRefService)
+        rref: RRef[Any] = cls.__new__(cls)
+        rref_id, fork_id, value = service.create(to, body, timeout, subject, weakref.ref(rref))
+        failure = getattr(rref, "_failure", None)  # the call may have failed already
+        rref._fill(service, rref_id, fork_id, to, value)
+        rref._failure = failure
+        return rref
+
+    def fail(self, error: Exception) -> None:
+        """Notes that the call that was to make the value has failed; in any thread.
+
+        :meta private:
+        """
+        self._failure = error
+
+    def __del__(self) -> None:
+        # Only notes it: see RRefService.dropped. A handle that was never filled has no service.
+        service = getattr(self, "_service", None)
+        if service is not None:
+            service.dropped.append((self._rref_id, self._fork_id))
+
+    def is_owner(self) -> bool:
+        """Returns whether this worker owns the value."""
+        return self._value is not None
+
+    def owner(self) -> WorkerInfo:
+        """Returns the worker that owns the value."""
+        return self._owner
+
+    def owner_name(self) -> str:
+        """Returns the name of the worker that owns the value."""
+        return self._owner.name
+
+    def confirmed_by_owner(self) -> bool:
+        """Returns whether the owner knows of this RRef; always true at the owner."""
+        return self._fork_id is None or self._service.is_confirmed(self._fork_id)
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """Waits for the value, and returns a copy of it; at the owner, the value itself.
+
+        Args:
+            timeout: in seconds; 0 means no limit. Default: the default timeout of all calls.
+
+        Raises:
+            RpcTimeoutError: it took longer, or the call that was to make the value did.
+            OwnerDied: the owner is lost.
+            Exception: what was raised by the function that was to make the value.
+        """
+        agent = self._service.agent
+        self._check()
+        if self._value is not None:
+            timeout = agent.caller.timeout(timeout)
+            scope = current_scope()
+            return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
+        return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
+
+    def local_value(self) -> T:
+        """Returns the value itself, at the owner; waits for it if it is still being made.
+
+        Raises:
+            RuntimeError: this worker is not the owner.
+        """
+        if self._value is None:
+            raise RpcError(
+                f"For {self!r}, can't call localValue() on user "
+                f"{self._service.agent.worker_info}. Call it on owner {self._owner}"
+            )
+        return self._value.get()  # type: ignore[no-any-return]
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Returns a proxy whose methods run on the value at its owner, and return their results.
+
+        ``rref.rpc_sync().f(x)`` costs one message each way.
+
+        Args:
+            timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
+                timeout of all calls.
+        """
+        return _Proxy(self._call_method, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Like `rpc_sync`, but the methods return a Future at once."""
+        return _Proxy(self._call_method_async, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
+
+        The first use of a method's name asks the owner whether the value has that method, so
+        that AttributeError is raised here if it does not.
+        """
+        return _Proxy(self._call_method_remotely, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward pass with the value, a scalar tensor, as its root.
+
+        Args:
+            dist_autograd_ctx_id: the id of the autograd context that gets the gradients.
+                Without one, at the owner, the value's own ``backward()`` is called.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            RuntimeError: the value is not a tensor; no context is given and this worker is not
+                the owner; or what `zrpc.autograd.backward` raises.
+        """
+        self._check()
+        autograd = self._service.agent.service(BackwardOfValue)  # type: ignore[type-abstract]
+        autograd.backward_of_value(self._owner, self, dist_autograd_ctx_id, retain_graph)
+
+    def _ask(self, kind: Kind, body: Any, timeout: float) -> Any:
+        """Asks the owner about the value, and waits for the answer."""
+        subject = self._service.subject_extension(self._rref_id)
+        try:
+            return self._service.caller.call(
+                self._owner, kind, body, timeout, extension=subject, holds=self, died=OwnerDied
+            )
+        except (RpcTimeoutError, OwnerDied):
+            self._check()  # if the value can't be had, its error says why
+            raise
+
+    def _call_method(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+        self._check()
+        return self._ask(Kind.METHOD, (name, args, kwargs), timeout)
+
+    def _call_method_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+        self._check()
+        return self._service.caller.call_async(
+            self._owner,
+            Kind.METHOD,
+            (name, args, kwargs),
+            timeout,
+            extension=self._service.subject_extension(self._rref_id),
+            holds=self,
+            died=OwnerDied,
+        )
+
+    def _call_method_remotely(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+        self._check()
+        agent = self._service.agent
+        if name not in self._methods:
+            agent.caller.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
+            self._methods |= {name}
+        return self._create(agent, self._owner, (name, args, kwargs), timeout, self._rref_id)
+
+    def _check(self) -> None:
+        """Raises if it is known that the value can't be had."""
+        failure = self._failure
+        if isinstance(failure, RpcTimeoutError):
+            raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+        if isinstance(failure, WorkerDied):
+            raise OwnerDied(*failure.args)
+        if failure is not None:
+            raise type(failure)(*failure.args)
+        if self._value is None:
+            self._service.check_owner(self._owner)
+
+    def __eq__(self, other: object) -> bool:
+        return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._rref_id)
+
+    def __repr__(self) -> str:
+        if self._fork_id is None:
+            return f"OwnerRRef({self._rref_id})"
+        return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
+
+
+# In torch, the base of RRef, and the class of RRefs from `remote` or from another worker.
+PyRRef = RRef
+
+
+class _Proxy:
+    """Each attribute is a function that calls the value's method of that name at its owner.
+
+    ``call`` is given the timeout, the name, the arguments and the keyword arguments.
+    """
+
+    __slots__ = ("_call", "_timeout")
+
+    def __init__(self, call: Callable[[float, str, Any, Any], Any], timeout: float) -> None:
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call, timeout = self._call, self._timeout
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return call(timeout, name, args, kwargs)
+
+        method.__name__ = name
+        return method
+
+
+def plug_in(agent: Agent) -> RRefService:
+    """Plugs RRefs into an agent; see `join_mesh`."""
+    return RRefService(agent, RRef._of_fork)
+
+
+def _check_method(rref: RRef[Any], name: str) -> None:
+    """Raises AttributeError if the value has no such attribute; at the owner."""
+    getattr(rref.local_value(), name)
+
+
+def _reduce_rref(rref: RRef[Any]) -> Any:
+    message = encoder()
+    service = rref._service
+    if message is None or message.owner is not service.agent:
+        raise RpcError(
+            f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
+            f"the worker that has it ({service.agent.worker_info})"
+        )
+    fork = service.fork(rref._rref_id, rref._fork_id, rref._owner.member_id, message.destination)
+    message.undo(lambda: service.cancel_fork(fork))
+    forks = message.extension(Tag.FORKS)
+    forks.extend(fork.pack())
+    return _receive_rref, (len(forks) // FORK_SIZE - 1,)
+
+
+def _receive_rref(index: int) -> Any:
+    attachments = decoder().message.attachments or {}
+    return attachments[Tag.FORKS][index]
+
+
+register_reducer(RRef, _reduce_rref)

@@ -1,0 +1,393 @@
+"""RRefs of one agent: the values that it owns, and the messages of the reference count."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.service import ExtensionReader, Handler, Service
+from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.errors import OwnerDied, RpcError
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
+from zrpc.services.rref.protocol import References
+from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Mapping
+
+    from zrpc.calls.callee import Callee
+    from zrpc.calls.pending_calls import PendingCall
+    from zrpc.services.rref.rref import RRef
+
+__all__ = ["BackwardOfValue", "RRefService"]
+
+# At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
+_MAX_BATCH_LENGTH = 256
+
+# For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
+_ID = struct.Struct("<IQ")
+
+
+class BackwardOfValue(ABC):
+    """A service of the same agent that runs backward passes from the value of an RRef."""
+
+    @abstractmethod
+    def backward_of_value(
+        self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
+    ) -> None:
+        """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
+
+
+@dataclass(slots=True, eq=False)
+class Creation:
+    """Follows a call of this worker that makes a value, here or elsewhere.
+
+    The fork is this worker's; the owner has none. For the handle see `RRefService.create`.
+    ``retains`` tells whether the call still counts as a handle of a value that is made here; it is
+    guarded by the service's lock.
+    """
+
+    service: RRefService
+    rref_id: RRefId
+    fork_id: ForkId | None
+    handle: weakref.ref[RRef[Any]]
+    retains: bool = True
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
+        outcome = call.claim()
+        failed = isinstance(outcome, Exception)
+        if self.fork_id is None:
+            self.service.release_creation(self)
+        elif not failed:
+            self.service.on_created(self.fork_id)
+        if failed and (handle := self.handle()) is not None:  # it may be gone by now
+            handle.fail(outcome)
+
+
+@dataclass(slots=True, eq=False)
+class ValueSink:
+    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
+
+    _callee: Callee
+    request: Message
+    _value: OwnedValue
+
+    def defer(self) -> None:
+        """Notes that the outcome comes later."""
+        self._callee.sink_for(self.request).defer()
+
+    def value(self, value: Any) -> None:
+        """Takes what the function has returned."""
+        self._value.set(value)
+        self._callee.answer(self.request, None)
+
+    def error(self, error: BaseException) -> None:
+        """Takes what the function has raised."""
+        self._callee.log_failure(error)
+        self._value.set(error=error)
+        self._callee.answer(self.request, None)
+
+
+class RRefService(Service):
+    """Plugs RRefs into an agent.
+
+    Args:
+        agent: the agent.
+        make_handle: makes the handle of a fork that has arrived; it is given the value if this
+            worker is the owner.
+
+    Attributes:
+        dropped: handles that have ended: the value's id, and the fork's id or None for one of
+            the owner's. Finalizers append to it, in any thread and at any moment, even inside
+            of a locked section; so they do nothing else, and the I/O thread does the rest.
+    """
+
+    def __init__(
+        self, agent: Agent, make_handle: Callable[[RRefService, Fork, OwnedValue | None], Any]
+    ) -> None:
+        super().__init__(agent)
+        self.caller = agent.caller
+        self._make_handle = make_handle
+        self.member = agent.worker_info.member_id
+        self.dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self._local_ids = itertools.count()
+        # Guards the two that follow. Nothing is sent and no user code runs under it.
+        self._lock = threading.Lock()
+        self._references = References(self.member)
+        # A message about a value may come before the call that makes it.
+        self._values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
+        self._closed = False
+
+    def handlers(self) -> Mapping[Kind, Handler]:
+        """Returns the handlers of requests about values, and of the reference count."""
+        return {
+            Kind.REMOTE: self._on_remote,
+            Kind.FETCH: self._on_fetch,
+            Kind.METHOD: self._on_method,
+            Kind.REFERENCE: self._on_reference,
+        }
+
+    def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
+        """Returns what makes the handles of a message, and what reads which values it is about."""
+        return {
+            Tag.FORKS: self._receive_forks,
+            Tag.SUBJECT: lambda _, data: [GloballyUniqueId(*row) for row in _ID.iter_unpack(data)],
+        }
+
+    def new_id(self) -> GloballyUniqueId:
+        """Returns an id that is unique in the mesh."""
+        return GloballyUniqueId(self.member, next(self._local_ids))
+
+    # -- handles -------------------------------------------------------------------------
+
+    def retain_value(self, rref_id: RRefId) -> OwnedValue:
+        """Counts a new handle at the owner; returns its value."""
+        with self._lock:
+            self._references.retain(rref_id)
+            return self._values[rref_id]
+
+    def is_confirmed(self, fork_id: ForkId) -> bool:
+        """Returns whether the owner lists a fork of ours."""
+        with self._lock:
+            return self._references.is_listed(fork_id)
+
+    def fork(self, rref_id: RRefId, parent: ForkId | None, owner: MemberId, to: MemberId) -> Fork:
+        """Makes a child of a handle, for a message to the worker ``to``."""
+        fork = Fork(rref_id, self.new_id(), owner, *([] if parent is None else [parent]))
+        with self._lock:
+            self._references.fork(fork, parent, to)
+        return fork
+
+    def cancel_fork(self, fork: Fork) -> None:
+        """Undoes `fork`: the message with the child is not sent."""
+        with self._lock:
+            self._references.cancel_fork(fork)
+        self._send_outgoing()
+
+    # -- requests to the owner -----------------------------------------------------------
+
+    def create(
+        self,
+        owner: WorkerInfo,
+        body: Any,
+        timeout: float,
+        subject: RRefId | None,
+        handle: weakref.ref[RRef[Any]],
+    ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
+        """Has a value made by a call of a function, or of a method of the value ``subject``.
+
+        The body is the function (or the method's name), args and kwargs. The handle gets the error
+        if the call fails, but not what the function raises. Returns the ids of the value and of our
+        fork, and the value. There is no fork if this worker is the owner, and no value if it is
+        not.
+        """
+        rref_id, fork_id = self.new_id(), self.new_id()
+        local = owner.member_id == self.member
+        value = None
+        with self._lock:
+            if local:
+                self._references.retain(rref_id)  # for the handle
+                self._references.retain(rref_id)  # for the call, which may outlive it
+                value = self._values[rref_id]
+            else:
+                self._references.create(rref_id, fork_id, owner.member_id)
+        ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
+        creation = Creation(self, rref_id, None if local else fork_id, handle)
+        try:
+            self.caller.call_notify(
+                owner, Kind.REMOTE, body, timeout, self.subject_extension(*ids), creation
+            )
+        except BaseException:
+            with self._lock:
+                if local:
+                    self._references.release(rref_id)
+                else:
+                    self._references.cancel_create(fork_id)
+            if local:
+                self.release_creation(creation)  # it has done so itself if the call was settled
+            self._settle_references()
+            raise
+        return rref_id, None if local else fork_id, value
+
+    def on_created(self, fork_id: ForkId) -> None:
+        """Notes that the owner lists a fork of ours, which was made with its value."""
+        with self._lock:
+            self._references.on_listed(fork_id)
+
+    def release_creation(self, creation: Creation) -> None:
+        """Drops, once, the handle that a call counts as while it makes a value here."""
+        with self._lock:
+            retained, creation.retains = creation.retains, False
+        if retained:
+            self.dropped.append((creation.rref_id, None))
+
+    def subject_extension(self, *ids: GloballyUniqueId) -> tuple[int, bytes]:
+        """Returns the extension of a message that is about a value."""
+        return Tag.SUBJECT, b"".join(_ID.pack(*i) for i in ids)
+
+    def check_owner(self, owner: WorkerInfo) -> None:
+        """Raises OwnerDied if the owner of a value is lost."""
+        if owner.member_id in self.agent.membership.lost:
+            raise OwnerDied(
+                f"{self.agent.why_gone(owner.member_id)}; it owned the value of this RRef, which "
+                "is lost with it: make it again on a worker that lives"
+            )
+
+    # -- the handlers, in the I/O thread -------------------------------------------------
+
+    def _on_remote(self, request: Message) -> None:
+        rref_id, fork_id, *subject = request.attachment(Tag.SUBJECT)
+        with self._lock:
+            if request.sender == self.member:
+                # The value no longer exists if the call has timed out and the handle is gone.
+                value = self._values.get(rref_id) or OwnedValue()
+            else:
+                value = self._values[rref_id]
+                self._references.add(rref_id, fork_id, request.sender)
+            value.begun = True
+        self._settle_references()
+        sink = ValueSink(self.agent.callee, request, value)
+        if subject:
+            self._run_method(request, self._find_value(subject[0]), sink)
+        else:
+            self.agent.callee.execute(request, sink, partial(self.agent.codec.unpack, request))
+
+    def _on_fetch(self, request: Message) -> None:
+        value = self._find_value(*request.attachment(Tag.SUBJECT))
+        self.agent.callee.accept(request)
+        answer = RequestJob(request, partial(self._answer_fetch, value))
+        value.when_ready(partial(self.agent.receiver.run, answer))
+
+    def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
+        """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
+        try:
+            content = value.get()
+        except BaseException as error:
+            self.agent.callee.answer_error(request, error)
+        else:
+            self.agent.callee.answer(request, content)
+
+    def _on_method(self, request: Message) -> None:
+        value = self._find_value(*request.attachment(Tag.SUBJECT))
+        self._run_method(request, value, self.agent.callee.sink_for(request))
+
+    def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
+        def resolve() -> tuple[Any, Any, Any]:
+            name, args, kwargs = self.agent.codec.unpack(request)
+            return getattr(value.get(), name), args, kwargs
+
+        # No thread waits for a value that is still to be made.
+        self.agent.callee.accept(request)
+        value.when_ready(lambda: self.agent.callee.execute(request, sink, resolve))
+
+    def _on_reference(self, message: Message) -> None:
+        sender, batch = message.sender, ReferenceMessage.parse_all(message.body)
+        with self._lock:
+            for each in batch:
+                self._references.handle(sender, each)
+        self._settle_references()
+
+    def _receive_forks(self, message: Message, data: bytes) -> list[Any]:
+        """Makes the handles of a message, even if it will never be unpickled."""
+        handles = []
+        forks = Fork.unpack_all(data)
+        for fork in forks:
+            if fork.owner not in self.agent.membership.infos:
+                self.agent.peers.recall(fork.owner)
+        with self._lock:
+            for fork in forks:
+                self._references.receive(fork, message.sender)
+                value = self._values[fork.rref_id] if fork.owner == self.member else None
+                handles.append((fork, value))
+        self._settle_references()
+        return [self._make_handle(self, fork, value) for fork, value in handles]
+
+    # -- events of the agent -------------------------------------------------------------
+
+    def on_member_lost(self, member: MemberId) -> None:
+        """Ends what a lost member held, and fails the values that it was about to have made."""
+        with self._lock:
+            self._references.on_member_lost(member)
+            orphans = [
+                value
+                for rref_id, value in self._values.items()
+                if rref_id.created_on == member and not value.begun
+            ]
+        for value in orphans:
+            value.set(error=OwnerDied("the worker that asked for this value died before it did"))
+        self._settle_references()
+
+    def idle(self) -> bool:
+        """Returns whether this worker has no message of the reference count outstanding."""
+        with self._lock:
+            return self._references.idle and not self.dropped
+
+    def after_turn(self) -> None:
+        """Counts the handles that finalizers have noted, and tells the owners."""
+        if not self.dropped:
+            return
+        with self._lock:
+            while self.dropped:
+                rref_id, fork_id = self.dropped.popleft()
+                if fork_id is None:
+                    self._references.release(rref_id)
+                else:
+                    self._references.drop(fork_id)
+        self._settle_references()
+
+    def close(self) -> None:
+        """Frees all values; nothing can be sent any more."""
+        self._closed = True
+        with self._lock:
+            values, self._values = self._values, defaultdict(OwnedValue)
+        values.clear()
+
+    # -- values and references -----------------------------------------------------------
+
+    def _find_value(self, rref_id: RRefId) -> OwnedValue:
+        """Returns the value that a message is about; a failed one if it is known to be freed."""
+        creator = rref_id.created_on
+        with self._lock:
+            gone = creator == self.member or creator in self.agent.membership.lost
+            if rref_id in self._values or not gone:
+                return self._values[rref_id]
+        value = OwnedValue()
+        value.set(error=RpcError(f"the value of {rref_id} is no longer here"))
+        return value
+
+    def _settle_references(self) -> None:
+        """Frees unused values, and sends the messages that have gathered."""
+        references = self._references
+        if not (references.freed or references.outgoing):
+            return  # if another thread adds something just now, it settles that itself
+        with self._lock:
+            freed = [self._values.pop(i, None) for i in self._references.freed]
+            self._references.freed.clear()
+        if freed and not self._closed:
+            # A value's finalizer is the user's code, so it runs in the pool.
+            self.agent.receiver.run(freed.clear)
+        self._send_outgoing()
+
+    def _send_outgoing(self) -> None:
+        with self._lock:
+            outgoing, self._references.outgoing = self._references.outgoing, []
+        packed: dict[MemberId, list[bytes]] = {}
+        for member, message in outgoing:
+            packed.setdefault(member, []).append(message.pack())
+        for member, messages in packed.items():
+            for start in range(0, len(messages), _MAX_BATCH_LENGTH):
+                body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
+                self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))

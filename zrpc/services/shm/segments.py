@@ -1,0 +1,202 @@
+"""The sender's side of shared memory: segments that are written, lent to a peer, and reused.
+
+Writing to memory for the first time is 10 to 40 times slower than writing to it again, since
+the system has to find each page. So segments are kept, within a bound, and closed when they
+have not been used for a while.
+
+A segment is a memfd: memory with a descriptor and no name, which is freed when no process has it
+open or mapped, however the processes exit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from typing import Any
+
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["Segment", "SegmentPool", "supports_segments"]
+
+# Messages that use a segment are larger anyway; smaller segments would waste descriptors.
+_MIN_SEGMENT_BYTES = 1 << 17
+_ALIGNMENT_BYTES = 64
+# Each segment is an open descriptor here and a mapping at the peer.
+_MAX_SEGMENTS = 128
+
+
+def supports_segments() -> bool:
+    """Returns whether this system has memfds that a peer can open."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+class Segment:
+    """A piece of shared memory of this process, of ``size`` bytes.
+
+    Attributes:
+        number: its number among this worker's segments; never reused.
+        borrower: the worker that it is lent to; None if it is free.
+        known_to: the workers that may have it mapped.
+        writing: whether a thread is copying into it; then it is not closed.
+        used: when it was last lent or returned, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.fd = os.memfd_create(f"zrpc-{number}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self._memory = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.inode = os.fstat(self.fd).st_ino
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.borrower: MemberId | None = None
+        self.known_to: set[MemberId] = set()
+        self.writing = False
+        self.used = time.monotonic()
+
+    def write(self, offset: int, buffer: Any) -> None:
+        """Copies a ctypes array to an offset; other threads can run meanwhile."""
+        ctypes.memmove(self._address + offset, buffer, ctypes.sizeof(buffer))
+
+    def close(self) -> None:
+        """Closes the descriptor and the mapping; a peer that has it mapped keeps the memory."""
+        os.close(self.fd)
+        self._memory.close()
+
+
+class SegmentPool:
+    """The segments of one worker. For one thread at a time.
+
+    Args:
+        capacity: the maximum number of bytes of all segments together.
+
+    Attributes:
+        size: the number of bytes of all segments together.
+        retired: segments that are not lent again, until the workers that have them mapped are told.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._segments: dict[int, Segment] = {}
+        self.size = 0
+        self._next_number = 0
+        # Retired while a thread was writing to them; that thread closes them.
+        self._to_close: set[Segment] = set()
+        self.retired: list[Segment] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    @property
+    def lent(self) -> int:
+        """The number of segments that are lent."""
+        return sum(segment.borrower is not None for segment in self._segments.values())
+
+    @property
+    def borrowers(self) -> set[MemberId]:
+        """The workers that segments are lent to."""
+        return {s.borrower for s in self._segments.values() if s.borrower is not None}
+
+    def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
+        """Lends a segment with room for buffers of these sizes.
+
+        The caller writes to it, and then calls `written`. Returns the segment and the offset of
+        each buffer; None if the pool is full.
+        """
+        offsets, end = [], 0
+        for size in sizes:
+            offsets.append(end)
+            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._closed or end > self._capacity:
+            return None
+        segment = self._find_free(end) or self._make_segment(end)
+        if segment is None:
+            return None
+        segment.writing = True
+        segment.borrower = borrower
+        segment.known_to.add(borrower)
+        segment.used = time.monotonic()
+        return segment, offsets
+
+    def written(self, segment: Segment) -> bool:
+        """Ends the writing to a segment; returns False if it was retired meanwhile."""
+        segment.writing = False
+        if segment in self._to_close:
+            self._to_close.discard(segment)
+            segment.close()
+            return False
+        return True
+
+    def give_back(self, number: int, borrower: MemberId) -> None:
+        """Takes a segment back from its borrower: it can be used again."""
+        segment = self._segments.get(number)
+        if segment is not None and segment.borrower == borrower:
+            segment.borrower = None
+            segment.used = time.monotonic()
+
+    def retire(self, number: int, borrower: MemberId) -> None:
+        """Never lends a segment again, since its borrower may go on using it."""
+        segment = self._segments.get(number)
+        if segment is not None and segment.borrower == borrower:
+            self._close(segment)
+
+    def retire_lent_to(self, borrower: MemberId) -> None:
+        """Never lends again what a worker has: it has left, but its process may still use it."""
+        for segment in [s for s in self._segments.values() if s.borrower == borrower]:
+            self._close(segment)
+
+    def close_idle(self, unused_since: float) -> None:
+        """Closes free segments that were last used before a time."""
+        for segment in self._free():
+            if segment.used < unused_since:
+                self._close(segment)
+
+    def close(self) -> None:
+        """Closes all segments, and lends none from now on."""
+        self._closed = True
+        for segment in list(self._segments.values()):
+            self._close(segment)
+
+    def _free(self) -> list[Segment]:
+        return [segment for segment in self._segments.values() if segment.borrower is None]
+
+    def _find_free(self, size: int) -> Segment | None:
+        """Returns the smallest free segment that fits and is not far too large, if any."""
+        fitting = [segment for segment in self._free() if size <= segment.size <= 4 * size]
+        return min(fitting, key=lambda segment: segment.size, default=None)
+
+    def _make_segment(self, size: int) -> Segment | None:
+        # With room to spare, so that it fits messages that grow a little.
+        size = max(_MIN_SEGMENT_BYTES, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
+        if size > self._capacity:
+            return None
+        for segment in sorted(self._free(), key=lambda segment: segment.used):
+            if self.size + size <= self._capacity and len(self) < _MAX_SEGMENTS:
+                break
+            self._close(segment)
+        if self.size + size > self._capacity or len(self) >= _MAX_SEGMENTS:
+            return None
+        try:
+            segment = Segment(self._next_number, size)
+        except OSError:
+            return None  # out of descriptors or memory; frames need neither
+        self._next_number += 1
+        self._segments[segment.number] = segment
+        self.size += segment.size
+        return segment
+
+    def _close(self, segment: Segment) -> None:
+        del self._segments[segment.number]
+        self.size -= segment.size
+        self.retired.append(segment)
+        if segment.writing:
+            self._to_close.add(segment)
+        else:
+            segment.close()

@@ -1,0 +1,115 @@
+"""The framing of messages in a stream of bytes. No I/O in here.
+
+======== ======== =================================================================
+bytes    type     field
+======== ======== =================================================================
+0-3      uint32   the size of the first frame
+4-7      uint32   the number of other frames
+8-       uint32   the size of each of them
+then     bytes    the frames
+======== ======== =================================================================
+
+The first frame of a stream's first message is the identity of the sender.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+from zrpc.errors import ProtocolError
+
+__all__ = ["MAX_MESSAGE_BYTES", "Unpacked", "Unpacker", "header"]
+
+# The first frame and the others.
+Unpacked = tuple[bytes, Sequence[Any]]
+
+# The maximum of a message, all frames together.
+MAX_MESSAGE_BYTES = 1 << 20
+
+_HEADER = struct.Struct("<II")
+_SIZE = struct.Struct("<I")
+
+_pack, _unpack_from = _HEADER.pack, _HEADER.unpack_from
+
+
+def header(first: bytes, buffers: Sequence[Any] = ()) -> bytes:
+    """Returns what precedes the frames of a message in the stream."""
+    if not buffers:
+        return _pack(len(first), 0)
+    sizes = [memoryview(buffer).nbytes for buffer in buffers]
+    return _pack(len(first), len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
+
+
+class Unpacker:
+    """Finds the messages in a stream as it arrives. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()  # the beginning of an incomplete message
+        self._needed = 0  # the length of that before it is parsed again
+
+    def feed(self, data: memoryview) -> Iterator[Unpacked]:
+        """Adds the next bytes of the stream, which are copied. The iterator must be exhausted.
+
+        Yields:
+            The complete messages, each as its first frame and the others, which are writable and
+            have memory of their own.
+
+        Raises:
+            ProtocolError: the bytes are not a stream of messages.
+        """
+        if not self._rest:
+            start = yield from self._complete_messages(data)
+            self._rest += data[start:]
+            return
+        self._rest += data
+        if len(self._rest) >= self._needed:
+            with memoryview(self._rest) as whole:
+                start = yield from self._complete_messages(whole)
+            del self._rest[:start]
+
+    def _complete_messages(self, data: memoryview) -> Generator[Unpacked, None, int]:
+        """Yields the complete messages; returns the offset of their end."""
+        start, end = 0, len(data)
+        self._needed = _HEADER.size
+        while end - start >= _HEADER.size:
+            size, count = _unpack_from(data, start)
+            at = start + _HEADER.size
+            sizes: Sequence[int] = ()
+            stop = at + size
+            if count:
+                _check_size(size + _SIZE.size * count)
+                at += _SIZE.size * count
+                if at > end:
+                    self._needed = at - start
+                    break
+                sizes = struct.unpack_from(f"<{count}I", data, start + _HEADER.size)
+                stop = at + size + sum(sizes)
+            if stop > end:
+                _check_size(stop - at)
+                self._needed = stop - start
+                break
+            yield _copy_frames(data, at, size, sizes)
+            start = stop
+        return start
+
+
+def _copy_frames(data: memoryview, at: int, size: int, sizes: Sequence[int]) -> Unpacked:
+    """Copies the frames that begin at an offset."""
+    first = bytes(data[at : at + size])
+    if not sizes:
+        return first, ()
+    others = []
+    for each in sizes:
+        at += size
+        size = each
+        others.append(bytearray(data[at : at + size]))
+    return first, others
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"expected a message of at most {MAX_MESSAGE_BYTES} bytes in a stream, found {size}"
+        )

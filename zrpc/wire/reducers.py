@@ -1,0 +1,239 @@
+"""How values of torch's types, and a few of Python's, are pickled in messages.
+
+`REDUCERS` holds one reducer for each type. Pickles name the ``_rebuild...`` functions of this
+module, which make the values on arrival.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.jit._recursive import wrap_cpp_module
+
+from zrpc.errors import SerializationError
+from zrpc.wire.current_message import current_encoder, decoder, thread
+from zrpc.wire.tensors import make_plain
+
+__all__ = ["REDUCERS", "Reducer"]
+
+Reducer = Callable[[Any], Any]
+
+# The compressed sparse layouts: the compressed indices of a tensor, and the others.
+_COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
+    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
+    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
+}
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    # The same as `current_encoder().tensors` without the calls, since each small tensor comes here.
+    current = getattr(thread, "encoder", None) or current_encoder()
+    tensors = current._tensors
+    if tensors is None:
+        tensors = current.tensors
+    plain_row = tensors.add_plain(tensor)
+    if plain_row is not None:
+        return make_plain, plain_row
+    layout = tensor.layout
+    if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        reduced = _receive_tensor, (tensors.add(tensor),)
+        return reduced if type(tensor) is torch.Tensor else _with_attributes(tensor, reduced)
+    requires_grad, plain = tensor.requires_grad, tensor.detach()
+    if requires_grad and current_encoder().in_graph:
+        return _reduce_sparse_in_graph(tensor)
+    if type(tensor) is torch.nn.Parameter:
+        return _with_attributes(tensor, (torch.nn.Parameter, (plain, requires_grad)))
+    if layout is torch.sparse_coo:
+        coo = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
+        return _rebuild_coo, (*coo, requires_grad)
+    if layout in _COMPRESSED:
+        compressed, others = _COMPRESSED[layout]
+        parts = (compressed(plain), others(plain), plain.values(), tuple(plain.shape), str(layout))
+        return _rebuild_compressed, (*parts, requires_grad)
+    if tensor.is_quantized and not requires_grad:
+        return _reduce_quantized(plain)
+    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _with_attributes(parameter: torch.Tensor, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Adds the attributes that a program has set on a parameter, as torch does for parameters."""
+    attributes = parameter.__dict__
+    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+
+def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+
+
+def _reduce_sparse_in_graph(tensor: torch.Tensor) -> Any:
+    """Reduces a sparse tensor of a graph to its values, which are part of the graph as well."""
+    if tensor.layout is not torch.sparse_coo:
+        raise SerializationError(
+            f"expected dense or sparse COO tensors in an autograd context, found one of layout "
+            f"{tensor.layout} that requires grad: send tensor.detach(), or tensor.to_sparse_coo()"
+        )
+    tensor = tensor.coalesce()
+    # Without the flag: whether it requires grad follows from the values.
+    return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
+
+
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    if tensor.qscheme() is torch.per_tensor_affine:
+        values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+        return torch._make_per_tensor_quantized_tensor, values
+    if tensor.qscheme() is torch.per_channel_affine:
+        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        axis = tensor.q_per_channel_axis()
+        channels = (tensor.int_repr(), scales, zero_points, axis)
+        return torch._make_per_channel_quantized_tensor, channels
+    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+
+
+def _receive_tensor(index: int) -> torch.Tensor:
+    return decoder().tensors[index]
+
+
+def _rebuild_coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    coalesced: bool,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(
+        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=False
+    )
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _rebuild_compressed(
+    compressed: torch.Tensor,
+    plain: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    layout: str,
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_compressed_tensor(
+        compressed,
+        plain,
+        values,
+        shape,
+        layout=getattr(torch, layout.removeprefix("torch.")),
+        device=values.device,
+        check_invariants=False,
+    )
+    return tensor.requires_grad_(requires_grad)
+
+
+def _reduce_untyped_storage(storage: torch.UntypedStorage, dtype: torch.dtype | None = None) -> Any:
+    if dtype is None and storage.device.type == "meta":
+        return torch.UntypedStorage.__reduce__(storage)
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return _rebuild_storage, (whole, dtype)
+
+
+def _reduce_typed_storage(storage: torch.TypedStorage) -> Any:
+    return _reduce_untyped_storage(storage._untyped_storage, storage.dtype)
+
+
+def _rebuild_storage(whole: torch.Tensor, dtype: torch.dtype | None) -> Any:
+    untyped = whole.untyped_storage()
+    if dtype is None:
+        return untyped
+    return torch.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+
+
+def _reduce_script(script: Any) -> Any:
+    """Reduces a TorchScript function to its name if it has one, otherwise to its code."""
+    if isinstance(script, torch.jit.ScriptFunction):
+        *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
+        module = ".".join(path) or "__main__"
+        # The name may refer to what a decorator has made of the script, such as async_execution.
+        if inspect.unwrap(getattr(sys.modules.get(module), name, None)) is script:  # type: ignore[arg-type]
+            return _import_script, (module, name)
+    file = io.BytesIO()
+    torch.jit.save(script, file)
+    return _rebuild_script, (file.getvalue(),)
+
+
+def _reduce_script_method(method: Any) -> Any:
+    return getattr, (wrap_cpp_module(method.owner), method.name)
+
+
+def _import_script(module: str, name: str) -> Any:
+    return inspect.unwrap(getattr(importlib.import_module(module), name))
+
+
+def _rebuild_script(code: bytes) -> Any:
+    script = torch.jit.load(io.BytesIO(code))
+    # Tasks that a script has forked outlive its call, and crash the process if the script is freed.
+    decoder().message.keep(script)
+    return script
+
+
+def _reduce_view(view: memoryview) -> Any:
+    """Reduces a view of bytes or numbers; a large `pickle.PickleBuffer` arrives as a view, too."""
+    if not view.nbytes:
+        return memoryview, (b"" if view.readonly else bytearray(),)
+    if not view.c_contiguous:
+        copy = view.tobytes()
+        dense = memoryview(copy if view.readonly else bytearray(copy))
+        view = dense.cast(view.format, view.shape)  # type: ignore[call-overload]
+    rest = (view.format, view.shape)
+    if rest == ("B", (view.nbytes,)):
+        return memoryview, (pickle.PickleBuffer(view),)
+    flat = view.cast("B")
+    flat.cast(*rest)  # type: ignore[call-overload]  # fails here rather than at the receiver
+    return _rebuild_view, (pickle.PickleBuffer(flat), *rest)
+
+
+def _rebuild_view(data: Any, form: str, shape: tuple[int, ...]) -> memoryview:
+    return memoryview(data).cast(form, shape)  # type: ignore[call-overload,no-any-return]
+
+
+def _reduce_builtin(function: Any) -> Any:
+    """Reduces a C function to its module and name; for torch's this halves the time."""
+    name = function.__name__
+    module = sys.modules.get(function.__module__)
+    return name if getattr(module, name, None) is function else function.__reduce__()
+
+
+def _reduce_operator(operator: Any) -> Any:
+    """Reduces an operator of ``torch.ops`` to its name, with its overload if it has one."""
+    if isinstance(operator, OpOverload):
+        return _find_operator, (operator._schema.name, operator._overloadname)
+    return _find_operator, (operator._qualified_op_name, None)
+
+
+def _find_operator(name: str, overload: str | None) -> Any:
+    namespace, name = name.split("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return packet if overload is None else getattr(packet, overload)
+
+
+REDUCERS: dict[type, Reducer] = {
+    torch.Tensor: _reduce_tensor,
+    torch.nn.Parameter: _reduce_tensor,
+    torch.UntypedStorage: _reduce_untyped_storage,
+    torch.TypedStorage: _reduce_typed_storage,
+    torch.jit.ScriptFunction: _reduce_script,
+    torch.jit.RecursiveScriptModule: _reduce_script,
+    torch._C.ScriptMethod: _reduce_script_method,
+    memoryview: _reduce_view,
+    types.BuiltinFunctionType: _reduce_builtin,
+    OpOverload: _reduce_operator,
+    OpOverloadPacket: _reduce_operator,
+}
