@@ -27,8 +27,11 @@ T = TypeVar("T")
 
 # One worker's failure often makes the others fail: wait this long for their errors.
 _OTHER_FAILURES_SECONDS = 0.5
-# How long a worker may take to stop: when it was asked to, and when it was killed.
+# How long workers may take to stop when they were asked to: on a busy machine, the end of a
+# process that has imported torch takes up to a few tenths of a second of a processor.
 _STOP_SECONDS = 5.0
+_STOP_SECONDS_PER_WORKER = 0.5
+# How long a killed worker may take to stop.
 _KILL_SECONDS = 1.0
 
 
@@ -351,7 +354,8 @@ class Mesh:
         return _labelled(workers, left)
 
     def _stop(self, by_force: bool) -> list[str]:
-        deadline = time.monotonic() + (_KILL_SECONDS if by_force else _STOP_SECONDS)
+        allowed = _STOP_SECONDS + _STOP_SECONDS_PER_WORKER * len(self._workers)
+        deadline = time.monotonic() + (_KILL_SECONDS if by_force else allowed)
         self._fail_waits(RuntimeError("the mesh is shut down"))
         if by_force:
             self._abort()
