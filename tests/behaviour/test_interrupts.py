@@ -90,8 +90,10 @@ def interrupted(request: pytest.FixtureRequest) -> Iterator[Any]:
                 call(calls)
                 calls += 1
         except error:
+            pass
+        finally:  # whatever the call raised: no signal may hit what comes after it
             arrived.set()
-        sender.join()
+            sender.join()
         return calls
 
     yield call_until_interrupted
