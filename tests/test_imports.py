@@ -45,7 +45,7 @@ FACE = {
     "zrpc.nn",
     "zrpc.optim",
 }
-LEAVES = {"zrpc.errors", "zrpc.functions", "zrpc.options"}
+LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
 NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref")}
 # What other rooms may import from a room: everything else in it is private to it.
@@ -85,6 +85,7 @@ SURFACE: dict[str, set[str]] = {
         "message_hooks",
         "execution",
         "future",
+        "future_group",
         "outbox",
         "pending_calls",
     },
@@ -127,7 +128,7 @@ SURFACE: dict[str, set[str]] = {
         "table",
     },
     "face": {"api", "autograd", "bootstrap", "optim"},
-    "leaves": {"errors", "functions", "options"},
+    "leaves": {"constants", "errors", "functions", "options"},
 }
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed import is_available as is_distributed_available
 from torch.utils.hooks import RemovableHandle
 
@@ -24,8 +23,9 @@ from zrpc.agent.current import (
 )
 from zrpc.backend_registry import BackendType
 from zrpc.bootstrap import join_by_init_method
-from zrpc.calls.caller import UNSET_RPC_TIMEOUT
 from zrpc.calls.future import Future
+from zrpc.calls.future_group import wait_all
+from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import NotInitializedError, RpcError, not_initialized
 from zrpc.membership.init_method import resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
@@ -219,7 +219,7 @@ def rpc_async(
 
     Example:
         >>> futures = [rpc_async("worker1", torch.mul, args=(torch.ones(1), i)) for i in range(3)]
-        >>> torch.futures.wait_all(futures)
+        >>> wait_all(futures)
         [tensor([0.]), tensor([1.]), tensor([2.])]
 
     See also ``torch.distributed.rpc.rpc_async``.
@@ -381,6 +381,6 @@ def _wait_all() -> Iterator[None]:
         yield
     finally:
         try:
-            torch.futures.wait_all(_collected.futures)
+            wait_all(_collected.futures)
         finally:
             del _collected.futures

@@ -34,9 +34,7 @@ from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["UNSET_RPC_TIMEOUT", "Caller", "Receiver", "wait_until_settled"]
-
-UNSET_RPC_TIMEOUT = -1.0
+__all__ = ["Caller", "Receiver", "wait_until_settled"]
 
 
 class Receiver(Protocol):

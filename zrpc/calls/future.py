@@ -54,6 +54,7 @@ class Future(torch.futures.Future[T]):
     """The future result of a call; `zrpc.rpc_async` returns it.
 
     It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
+    But they wait for all futures before they raise an error; `zrpc.wait_all` raises the first one.
     Beyond that:
 
     - ``await future`` gives its value in any asyncio event loop;

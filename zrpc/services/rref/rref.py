@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
-from zrpc.calls.caller import UNSET_RPC_TIMEOUT
 from zrpc.calls.cancel_scope import current_scope
+from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
