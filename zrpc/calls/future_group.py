@@ -1,7 +1,7 @@
 """Waiting for several futures: `wait_all`, `collect_all` and `as_completed`.
 
-They take zrpc's futures and torch's own, also mixed. They end with the first error. Torch's functions
-do so only for torch's futures: Python code can't tell torch's C++ code of an error.
+They take zrpc's futures and torch's own, also mixed, and end with the first error. Torch's own
+functions do so for torch's futures only: Python code can't tell torch's C++ code of an error.
 """
 
 from __future__ import annotations

@@ -172,7 +172,8 @@ class RRef(Generic[T]):
         """
         if self._value is None:
             raise RpcError(
-                f"For {self!r}, can't call localValue() on user "
+                f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call "
+                "localValue() on user "
                 f"{self._service.agent.worker_info}. Call it on owner {self._owner}"
             )
         return self._value.get()  # type: ignore[no-any-return]
