@@ -109,12 +109,7 @@ def init_rpc(
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
-    options = rpc_backend_options if rpc_backend_options is not None else ZmqRpcBackendOptions()
-    if not isinstance(options, ZmqRpcBackendOptions):
-        raise TypeError(
-            "Argument rpc_backend_options must be an instance of ZmqRpcBackendOptions, but got "
-            f"{type(options).__name__}"
-        )
+    options = _checked(rpc_backend_options)
     with _init_lock:
         if find_agent() is not None:
             raise RpcError("RPC is already initialized")
@@ -124,6 +119,23 @@ def init_rpc(
         set_default_agent(agent)
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
+
+
+def _checked(options: object | None) -> ZmqRpcBackendOptions:
+    """Returns the options, or the default ones; raises TypeError, with torch's text, for others."""
+    if options is None:
+        return ZmqRpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
+            f"{options!r}"
+        )
+    if not isinstance(options, ZmqRpcBackendOptions):
+        raise TypeError(
+            f"Could not infer backend for options {options!r}: `rpc_backend_options` must be a "
+            "`ZmqRpcBackendOptions`, which is also zrpc's `TensorPipeRpcBackendOptions`"
+        )
+    return options
 
 
 def shutdown(graceful: bool = True, timeout: float = 0) -> None:

@@ -13,6 +13,8 @@
         ├── ProtocolError             a peer sent an invalid message
         ├── RemoteError               the callee failed; the message describes it
         ├── BackwardError             a worker's part of a backward pass failed
+        ├── CallbackError             a future's callback can't be called (also a TypeError)
+        ├── OptionError               an option has no such value (also a ValueError)
         └── WorkerDied                the peer is lost (also a ConnectionError)
             └── OwnerDied             the owner of an RRef's value is lost
 
@@ -29,7 +31,9 @@ from concurrent.futures import CancelledError
 __all__ = [
     "AuthenticationError",
     "BackwardError",
+    "CallbackError",
     "NotInitializedError",
+    "OptionError",
     "OwnerDied",
     "ProtocolError",
     "RemoteError",
@@ -98,6 +102,20 @@ class RemoteError(RpcError):
 
 class BackwardError(RpcError):
     """A worker's part of a backward pass failed; the message names the worker and the error."""
+
+
+class CallbackError(RpcError, TypeError):
+    """A callback of a future has raised a TypeError: it takes no future, for example.
+
+    ``torch.futures`` raises a RuntimeError then. The ``__cause__`` is the callback's own error.
+    """
+
+
+class OptionError(RpcError, ValueError):
+    """An option or a timeout has a value that is not possible.
+
+    ``torch.distributed.rpc`` raises a RuntimeError then.
+    """
 
 
 class WorkerDied(RpcError, ConnectionError):

@@ -269,8 +269,14 @@ def test_bad_init_method(alone: int, init_method: str) -> None:
 
 @pytest.mark.parametrize("wrong", [object(), {"rpc_timeout": 5}, "env://"])
 def test_wrong_options(alone: int, wrong: Any) -> None:
-    with pytest.raises(TypeError, match="rpc_backend_options"):
+    text = "Argument rpc_backend_options must be an instance of RpcBackendOptions"
+    with pytest.raises(TypeError, match=text):
         rpc.init_rpc("me", rpc_backend_options=wrong)
+
+
+def test_options_of_no_known_back_end(alone: int) -> None:
+    with pytest.raises(TypeError, match="Could not infer backend for options"):
+        rpc.init_rpc("me", rpc_backend_options=rpc.RpcBackendOptions())
 
 
 def test_wrong_backend(alone: int) -> None:
