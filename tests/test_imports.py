@@ -42,6 +42,7 @@ FACE = {
     "zrpc.autograd",
     "zrpc.backend_registry",
     "zrpc.bootstrap",
+    "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
 }

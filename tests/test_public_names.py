@@ -69,12 +69,20 @@ OWN_NAMES = {
     "UNSET_RPC_TIMEOUT",
     "WorkerDied",
     "ZmqRpcBackendOptions",
+    "all_gather",
     "as_completed",
+    "barrier",
     "collect_all",
     "current_call",
+    "get_worker_infos",
+    "is_initialized",
+    "local_mesh",
     "on_worker_joined",
     "on_worker_lost",
+    "session",
+    "set_rpc_timeout",
     "wait_all",
+    "world_size",
 }
 
 

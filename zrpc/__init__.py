@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from zrpc.api import get_worker_info as get_worker_info
     from zrpc.api import init_rpc as init_rpc
     from zrpc.api import is_available as is_available
-    from zrpc.api import on_worker_joined as on_worker_joined
-    from zrpc.api import on_worker_lost as on_worker_lost
     from zrpc.api import remote as remote
     from zrpc.api import rpc_async as rpc_async
     from zrpc.api import rpc_sync as rpc_sync
@@ -47,11 +45,21 @@ if TYPE_CHECKING:
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
+    from zrpc.mesh import all_gather as all_gather
+    from zrpc.mesh import barrier as barrier
+    from zrpc.mesh import get_worker_infos as get_worker_infos
+    from zrpc.mesh import is_initialized as is_initialized
+    from zrpc.mesh import on_worker_joined as on_worker_joined
+    from zrpc.mesh import on_worker_lost as on_worker_lost
+    from zrpc.mesh import session as session
+    from zrpc.mesh import set_rpc_timeout as set_rpc_timeout
+    from zrpc.mesh import world_size as world_size
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
+    from zrpc.testing.startup import local_mesh as local_mesh
 
     __version__: str
 
@@ -69,8 +77,7 @@ _MODULES = (
 )
 _NAMES = {
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
-        get_rpc_timeout get_worker_info init_rpc is_available on_worker_joined on_worker_lost
-        remote rpc_async rpc_sync shutdown""",
+        get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
     "zrpc.backend_registry": "BackendType",
     "zrpc.calls.current_call": "Call current_call",
     "zrpc.calls.future": "Future",
@@ -78,8 +85,11 @@ _NAMES = {
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
     "zrpc.membership.worker_info": "WorkerInfo",
+    "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
+        on_worker_lost session set_rpc_timeout world_size""",
     "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
     "zrpc.services.rref.rref": "PyRRef RRef",
+    "zrpc.testing.startup": "local_mesh",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
