@@ -47,7 +47,26 @@ __all__ = [
 
 
 class RpcError(RuntimeError):
-    """The root of zrpc's own errors."""
+    """The root of zrpc's own errors.
+
+    Attributes:
+        executed: for a call that timed out, was cancelled or was lost: whether its function has
+            run. If False, it has not, and never will, so the call can be made again. If True, it
+            has. If None, that is not known: make the call again only if the function may run twice.
+
+    Example:
+        >>> def call_again_if_safe(to, function):
+        ...     try:
+        ...         return rpc_sync(to, function, timeout=10)
+        ...     except (RpcTimeoutError, WorkerDied) as error:
+        ...         if error.executed is not False:
+        ...             raise
+        ...     return rpc_sync(to, function, timeout=10)
+        >>> call_again_if_safe("worker1", dict)
+        {}
+    """
+
+    executed: bool | None = None
 
 
 class NotInitializedError(RpcError):
@@ -71,7 +90,8 @@ class AuthenticationError(RpcError):
 class RpcTimeoutError(RpcError, TimeoutError):
     """A call, a fetch or a shutdown took longer than its timeout.
 
-    The callee may still be running, or may have run. Its effects are not undone.
+    The message names the function, the worker, and what the limit was. Unless `RpcError.executed`
+    is False, the callee may still be running, or may have run. Its effects are not undone.
     """
 
 
@@ -126,6 +146,20 @@ class WorkerDied(RpcError, ConnectionError):
 
 class OwnerDied(WorkerDied):
     """The worker that owned an RRef's value is lost, and so is the value."""
+
+
+def raised_again(error: Exception) -> Exception:
+    """Returns a copy of one of our errors, which refers to no frames."""
+    copied = type(error)(*error.args)
+    copied.__dict__.update(error.__dict__)
+    return copied
+
+
+def of_lost_message(text: str, executed: bool | None) -> RpcError:
+    """Returns the error of a call whose request or answer is lost; see `RpcError.executed`."""
+    error = RpcError(text)
+    error.executed = executed
+    return error
 
 
 def not_initialized() -> NotInitializedError:

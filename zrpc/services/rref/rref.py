@@ -10,7 +10,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
@@ -256,11 +256,17 @@ class RRef(Generic[T]):
         """Raises if it is known that the value can't be had."""
         failure = self._failure
         if isinstance(failure, RpcTimeoutError):
-            raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+            error: RpcError = RpcTimeoutError(
+                f"RRef creation via rpc.remote() timed out: {failure}"
+            )
+            error.executed = failure.executed
+            raise error
         if isinstance(failure, WorkerDied):
-            raise OwnerDied(*failure.args)
+            error = OwnerDied(*failure.args)
+            error.executed = failure.executed
+            raise error
         if failure is not None:
-            raise type(failure)(*failure.args)
+            raise raised_again(failure)
         if self._value is None:
             self._service.check_owner(self._owner)
 

@@ -264,10 +264,12 @@ class RRefService(Service):
     def check_owner(self, owner: WorkerInfo) -> None:
         """Raises OwnerDied if the owner of a value is lost."""
         if owner.member_id in self.agent.membership.lost:
-            raise OwnerDied(
+            error = OwnerDied(
                 f"{self.agent.why_gone(owner.member_id)}; it owned the value of this RRef, which "
                 "is lost with it: make it again on a worker that lives"
             )
+            error.executed = False  # it is not called at all
+            raise error
 
     # -- the handlers, in the I/O thread -------------------------------------------------
 
