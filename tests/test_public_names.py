@@ -81,6 +81,7 @@ OWN_NAMES = {
     "on_worker_lost",
     "session",
     "set_rpc_timeout",
+    "spawn",
     "wait_all",
     "world_size",
 }
