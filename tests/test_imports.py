@@ -42,10 +42,11 @@ FACE = {
     "zrpc.autograd",
     "zrpc.backend_registry",
     "zrpc.bootstrap",
+    "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
 }
-LEAVES = {"zrpc.errors", "zrpc.functions", "zrpc.options"}
+LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
 NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref")}
 # What other rooms may import from a room: everything else in it is private to it.
@@ -85,6 +86,7 @@ SURFACE: dict[str, set[str]] = {
         "message_hooks",
         "execution",
         "future",
+        "future_group",
         "outbox",
         "pending_calls",
     },
@@ -127,7 +129,7 @@ SURFACE: dict[str, set[str]] = {
         "table",
     },
     "face": {"api", "autograd", "bootstrap", "optim"},
-    "leaves": {"errors", "functions", "options"},
+    "leaves": {"constants", "errors", "functions", "options"},
 }
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -22,18 +23,27 @@ TORCH_NAMES = {
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
-    "api",
-    "backend_registry",
-    "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",
     "is_available",
-    "options",
     "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
+}
+# Attributes of the package; a star import doesn't bring them.
+MODULES = {
+    "api",
+    "autograd",
+    "backend_registry",
+    "constants",
+    "errors",
+    "functions",
+    "nn",
+    "optim",
+    "options",
+    "testing",
 }
 TORCH_PRIVATE_NAMES = {
     "_get_current_rpc_agent",
@@ -45,7 +55,9 @@ OWN_NAMES = {
     "AuthenticationError",
     "BackwardError",
     "Call",
+    "CallbackError",
     "NotInitializedError",
+    "OptionError",
     "OwnerDied",
     "ProtocolError",
     "RemoteError",
@@ -57,10 +69,21 @@ OWN_NAMES = {
     "UNSET_RPC_TIMEOUT",
     "WorkerDied",
     "ZmqRpcBackendOptions",
+    "all_gather",
+    "as_completed",
+    "barrier",
+    "collect_all",
     "current_call",
-    "errors",
+    "get_worker_infos",
+    "is_initialized",
+    "local_mesh",
     "on_worker_joined",
     "on_worker_lost",
+    "session",
+    "set_rpc_timeout",
+    "spawn",
+    "wait_all",
+    "world_size",
 }
 
 
@@ -69,7 +92,7 @@ def test_all_is_what_it_should_be() -> None:
     assert len(zrpc.__all__) == len(set(zrpc.__all__))
 
 
-@pytest.mark.parametrize("name", sorted(TORCH_NAMES | TORCH_PRIVATE_NAMES | OWN_NAMES))
+@pytest.mark.parametrize("name", sorted(TORCH_NAMES | TORCH_PRIVATE_NAMES | OWN_NAMES | MODULES))
 def test_each_name_is_there(name: Any) -> None:
     value = getattr(zrpc, name)
     assert value is not None
@@ -91,13 +114,38 @@ def test_a_name_that_is_not_there() -> None:
 
 
 def test_dir_lists_the_names() -> None:
-    assert set(zrpc.__all__) <= set(dir(zrpc))
+    assert set(zrpc.__all__) | MODULES | {"__version__"} <= set(dir(zrpc))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert zrpc.__version__ == version("torch-zrpc")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_is_an_attribute_without_an_import(module: Any) -> None:
+    code = f"import zrpc; print(zrpc.{module}.__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == f"zrpc.{module}"
+
+
+def test_the_constants_are_those_of_torch() -> None:
+    constants = zrpc.constants
+    assert constants.UNSET_RPC_TIMEOUT == zrpc.UNSET_RPC_TIMEOUT == -1.0
+    assert constants.DEFAULT_RPC_TIMEOUT_SEC == zrpc.ZmqRpcBackendOptions().rpc_timeout == 60.0
+    assert constants.DEFAULT_INIT_METHOD == zrpc.ZmqRpcBackendOptions().init_method == "env://"
+    assert constants.DEFAULT_NUM_WORKER_THREADS == 16
+    assert zrpc.ZmqRpcBackendOptions().num_worker_threads == constants.DEFAULT_NUM_WORKER_THREADS
+    assert constants.DEFAULT_SHUTDOWN_TIMEOUT == 0
 
 
 def test_a_star_import_brings_all_names() -> None:
     namespace: dict[str, object] = {}
     exec("from zrpc import *", namespace)
     assert set(zrpc.__all__) <= set(namespace)
+    assert not MODULES & set(namespace)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,14 @@ from zrpc import errors as errors
 
 if TYPE_CHECKING:
     from zrpc import api as api
+    from zrpc import autograd as autograd
     from zrpc import backend_registry as backend_registry
+    from zrpc import constants as constants
     from zrpc import functions as functions
+    from zrpc import nn as nn
+    from zrpc import optim as optim
     from zrpc import options as options
+    from zrpc import testing as testing
     from zrpc.api import _get_current_rpc_agent as _get_current_rpc_agent
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
     from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
@@ -26,54 +31,88 @@ if TYPE_CHECKING:
     from zrpc.api import get_worker_info as get_worker_info
     from zrpc.api import init_rpc as init_rpc
     from zrpc.api import is_available as is_available
-    from zrpc.api import on_worker_joined as on_worker_joined
-    from zrpc.api import on_worker_lost as on_worker_lost
     from zrpc.api import remote as remote
     from zrpc.api import rpc_async as rpc_async
     from zrpc.api import rpc_sync as rpc_sync
     from zrpc.api import shutdown as shutdown
     from zrpc.backend_registry import BackendType as BackendType
-    from zrpc.calls.caller import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.calls.current_call import Call as Call
     from zrpc.calls.current_call import current_call as current_call
     from zrpc.calls.future import Future as Future
+    from zrpc.calls.future_group import as_completed as as_completed
+    from zrpc.calls.future_group import collect_all as collect_all
+    from zrpc.calls.future_group import wait_all as wait_all
+    from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
+    from zrpc.launch.processes import spawn as spawn
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
+    from zrpc.mesh import all_gather as all_gather
+    from zrpc.mesh import barrier as barrier
+    from zrpc.mesh import get_worker_infos as get_worker_infos
+    from zrpc.mesh import is_initialized as is_initialized
+    from zrpc.mesh import on_worker_joined as on_worker_joined
+    from zrpc.mesh import on_worker_lost as on_worker_lost
+    from zrpc.mesh import session as session
+    from zrpc.mesh import set_rpc_timeout as set_rpc_timeout
+    from zrpc.mesh import world_size as world_size
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
+    from zrpc.testing.startup import local_mesh as local_mesh
 
-_MODULES = ("api", "backend_registry", "errors", "functions", "options")
+    __version__: str
+
+_MODULES = (
+    "api",
+    "autograd",
+    "backend_registry",
+    "constants",
+    "errors",
+    "functions",
+    "nn",
+    "optim",
+    "options",
+    "testing",
+)
 _NAMES = {
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
-        get_rpc_timeout get_worker_info init_rpc is_available on_worker_joined on_worker_lost
-        remote rpc_async rpc_sync shutdown""",
+        get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
     "zrpc.backend_registry": "BackendType",
-    "zrpc.calls.caller": "UNSET_RPC_TIMEOUT",
     "zrpc.calls.current_call": "Call current_call",
     "zrpc.calls.future": "Future",
+    "zrpc.calls.future_group": "as_completed collect_all wait_all",
+    "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
+    "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
+    "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
+        on_worker_lost session set_rpc_timeout world_size""",
     "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
     "zrpc.services.rref.rref": "PyRRef RRef",
+    "zrpc.testing.startup": "local_mesh",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_MODULES, *(name for name in _HOME if not name.startswith("_"))])
+# Without the modules: a star import would hide names such as `errors` or `options` of a program.
+__all__ = sorted(name for name in _HOME if not name.startswith("_"))
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"zrpc.{name}")
-    module = _HOME.get(name)
-    if module is None:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version("torch-zrpc")
+    elif (module := _HOME.get(name)) is not None:
+        value = getattr(importlib.import_module(module), name)
+    else:
         raise AttributeError(f"module 'zrpc' has no attribute {name!r}")
-    value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_MODULES, "__version__"})

@@ -7,12 +7,10 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
-import torch
 from torch.distributed import is_available as is_distributed_available
-from torch.utils.hooks import RemovableHandle
 
 from zrpc.agent.current import (
     agent_that_is_set,
@@ -24,10 +22,11 @@ from zrpc.agent.current import (
 )
 from zrpc.backend_registry import BackendType
 from zrpc.bootstrap import join_by_init_method
-from zrpc.calls.caller import UNSET_RPC_TIMEOUT
 from zrpc.calls.future import Future
+from zrpc.calls.future_group import wait_all
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from zrpc.errors import NotInitializedError, RpcError, not_initialized
-from zrpc.membership.init_method import resolve_rank
+from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
@@ -39,8 +38,6 @@ __all__ = [
     "get_worker_info",
     "init_rpc",
     "is_available",
-    "on_worker_joined",
-    "on_worker_lost",
     "remote",
     "rpc_async",
     "rpc_sync",
@@ -66,7 +63,7 @@ def is_available() -> bool:
 
 
 def init_rpc(
-    name: str,
+    name: str | None = None,
     backend: BackendType | None = None,
     rank: int = -1,
     world_size: int | None = None,
@@ -79,7 +76,8 @@ def init_rpc(
 
     Args:
         name: this worker's name, unique in the mesh: letters, digits, ``-``, ``_`` and ``:``, at
-            most 127 characters.
+            most 127 characters. Default: the environment variable ``ZRPC_WORKER_NAME``, which
+            `zrpc launch` sets; without it, ``worker`` and the rank.
         backend: there is only one; accepted for existing scripts.
         rank: this worker's number, from 0. Default: the environment variable ``RANK``. An elastic
             mesh picks any free rank if that isn't set.
@@ -91,7 +89,7 @@ def init_rpc(
     Raises:
         RendezvousError: within ``init_timeout`` seconds, the master can't be reached, ranks are
             missing, two workers have the same name or rank, or the workers disagree about the world
-            size. It can be tried again.
+            size. It can be tried again. Or neither a name nor a rank can be found.
         AuthenticationError: the workers have different cluster secrets, or none when they need
             one; see ``ZRPC_SECRET_FILE``.
         RuntimeError: RPC is already initialized, or the name has a form that isn't allowed.
@@ -100,7 +98,7 @@ def init_rpc(
 
     Example:
         >>> import zrpc as rpc
-        >>> rpc.init_rpc("worker0", rank=0, world_size=1)  # doctest: +SKIP
+        >>> rpc.init_rpc()  # doctest: +SKIP
         >>> rpc.rpc_sync("worker0", max, args=(1, 2))  # doctest: +SKIP
         2
         >>> rpc.shutdown()  # doctest: +SKIP
@@ -109,24 +107,37 @@ def init_rpc(
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
-    options = rpc_backend_options if rpc_backend_options is not None else ZmqRpcBackendOptions()
-    if not isinstance(options, ZmqRpcBackendOptions):
-        raise TypeError(
-            "Argument rpc_backend_options must be an instance of ZmqRpcBackendOptions, but got "
-            f"{type(options).__name__}"
-        )
+    options = _checked(rpc_backend_options)
     with _init_lock:
         if find_agent() is not None:
             raise RpcError("RPC is already initialized")
-        WorkerInfo(name, 0)  # checks the name before any worker waits
-        place = resolve_rank(options.init_method, rank, world_size)
-        agent = join_by_init_method(name, *place, options)
+        if name is not None:
+            WorkerInfo(name, 0)  # checks the name before any worker waits
+        found_rank, size = resolve_rank(options.init_method, rank, world_size)
+        agent = join_by_init_method(resolve_name(name, found_rank), found_rank, size, options)
         set_default_agent(agent)
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
 
 
-def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+def _checked(options: object | None) -> ZmqRpcBackendOptions:
+    """Returns the options, or the default ones; raises TypeError, with torch's text, for others."""
+    if options is None:
+        return ZmqRpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
+            f"{options!r}"
+        )
+    if not isinstance(options, ZmqRpcBackendOptions):
+        raise TypeError(
+            f"Could not infer backend for options {options!r}: `rpc_backend_options` must be a "
+            "`ZmqRpcBackendOptions`, which is also zrpc's `TensorPipeRpcBackendOptions`"
+        )
+    return options
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leaves the mesh; afterwards nothing of it is left in this process. Idempotent.
 
     Args:
@@ -160,13 +171,29 @@ def _shutdown_at_exit() -> None:
             agent.shutdown(graceful=not failed)
 
 
+@overload
+def rpc_sync(
+    to: To,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
 def rpc_sync(
     to: To,
     func: Callable[..., T],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> T:
+) -> T: ...
+def rpc_sync(
+    to: To,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker, and waits for its result.
 
     Args:
@@ -202,44 +229,81 @@ def rpc_sync(
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
-    return agent.caller.call(agent.membership.find(to), Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+    return agent.caller.call(agent.membership.find(to), Kind.CALL, body, timeout)
 
 
+@overload
+def rpc_async(
+    to: To,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
 def rpc_async(
     to: To,
     func: Callable[..., T],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future[T]:
-    """Runs ``func(*args, **kwargs)`` on another worker, and returns a `Future` at once.
+) -> Future[T]: ...
+def rpc_async(
+    to: To,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Runs ``func(*args, **kwargs)`` on another worker, and returns a `Future`.
+
+    It returns once the call is sent, which may wait until there is room for it; see the option
+    ``max_bytes_in_flight``.
 
     Arguments and errors are those of `rpc_sync`; the future raises the errors that come after the
     call is sent. If nobody asks the future for its value, its error is logged.
 
     Example:
         >>> futures = [rpc_async("worker1", torch.mul, args=(torch.ones(1), i)) for i in range(3)]
-        >>> torch.futures.wait_all(futures)
+        >>> wait_all(futures)
         [tensor([0.]), tensor([1.]), tensor([2.])]
 
     See also ``torch.distributed.rpc.rpc_async``.
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
-    future: Future[T] = agent.caller.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
+    future: Future[Any] = agent.caller.call_async(
+        agent.membership.find(to), Kind.CALL, body, timeout
+    )
     futures = getattr(_collected, "futures", None)
     if futures is not None:
         futures.append(future)
     return future
 
 
+@overload
+def remote(
+    to: To,
+    func: Callable[..., Coroutine[Any, Any, T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
 def remote(
     to: To,
     func: Callable[..., T],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[T]:
+) -> RRef[T]: ...
+def remote(
+    to: To,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
     """Runs ``func(*args, **kwargs)`` on another worker, and returns an `RRef` at once.
 
     The result stays on that worker, its owner. Arguments are those of `rpc_sync`. If the function
@@ -271,60 +335,6 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
         RpcError: there is no such worker.
     """
     return current_agent().get_worker_info(worker_name)
-
-
-def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
-    """Calls ``callback(worker_info)`` for each worker that is lost.
-
-    A worker is lost if it died, left without the others, or did not answer for longer than the
-    option ``heartbeat_timeout``. Workers lost before this call count too. A graceful shutdown of
-    the mesh loses no worker. A lost worker never comes back: one that is restarted under its name
-    is a new worker, of the next incarnation.
-
-    Args:
-        callback: called once for each worker, in a thread of the agent in which it may make calls
-            and wait for them. By then, calls to that worker have failed already. An error that it
-            raises is logged.
-
-    Returns:
-        A handle like those of torch's hooks; after ``handle.remove()`` it is no longer called.
-
-    Raises:
-        NotInitializedError: there is no agent.
-
-    May be called from any thread.
-
-    Example:
-        >>> handle = on_worker_lost(lambda worker: print(f"{worker.name} is gone"))
-        >>> handle.remove()
-    """
-    return current_agent().lost.add(callback)
-
-
-def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
-    """Calls ``callback(worker_info)`` for each other worker of the mesh.
-
-    It is called for the current members, and for workers that join later: those of an elastic mesh,
-    and those that ``zrpc launch --max-restarts`` restarts. By then, the worker can be called by its
-    name.
-
-    Args:
-        callback: see `on_worker_lost`.
-
-    Returns:
-        A handle; after ``handle.remove()`` the callback is no longer called.
-
-    Raises:
-        NotInitializedError: there is no agent.
-
-    May be called from any thread.
-
-    Example:
-        >>> names = []
-        >>> handle = on_worker_joined(lambda worker: names.append(worker.name))
-        >>> handle.remove()
-    """
-    return current_agent().joined.add(callback)
 
 
 def get_rpc_timeout() -> float:
@@ -381,6 +391,6 @@ def _wait_all() -> Iterator[None]:
         yield
     finally:
         try:
-            torch.futures.wait_all(_collected.futures)
+            wait_all(_collected.futures)
         finally:
             del _collected.futures

@@ -13,6 +13,8 @@
         ├── ProtocolError             a peer sent an invalid message
         ├── RemoteError               the callee failed; the message describes it
         ├── BackwardError             a worker's part of a backward pass failed
+        ├── CallbackError             a future's callback can't be called (also a TypeError)
+        ├── OptionError               an option has no such value (also a ValueError)
         └── WorkerDied                the peer is lost (also a ConnectionError)
             └── OwnerDied             the owner of an RRef's value is lost
 
@@ -29,7 +31,9 @@ from concurrent.futures import CancelledError
 __all__ = [
     "AuthenticationError",
     "BackwardError",
+    "CallbackError",
     "NotInitializedError",
+    "OptionError",
     "OwnerDied",
     "ProtocolError",
     "RemoteError",
@@ -43,7 +47,26 @@ __all__ = [
 
 
 class RpcError(RuntimeError):
-    """The root of zrpc's own errors."""
+    """The root of zrpc's own errors.
+
+    Attributes:
+        executed: for a call that timed out, was cancelled or was lost: whether its function has
+            run. If False, it has not, and never will, so the call can be made again. If True, it
+            has. If None, that is not known: make the call again only if the function may run twice.
+
+    Example:
+        >>> def call_again_if_safe(to, function):
+        ...     try:
+        ...         return rpc_sync(to, function, timeout=10)
+        ...     except (RpcTimeoutError, WorkerDied) as error:
+        ...         if error.executed is not False:
+        ...             raise
+        ...     return rpc_sync(to, function, timeout=10)
+        >>> call_again_if_safe("worker1", dict)
+        {}
+    """
+
+    executed: bool | None = None
 
 
 class NotInitializedError(RpcError):
@@ -67,7 +90,8 @@ class AuthenticationError(RpcError):
 class RpcTimeoutError(RpcError, TimeoutError):
     """A call, a fetch or a shutdown took longer than its timeout.
 
-    The callee may still be running, or may have run. Its effects are not undone.
+    The message names the function, the worker, and what the limit was. Unless `RpcError.executed`
+    is False, the callee may still be running, or may have run. Its effects are not undone.
     """
 
 
@@ -100,6 +124,20 @@ class BackwardError(RpcError):
     """A worker's part of a backward pass failed; the message names the worker and the error."""
 
 
+class CallbackError(RpcError, TypeError):
+    """A callback of a future has raised a TypeError: it takes no future, for example.
+
+    ``torch.futures`` raises a RuntimeError then. The ``__cause__`` is the callback's own error.
+    """
+
+
+class OptionError(RpcError, ValueError):
+    """An option or a timeout has a value that is not possible.
+
+    ``torch.distributed.rpc`` raises a RuntimeError then.
+    """
+
+
 class WorkerDied(RpcError, ConnectionError):
     """The peer is lost: its process exited or was stopped, the network to it is cut, or it left
     the mesh without an answer. The message says which, and when the peer was last heard from.
@@ -108,6 +146,20 @@ class WorkerDied(RpcError, ConnectionError):
 
 class OwnerDied(WorkerDied):
     """The worker that owned an RRef's value is lost, and so is the value."""
+
+
+def raised_again(error: Exception) -> Exception:
+    """Returns a copy of one of our errors, which refers to no frames."""
+    copied = type(error)(*error.args)
+    copied.__dict__.update(error.__dict__)
+    return copied
+
+
+def of_lost_message(text: str, executed: bool | None) -> RpcError:
+    """Returns the error of a call whose request or answer is lost; see `RpcError.executed`."""
+    error = RpcError(text)
+    error.executed = executed
+    return error
 
 
 def not_initialized() -> NotInitializedError:

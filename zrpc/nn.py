@@ -32,7 +32,7 @@ class RemoteModule(torch.nn.Module):
         kwargs: the keyword arguments of ``module_cls``.
 
     Attributes:
-        on: the worker that has the module, as in ``remote_device``: its name or its rank.
+        on: the worker of ``remote_device``: its name or its rank.
         device: the device there. Arguments are moved to it, and results back to the CPU.
         module_rref: the RRef of the module.
 
@@ -75,15 +75,23 @@ class RemoteModule(torch.nn.Module):
     ) -> RemoteModule:
         """Returns a RemoteModule for an existing module.
 
+        Args:
+            remote_device: see the class. Its device is the one that the module is on. Its worker
+                may be another than the module's, as in torch: calls go to the module's owner.
+            module_rref: the RRef of the module.
+
         Raises:
-            ValueError: the RRef's owner is not the worker of ``remote_device``.
+            RuntimeError: there is no agent, or no such worker.
+
+        Example:
+            >>> from zrpc.nn import RemoteModule
+            >>> rref = remote("worker1", torch.nn.Linear, args=(3, 2))
+            >>> RemoteModule.init_from_module_rref("worker1", rref)(torch.ones(4, 3)).shape
+            torch.Size([4, 2])
         """
         module = RemoteModule.__new__(RemoteModule)
         torch.nn.Module.__init__(module)
         module._place(remote_device)
-        worker = get_worker_info(module.on)
-        if worker != module_rref.owner():
-            raise ValueError(f"expected a module of {worker}, found one of {module_rref.owner()}")
         module.module_rref = module_rref
         return module
 
@@ -103,14 +111,18 @@ class RemoteModule(torch.nn.Module):
         """Calls the module with these arguments, and returns the result."""
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
-        return rpc_sync(self.on, _call, (self.module_rref, self.device, args, kwargs))
+        return rpc_sync(
+            self.module_rref.owner(), _call, (self.module_rref, self.device, args, kwargs)
+        )
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module with these arguments, and returns a Future of the result."""
         if self.device == "cpu":
             future: Future[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
             return future
-        return rpc_async(self.on, _call, (self.module_rref, self.device, args, kwargs))
+        return rpc_async(
+            self.module_rref.owner(), _call, (self.module_rref, self.device, args, kwargs)
+        )
 
     # -- parts and state -----------------------------------------------------------------
 
@@ -131,7 +143,7 @@ class RemoteModule(torch.nn.Module):
     ) -> Iterator[tuple[str, RRef[torch.nn.Parameter]]]:
         """Yields names and RRefs of the parameters; see ``nn.Module.named_parameters``."""
         arguments = (self.module_rref, prefix, recurse, remove_duplicate)
-        yield from rpc_sync(self.on, _named_parameters, arguments)
+        yield from rpc_sync(self.module_rref.owner(), _named_parameters, arguments)
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -175,7 +187,9 @@ class RemoteModule(torch.nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Moves or casts the module on its worker; see ``nn.Module.to``."""
-        self.device = rpc_sync(self.on, _to, (self.module_rref, self.device, args, kwargs))
+        self.device = rpc_sync(
+            self.module_rref.owner(), _to, (self.module_rref, self.device, args, kwargs)
+        )
         return self
 
     def cpu(self) -> RemoteModule:
@@ -205,7 +219,7 @@ class RemoteModule(torch.nn.Module):
 
     def _modify(self, name: str, *args: Any) -> RemoteModule:
         """Calls a method of the remote module that returns the module itself or None."""
-        rpc_sync(self.on, _call_method, (self.module_rref, name, args))
+        rpc_sync(self.module_rref.owner(), _call_method, (self.module_rref, name, args))
         return self
 
     # -- pickling ------------------------------------------------------------------------
@@ -255,7 +269,7 @@ def _casting(name: str) -> Callable[[RemoteModule], RemoteModule]:
 def _registering(name: str) -> Callable[..., RemovableHandle]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> RemovableHandle:
         arguments = (self.module_rref, name, args, kwargs)
-        return _RemoteHandle(rpc_sync(self.on, _register_hook, arguments))
+        return _RemoteHandle(rpc_sync(self.module_rref.owner(), _register_hook, arguments))
 
     method.__name__ = name
     method.__doc__ = f"Registers a hook on the worker; see ``nn.Module.{name}``."

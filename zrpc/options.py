@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
+from zrpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
+from zrpc.errors import OptionError
+
 __all__ = [
     "DEFAULT_HEARTBEAT_TIMEOUT_SEC",
-    "DEFAULT_INIT_METHOD",
-    "DEFAULT_NUM_WORKER_THREADS",
-    "DEFAULT_RPC_TIMEOUT_SEC",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "ZmqRpcBackendOptions",
 ]
 
-DEFAULT_INIT_METHOD = "env://"
-DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
-DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0
 DEFAULT_SWITCH_INTERVAL_SEC = 0.001
@@ -45,7 +46,7 @@ class RpcBackendOptions:
             ``env://``, ``tcp://host:port`` or ``file:///path``.
 
     Raises:
-        ValueError: the timeout is negative or not a number.
+        OptionError: the timeout is negative or not a number. It is a ValueError too.
         TypeError: the timeout isn't of a number's type, or ``init_method`` isn't a str.
     """
 
@@ -122,8 +123,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         devices: accepted for scripts that set it.
 
     Raises:
-        ValueError: the number of threads is below 1; a timeout, an interval or a number of bytes
-            is negative; or the transport or security is unknown.
+        OptionError: the number of threads is below 1; a timeout, an interval or a number of bytes
+            is negative; or the transport or security is unknown. It is a ValueError too.
         TypeError: the number of threads isn't an int, a timeout isn't a number, or
             ``init_method`` isn't a str.
 
@@ -157,13 +158,15 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if transport not in ("auto", "ipc", "tcp"):
-            raise ValueError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
+            raise OptionError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
         if security not in ("auto", "required", "none"):
-            raise ValueError(f"security must be 'auto', 'required' or 'none', but got {security!r}")
+            raise OptionError(
+                f"security must be 'auto', 'required' or 'none', but got {security!r}"
+            )
         if shared_memory is not None and shared_memory < 0:
-            raise ValueError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
+            raise OptionError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
         if max_bytes_in_flight < 0:
-            raise ValueError(
+            raise OptionError(
                 f"max_bytes_in_flight must be 0 (no limit) or more, but got {max_bytes_in_flight}"
             )
         self.max_bytes_in_flight = int(max_bytes_in_flight)
@@ -195,7 +198,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
                 f"{type(count).__name__}"
             ) from None
         if count < 1:
-            raise ValueError(f"num_worker_threads must be at least 1, but got {count}")
+            raise OptionError(f"num_worker_threads must be positive, got {count}")
         self._num_worker_threads = count
 
     @property
@@ -223,18 +226,31 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @devices.setter
     def devices(self, devices: Sequence[_Device]) -> None:
-        self._devices = [torch.device(device) for device in devices]
+        found = [torch.device(device) for device in devices]
+        for device in found:
+            if device.type != "cuda":
+                raise ValueError(
+                    "`set_devices` expect a list of CUDA devices, but got device type "
+                    f"{device.type}."
+                )
+        self._devices = found
 
     def set_device_map(self, to: str, device_map: Mapping[_Device, _Device]) -> None:
         """Adds entries to the device map for the callee ``to``.
 
         Raises:
-            ValueError: two devices would map to the same one.
+            ValueError: two devices would map to the same one, or one of them to two.
         """
         merged = dict(self._device_maps.get(to, {}))
-        merged.update((torch.device(k), torch.device(v)) for k, v in device_map.items())
-        if len(set(merged.values())) != len(merged):
-            raise ValueError(f"device_map only supports 1-to-1 mapping, but got {merged}")
+        sources = {target: source for source, target in merged.items()}
+        for source, target in device_map.items():
+            source, target = torch.device(source), torch.device(target)
+            if merged.get(source, target) != target or sources.get(target, source) != source:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying to map "
+                    f"{source} to {target}, but the map for {to} is {merged}"
+                )
+            merged[source], sources[target] = target, source
         self._device_maps[to] = merged
 
     def set_devices(self, devices: Sequence[_Device]) -> None:
@@ -250,7 +266,7 @@ def checked_timeout(name: str, seconds: Any) -> float:
     """Returns ``seconds`` as a float, `LONGEST_TIMEOUT` at most.
 
     Raises:
-        ValueError: it is negative, infinite or not a number.
+        OptionError: it is negative, infinite or not a number.
         TypeError: it has another type, such as None or a string.
     """
     try:
@@ -260,8 +276,9 @@ def checked_timeout(name: str, seconds: Any) -> float:
             return LONGEST_TIMEOUT
     except TypeError:
         raise no_timeout(name, seconds) from None
-    raise ValueError(
-        f"{name} must be 0 (none) or a positive and finite number of seconds, but got {seconds}"
+    raise OptionError(
+        f"RPC Timeout must be non-negative: {name} must be a finite number of seconds, or 0 for "
+        f"no limit, but got {seconds}"
     )
 
 

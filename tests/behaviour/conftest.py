@@ -12,6 +12,7 @@ import pytest
 import zrpc
 from tests.support.programs import Ended, Programs
 from tests.support.waiting import until
+from zrpc.agent.current import set_default_agent
 from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.processes import warm_server
 
@@ -76,3 +77,17 @@ def succeed(programs: Programs) -> Callable[..., list[str]]:
 
 def _report(ended: Sequence[Ended]) -> str:
     return "\n".join(f"-- rank {i}: {e.code}\n{e.output}" for i, e in enumerate(ended))
+
+
+@pytest.fixture
+def alone(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The variables for a world of one; whatever a test has started is ended."""
+    monkeypatch.delenv("ZRPC_WORKER_NAME", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port))
+    yield free_port
+    if zrpc.is_initialized():
+        zrpc.shutdown(graceful=False)
+    set_default_agent(None)  # as in a process that never had one

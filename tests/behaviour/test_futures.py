@@ -189,6 +189,46 @@ def test_an_error_in_then(shared: Mesh) -> None:
         failed.then(lambda f: f.value()).wait()
 
 
+@pytest.mark.parametrize("add", ["then", "add_done_callback"])
+@pytest.mark.parametrize("callback", [None, 1, "print"])
+def test_what_cannot_be_called_is_no_callback(shared: Mesh, add: str, callback: Any) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    with pytest.raises(TypeError, match=rf"{add}\(\): incompatible function arguments\."):
+        getattr(future, add)(callback)
+    assert future.then(lambda f: f.wait()).wait() == 1
+
+
+def no_future_expected() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (
+            no_future_expected,
+            r"no_future_expected\(\) takes 0 positional arguments but 1 was given",
+        ),
+        (lambda f: f + 1, r"unsupported operand type\(s\) for \+"),
+    ],
+)
+def test_a_callback_that_takes_no_future_raises_the_errors_of_torch(
+    shared: Mesh, callback: Any, text: str
+) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(callback)
+    for kind in (RuntimeError, TypeError):
+        with pytest.raises(
+            kind, match="Got the following error when running the callback: TypeError: .*" + text
+        ):
+            failed.wait()
+
+
+def test_a_type_error_of_the_callee_stays_as_it_is_in_a_callback(shared: Mesh) -> None:
+    failed = rpc.rpc_async(1, fail, (TypeError("the callee's"),)).then(lambda f: f.wait())
+    with pytest.raises(TypeError, match=r"^the callee's$") as info:
+        failed.wait()
+    assert info.type is TypeError
+
+
 def test_callbacks_run_once_each_in_any_number(shared: Mesh) -> None:
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (7,))

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import zrpc as rpc
 from tests.support.programs import Programs
-from zrpc.agent.current import set_default_agent
 from zrpc.bootstrap import join_mesh
+from zrpc.membership.init_method import resolve_rank
 from zrpc.testing.leaks import lasting, no_leaks
 
 Succeed = Callable[..., list[str]]
@@ -144,22 +144,52 @@ def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
 # -- arguments -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alone(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The variables for a world of one; whatever a test has started is ended."""
-    for name, value in zip(VARIABLES, ("0", "1", "127.0.0.1", str(free_port)), strict=True):
-        monkeypatch.setenv(name, value)
-    yield free_port
-    if rpc._is_current_rpc_agent_set():
-        rpc.shutdown(graceful=False)
-    set_default_agent(None)  # as in a process that never had one
-
-
 def test_all_from_the_environment(alone: int) -> None:
     rpc.init_rpc("me")
     assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
     assert rpc.rpc_sync("me", max, (1, 2)) == 2
     rpc.shutdown()
+
+
+def test_a_worker_without_a_name_is_called_by_its_rank(alone: int) -> None:
+    rpc.init_rpc()
+    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
+    rpc.shutdown()
+
+
+def test_the_launcher_can_name_a_worker(alone: int, monkeypatch: Any) -> None:
+    monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
+    rpc.init_rpc()
+    assert rpc.get_worker_info().name == "trainer0"
+    rpc.shutdown()
+
+
+def test_a_program_that_was_started_alone_learns_how_to_start_it(
+    alone: int, monkeypatch: Any
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match=r"zrpc launch -n 2 .* RANK and WORLD_SIZE"):
+        rpc.init_rpc()
+
+
+def test_a_rank_without_a_world_size_is_warned_of(
+    alone: int, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    rpc.init_rpc()
+    assert "RANK is set and WORLD_SIZE is not, so this mesh is elastic" in caplog.text
+    rpc.shutdown()
+
+
+def test_an_elastic_launch_is_not_warned_of(
+    monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert resolve_rank("env://", -1, None) == (3, None)
+    assert "elastic" not in caplog.text
 
 
 def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> None:
@@ -269,8 +299,14 @@ def test_bad_init_method(alone: int, init_method: str) -> None:
 
 @pytest.mark.parametrize("wrong", [object(), {"rpc_timeout": 5}, "env://"])
 def test_wrong_options(alone: int, wrong: Any) -> None:
-    with pytest.raises(TypeError, match="rpc_backend_options"):
+    text = "Argument rpc_backend_options must be an instance of RpcBackendOptions"
+    with pytest.raises(TypeError, match=text):
         rpc.init_rpc("me", rpc_backend_options=wrong)
+
+
+def test_options_of_no_known_back_end(alone: int) -> None:
+    with pytest.raises(TypeError, match="Could not infer backend for options"):
+        rpc.init_rpc("me", rpc_backend_options=rpc.RpcBackendOptions())
 
 
 def test_wrong_backend(alone: int) -> None:

@@ -73,8 +73,21 @@ def test_they_take_keywords_only() -> None:
     ids=str,
 )
 def test_values_out_of_range(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        rpc.ZmqRpcBackendOptions(**wrong)
+    for kind in (ValueError, RuntimeError):  # torch's are RuntimeErrors
+        with pytest.raises(kind, match=next(iter(wrong))):
+            rpc.ZmqRpcBackendOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"num_worker_threads": 0}, "num_worker_threads must be positive, got 0"),
+        ({"rpc_timeout": -1}, "RPC Timeout must be non-negative"),
+    ],
+)
+def test_values_out_of_range_have_the_texts_of_torch(wrong: Any, text: str) -> None:
+    with pytest.raises(rpc.OptionError, match=text):
+        rpc.TensorPipeRpcBackendOptions(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +160,17 @@ def test_device_maps() -> None:
     assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
     with pytest.raises(ValueError, match="1-to-1"):
         options.set_device_map("w1", {"cuda:2": "cuda:0"})
+    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying"):
+        options.set_device_map("w1", {"cuda:0": "cuda:2"})
+    assert options.device_maps["w1"] == {zero: one, one: zero}
     options.device_maps = {"w1": {"cuda:1": "cuda:3"}}  # torch's can be set as well
     assert options.device_maps == {"w1": {one: three}}
     options.set_devices([zero, "cuda:1"])
     assert options.devices == [zero, one]
     options.devices = ["cuda:3"]
     assert options.devices == [three]
+    with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices, but got"):
+        options.set_devices(["cpu"])
 
 
 def test_names_that_scripts_import() -> None:

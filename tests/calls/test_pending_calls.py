@@ -122,7 +122,8 @@ def test_the_error_of_a_timeout(calls: Any) -> None:
     error = call.claim()
     assert isinstance(error, RpcTimeoutError)
     assert str(error) == (
-        "RPC ran for more than set timeout (100 ms) and will now be marked with an error"
+        "RPC ran for more than set timeout (100 ms) and will now be marked with an error: "
+        "a request on rank 0. This is the timeout of the call itself"
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -99,9 +100,28 @@ def test_the_attributes_make_up_a_place(module: RemoteModule) -> None:
     assert RemoteModule.init_from_module_rref(place, module.get_module_rref()).on == "worker1"
 
 
-def test_a_handle_with_the_wrong_worker_is_refused(module: RemoteModule) -> None:
-    with pytest.raises(ValueError, match=r"worker2.*worker1"):
-        RemoteModule.init_from_module_rref("worker2/cpu", module.get_module_rref())
+def test_a_handle_with_the_name_of_another_worker_than_the_owner_works(
+    module: RemoteModule,
+) -> None:
+    """In torch such a handle calls the module on its owner too."""
+    other = RemoteModule.init_from_module_rref("worker2/cpu", module.get_module_rref())
+    torch.testing.assert_close(other(X), module(X))
+    torch.testing.assert_close(other.forward_async(X).wait(), module(X))
+    assert other.module_rref == module.module_rref
+    other.zero_grad()
+    assert [name for name, _ in other.named_parameters()] == [
+        name for name, _ in module.named_parameters()
+    ]
+    assert zrpc.rpc_sync("worker2", on_and_sum, args=(other,)) == ("worker2", module(X).sum())
+
+
+def on_and_sum(module: RemoteModule) -> tuple[Any, torch.Tensor]:
+    return module.on, module(X).sum()
+
+
+def test_a_handle_needs_a_worker_that_exists(module: RemoteModule) -> None:
+    with pytest.raises(RuntimeError, match="could not find destination 'worker9'"):
+        RemoteModule.init_from_module_rref("worker9/cpu", module.get_module_rref())
 
 
 # Calling it.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from zrpc.agent.service import ExtensionReader, Handler
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
 from zrpc.transport.chunks import Assembler, is_chunk
 from zrpc.transport.network import BULK_LETTER
@@ -189,12 +189,12 @@ class Dispatcher:
         reason = "or there was no memory for it"
         if message.kind in REQUESTS:
             why = f"{what} call, {reason}: the function has not run, so that it can be called again"
-            self._requests.on_lost(message, RpcError(why))
+            self._requests.on_lost(message, of_lost_message(why, executed=False))
         elif message.kind in ANSWERS:
             why = (
                 f"{what} answer, {reason}: the function has run; call it again only if it may run "
                 "twice"
             )
-            self._answers.on_lost(message, RpcError(why))
+            self._answers.on_lost(message, of_lost_message(why, executed=True))
         else:
             self._on_messages_lost(sender)

@@ -31,6 +31,7 @@ __all__ = ["Callee"]
 logger = logging.getLogger(__name__)
 
 RequestScope = Callable[[Message], AbstractContextManager[Any]]
+WhenReady = Callable[[Message, Callable[[], None]], None]
 
 
 class Callee:
@@ -64,9 +65,15 @@ class Callee:
         self._run = run
         self.requests = PendingRequests()
         self._scopes: dict[int, RequestScope] = {}
+        self._ready: dict[int, WhenReady] = {}
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
-        """Runs handlers within the scopes of these hooks. Only before the agent serves."""
+        """Runs handlers within the scopes of these hooks, once they are ready for them.
+
+        Only before the agent serves.
+        """
+        waiting = overriding(MessageHooks, "when_ready", hooks)
+        self._ready = {each.tag: each.when_ready for each in waiting if each.tag is not None}
         scoped = overriding(MessageHooks, "request_scope", hooks)
         self._scopes = {each.tag: each.request_scope for each in scoped if each.tag is not None}
 
@@ -85,13 +92,25 @@ class Callee:
         scope = request.scope or self.accept(request)
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
-        scopes = [self._scopes[tag] for tag in request.attachments or () if tag in self._scopes]
-        if scopes:
-            within = ExecutionWithin(sink, self._loop, self._run, scope, resolve)
-            within.within = [partial(enter, request) for enter in scopes]
-            self._run(within)
-        else:
+        if not request.attachments:
             self._run(Execution(sink, self._loop, self._run, scope, resolve))
+            return
+        tags = list(request.attachments)
+        begin = partial(self._run, self._execution_within(request, sink, resolve))
+        for wait in [self._ready[tag] for tag in tags if tag in self._ready]:
+            begin = partial(wait, request, begin)
+        begin()
+
+    def _execution_within(
+        self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
+    ) -> Execution:
+        """Returns the execution of a function, within the scopes of the request's extensions."""
+        scopes = [self._scopes[tag] for tag in request.attachments or () if tag in self._scopes]
+        if not scopes:
+            return Execution(sink, self._loop, self._run, request.scope, resolve)
+        within = ExecutionWithin(sink, self._loop, self._run, request.scope, resolve)
+        within.within = [partial(enter, request) for enter in scopes]
+        return within
 
     def accept(self, request: Message) -> CancelScope:
         """Enters a request that must be answered: until then this worker is not idle."""

@@ -20,8 +20,17 @@ from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.flow_control import Admission, FlowControl
 from zrpc.calls.future import Future
 from zrpc.calls.outbox import Outbox
-from zrpc.calls.pending_calls import Follower, PendingCall, PendingCalls, Stage, name_of
-from zrpc.errors import ProtocolError, WorkerDied, has_shut_down
+from zrpc.calls.pending_calls import (
+    DEFAULT_LIMIT,
+    OWN_LIMIT,
+    Follower,
+    Limit,
+    PendingCall,
+    PendingCalls,
+    Stage,
+    name_of,
+)
+from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
@@ -34,9 +43,7 @@ from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["UNSET_RPC_TIMEOUT", "Caller", "Receiver", "wait_until_settled"]
-
-UNSET_RPC_TIMEOUT = -1.0
+__all__ = ["Caller", "Receiver", "wait_until_settled"]
 
 
 class Receiver(Protocol):
@@ -91,7 +98,9 @@ class Caller:
         self._submit_job = submit
         self._why_gone = why_gone
         self.flow_control = FlowControl(options.max_bytes_in_flight)
-        self.calls = PendingCalls(self.flow_control.leave, self._post_cancel, explain)
+        self.calls = PendingCalls(
+            self.flow_control.leave, self._post_cancel, explain, self._describe
+        )
         self.rpc_timeout = options.rpc_timeout
 
     def timeout(self, seconds: float) -> float:
@@ -185,7 +194,8 @@ class Caller:
         """Makes a call, and the message of its request."""
         if self._outbox.closed:
             raise has_shut_down()
-        timeout = self.timeout(timeout)
+        asked, timeout = timeout, self.timeout(timeout)
+        limit: Limit = DEFAULT_LIMIT if asked < 0 else OWN_LIMIT
         message = Message(kind)
         peer = to.member_id
         encoder = self._codec.encoder(peer)
@@ -193,10 +203,11 @@ class Caller:
         if extension is not None:
             message.extensions = [*message.extensions, extension]
         scope = current_scope()
-        if scope is not None:
-            timeout = scope.bounded(timeout)
+        if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
+            timeout, limit = bounded, scope
         message.deadline = timeout
         call = self.calls.new(peer, timeout, holds, died)
+        call.limit = limit
         call.kind, call.what = kind, name_of(obj)
         message.call_id = call.call_id
         if encoder.undoable:
@@ -285,7 +296,7 @@ class Caller:
     def decode(self, outcome: Any) -> Any:
         """Returns the value of a call's outcome, or raises its error; the same each time."""
         if isinstance(outcome, Exception):
-            raise type(outcome)(*outcome.args)
+            raise raised_again(outcome)
         if outcome.kind == Kind.ERROR:
             raise load_exception(outcome.body)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
@@ -311,7 +322,11 @@ class Caller:
         gone = isinstance(error, FileNotFoundError)
         hint = advice(error)
         why = f"{error}; {hint}" if hint else error
-        call.settle(self.died(call) if gone else ProtocolError(f"the answer can't be read: {why}"))
+        outcome: RpcError = ProtocolError(f"the answer can't be read: {why}")
+        if gone:
+            outcome = self.died(call)
+        outcome.executed = True
+        call.settle(outcome)
         return gone
 
     def on_lost(self, answer: Message, error: Exception) -> None:
@@ -332,6 +347,10 @@ class Caller:
             f"{self._why_gone(call.peer)}; calls to it fail, unless another one is started under "
             "its name and joins the mesh"
         )
+
+    def _describe(self, peer: MemberId) -> str:
+        info = self._membership.infos[peer]
+        return f"{info.name} (rank {info.rank})"
 
     def _on_not_sent(self, call: PendingCall, error: Exception) -> None:
         """Fails a call that the I/O thread could not send for another thread."""

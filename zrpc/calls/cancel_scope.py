@@ -15,7 +15,7 @@ import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from zrpc.calls.pending_calls import NEVER, PendingCall
+from zrpc.calls.pending_calls import NEVER, PendingCall, name_of
 from zrpc.runtime.thread_pool import acquire
 
 if TYPE_CHECKING:
@@ -141,6 +141,15 @@ class CancelScope:
             return timeout
         remaining = max(_MIN_TIMEOUT_SECONDS, self.deadline - monotonic())
         return min(timeout or remaining, remaining)
+
+    def explanation(self) -> str:
+        """Returns why a nested call has its timeout, for error messages."""
+        what = name_of((self.function,)) if self.function is not None else "a call"
+        return (
+            f"This is what was left of the time for the call being handled, {what} from "
+            f"{self.caller.name} (rank {self.caller.rank}): give that one a longer timeout, or 0 "
+            "for no limit"
+        )
 
     def wait(self, timeout: float | None) -> bool:
         """Waits up to ``timeout`` seconds for the cancellation; returns `abandoned`."""

@@ -16,7 +16,7 @@ import torch
 from zrpc.calls import trampoline
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_calls import PendingCall
-from zrpc.errors import RpcCancelledError
+from zrpc.errors import CallbackError, RpcCancelledError
 from zrpc.runtime.thread_pool import acquire
 
 __all__ = ["Future"]
@@ -54,6 +54,7 @@ class Future(torch.futures.Future[T]):
     """The future result of a call; `zrpc.rpc_async` returns it.
 
     It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
+    But they wait for all futures before they raise an error; `zrpc.wait_all` raises the first one.
     Beyond that:
 
     - ``await future`` gives its value in any asyncio event loop;
@@ -240,10 +241,15 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns, called once this future is done.
 
-        If the callback raises, the new future fails with that error, ``SystemExit`` included. A
+        If the callback raises, the new future fails with that error, ``SystemExit`` included; a
+        TypeError becomes a `CallbackError`, which is a RuntimeError too, as in torch. A
         ``KeyboardInterrupt`` in the main thread is also raised there once the callbacks that are
         due have run: by the method of a future that ran them.
+
+        Raises:
+            TypeError: ``callback`` can't be called.
         """
+        _check_callback("then", callback)
         # See _Callback about the lists.
         pending: list[Future[S]] = [Future()]
         result = pending.copy()
@@ -255,7 +261,11 @@ class Future(torch.futures.Future[T]):
         """Calls ``callback(self)`` once this future is done; an error in it is logged.
 
         For ``KeyboardInterrupt``, see `then`.
+
+        Raises:
+            TypeError: ``callback`` can't be called.
         """
+        _check_callback("add_done_callback", callback)
         self._add(_Callback(callback, self, []))
 
     def _add(self, callback: _Callback) -> None:
@@ -322,6 +332,14 @@ class Future(torch.futures.Future[T]):
             self._call = None
 
 
+def _check_callback(method: str, callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(  # the beginning is torch's own text
+            f"{method}(): incompatible function arguments. Expected a function that takes the "
+            f"future, but got {callback!r}"
+        )
+
+
 class _Callback:
     """A callback that `zrpc.calls.trampoline` runs once its future is done.
 
@@ -368,6 +386,11 @@ class _Callback:
             if not noted:
                 logger.error("A callback of a Future failed", exc_info=error)
             return
+        if type(error) is TypeError and error.__cause__ is None:  # not one of another worker
+            text = f"Got the following error when running the callback: TypeError: {error}"
+            wrapped = CallbackError(text).with_traceback(error.__traceback__)
+            wrapped.__cause__ = error
+            error = wrapped
         if self._claim() and not self._results[0].done():
             self._results[0]._keep_error(error)
         self._results.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar
 
@@ -22,7 +22,8 @@ class MessageHooks:
     called, so the others cost a call no time.
 
     Attributes:
-        tag: `open` and `request_scope` are called for messages with this extension only.
+        tag: `open`, `request_scope` and `when_ready` are called for messages with this extension
+            only.
         to_carry: not empty if `carry` has something to add to the next message to any peer.
     """
 
@@ -42,6 +43,10 @@ class MessageHooks:
     def request_scope(self, request: Message) -> AbstractContextManager[Any]:
         """Returns a context manager that the handler of a request runs in."""
         return contextlib.nullcontext()
+
+    def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
+        """Calls ``begin()`` when the handler of a request may begin. In the I/O thread."""
+        begin()
 
     def carry(self, member: MemberId, message: Message) -> None:
         """Takes large buffers out of a message to a peer, to send them another way."""

@@ -13,10 +13,20 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol
 
-from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
-from zrpc.wire.member_id import MemberId
+from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["NEVER", "Follower", "PendingCall", "PendingCalls", "Stage", "name_of"]
+__all__ = [
+    "DEFAULT_LIMIT",
+    "NEVER",
+    "OWN_LIMIT",
+    "Follower",
+    "Limit",
+    "PendingCall",
+    "PendingCalls",
+    "Stage",
+    "name_of",
+]
 
 NEVER = float("inf")
 
@@ -49,6 +59,29 @@ class Follower(Protocol):
         """Learns that the call has an outcome. In the thread that settled it; it must be quick."""
 
 
+class Limit(Protocol):
+    """What has set the timeout of a call."""
+
+    def explanation(self) -> str:
+        """Returns what has set it, and how to change that, for error messages."""
+
+
+class _Setting:
+    """A timeout that was set for this call, or for all calls of this worker."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def explanation(self) -> str:
+        return self._text
+
+
+OWN_LIMIT = _Setting("This is the timeout of the call itself")
+DEFAULT_LIMIT = _Setting(
+    "This is the default, the option rpc_timeout: pass a longer timeout, or 0 for no limit"
+)
+
+
 class Stage(IntEnum):
     """How far the message of a call has come at the caller."""
 
@@ -70,6 +103,7 @@ class PendingCall:
     Attributes:
         begun: when it was made, on the clock of ``time.monotonic``.
         deadline: when it times out, on the same clock; `NEVER` if it does not.
+        limit: what has set its timeout.
         kind: the kind of its request, for messages to people.
         what: what is asked for, see `name_of`; also for messages to people.
         gate: opens when there is an outcome.
@@ -91,6 +125,7 @@ class PendingCall:
         "gate",
         "holds",
         "kind",
+        "limit",
         "peer",
         "siblings",
         "stage",
@@ -116,6 +151,7 @@ class PendingCall:
         self.deadline = self.begun + timeout if timeout else NEVER
         self.holds = holds
         self.died = died
+        self.limit: Limit = OWN_LIMIT
         self.kind = 0
         self.what: object = ""
         self.follower: Follower | None = None
@@ -197,9 +233,13 @@ class PendingCall:
     def claim(self) -> Any:
         """Returns the outcome to the first thread that asks for it, None to all others."""
         try:
-            return self._outcome.pop()  # atomic under the interpreter's lock
+            outcome = self._outcome.pop()  # atomic under the interpreter's lock
         except IndexError:
             return None
+        # Now that it is settled, no thread will send it any more.
+        if isinstance(outcome, RpcError) and not self.sent:
+            outcome.executed = False
+        return outcome
 
     def explanation(self) -> str:
         """Returns what is known about why the peer does not answer, for error messages."""
@@ -207,9 +247,12 @@ class PendingCall:
 
     def timed_out(self) -> RpcTimeoutError:
         """The error of a call whose deadline has passed."""
+        what = self.what or getattr(self.kind, "name", "a request")
+        where = self._calls.describe(self.peer)
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error{self.explanation()}"
+            f"marked with an error: {what} on {where}{self.explanation()}. "
+            f"{self.limit.explanation()}"
         )
 
 
@@ -221,6 +264,7 @@ class PendingCalls:
         on_cancelled: called with each call that was cancelled after it was sent.
         explain: what is known about why a peer does not answer, for error messages: text that
             begins with a semicolon, or nothing. Any thread may call it.
+        describe: a peer's name and rank, for error messages. Any thread may call it.
 
     Attributes:
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
@@ -231,10 +275,12 @@ class PendingCalls:
         on_settled: Callable[[PendingCall], None] = lambda _: None,
         on_cancelled: Callable[[PendingCall], None] = lambda _: None,
         explain: Callable[[MemberId], str] = lambda _: "",
+        describe: Callable[[MemberId], str] = lambda peer: f"rank {rank_of(peer)}",
     ) -> None:
         self.on_settled = on_settled
         self.on_cancelled = on_cancelled
         self.explain = explain
+        self.describe = describe
         # Single operations on the dict are atomic; pop decides which thread settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)

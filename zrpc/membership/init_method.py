@@ -1,11 +1,12 @@
-"""Where the workers of a mesh meet, and which rank this worker has.
+"""Where the workers of a mesh meet, and which rank and name this worker has.
 
-Both come from the arguments of ``init_rpc``, from the URL ``init_method``, or else from environment
+They come from the arguments of ``init_rpc``, from the URL ``init_method``, or else from environment
 variables, which `zrpc launch` and torchrun set.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import socket
@@ -15,8 +16,12 @@ from urllib.parse import urlsplit
 from zrpc.errors import RendezvousError
 from zrpc.wire.member_id import RANKS
 
-__all__ = ["agent_store", "master", "master_host", "resolve_rank", "restart_count"]
+__all__ = ["agent_store", "master", "master_host", "resolve_name", "resolve_rank", "restart_count"]
 
+logger = logging.getLogger(__name__)
+
+# Set by `zrpc launch`.
+_WORKER_NAME = "ZRPC_WORKER_NAME"
 # Set by torchrun, and by `zrpc launch` if it restarts workers.
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -65,7 +70,28 @@ def resolve_rank(
             f"expected a rank from 0 to {'world_size' if size is not None else RANKS} - 1, but got "
             f"rank={found} and world_size={size}"
         )
+    if size is None and os.environ.get("RANK") and not agent_store():
+        logger.warning(
+            "RANK is set and WORLD_SIZE is not, so this mesh is elastic: workers join and leave, "
+            "and none waits for the others. If their number is fixed, set WORLD_SIZE"
+        )
     return found, size
+
+
+def resolve_name(name: str | None, rank: int | None) -> str:
+    """Returns the worker's name: as given, from the environment, or by its rank.
+
+    Raises:
+        RendezvousError: there is none of these.
+    """
+    found = name if name is not None else os.environ.get(_WORKER_NAME)
+    if found is None and rank is None:
+        raise RendezvousError(
+            "expected a name or a rank, found neither: start the program with `zrpc launch -n 2 "
+            f"SCRIPT` or torchrun, set RANK and WORLD_SIZE or {_WORKER_NAME}, or pass a name to "
+            "init_rpc"
+        )
+    return f"worker{rank}" if found is None else found
 
 
 def restart_count(world_size: int | None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping
 
 from zrpc.errors import RpcError
@@ -104,11 +105,26 @@ class Membership:
                 return self._by_rank[to]
         else:
             raise ValueError(f"Cannot get WorkerInfo from name {to}")
+        raise RpcError(f"could not find destination {to!r}: {self._advice(to)}")
+
+    def _advice(self, to: object) -> str:
+        """Returns which workers there are, and what may be wrong with an unknown one."""
         infos = list(self._by_rank.values())
         names = ", ".join(info.name for info in infos[:_NAMED_IN_ERROR])
         left = len(infos) - _NAMED_IN_ERROR
-        more = f" and {left} more" if left > 0 else ""
-        raise RpcError(f"could not find destination {to!r}: the workers are {names}{more}")
+        text = f"the workers are {names}{f' and {left} more' if left > 0 else ''}"
+        similar = difflib.get_close_matches(str(to), list(self._by_name), 1)
+        if similar and isinstance(to, str):
+            return f"{text}; did you mean {similar[0]!r}?"
+        world_size = self.records[self.own_id].world_size
+        if world_size == 1:
+            return (
+                f"{text} alone: start more by `zrpc launch -n 2 SCRIPT`, with options before the "
+                "script"
+            )
+        if not world_size:
+            return f"{text}; others may still join, since no world size was set"
+        return text
 
     def member_of(self, identity: bytes) -> MemberId | None:
         """Returns the member with this routing id, or None if the sender isn't a current member."""

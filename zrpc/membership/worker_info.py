@@ -31,6 +31,8 @@ class WorkerInfo:
     Example:
         >>> WorkerInfo("trainer", 1)
         WorkerInfo(id=1, name=trainer)
+        >>> WorkerInfo("trainer", 1).rank
+        1
 
     See also ``torch.distributed.rpc.WorkerInfo``.
     """
@@ -48,6 +50,11 @@ class WorkerInfo:
                 f"than 128 chars, but got {self.name!r}"
             )
         object.__setattr__(self, "member_id", member_id_of(self.id, self.incarnation))
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank: another name of ``id``."""
+        return self.id
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"

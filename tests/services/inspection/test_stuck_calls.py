@@ -188,6 +188,10 @@ def test_what_remote_makes_may_take_its_time(mesh: Mesh, door: Gate, warnings: W
 
 
 def waits_for_all() -> Any:
+    return zrpc.wait_all([zrpc.rpc_async("worker1", knock) for _ in range(2)])
+
+
+def waits_by_torch() -> Any:
     return torch.futures.wait_all([zrpc.rpc_async("worker1", knock) for _ in range(2)])
 
 
@@ -195,7 +199,7 @@ async def gathers() -> Any:
     return await asyncio.gather(*[knock_and_await("worker1") for _ in range(2)])
 
 
-@pytest.mark.parametrize("wait", [waits_for_all, gathers])
+@pytest.mark.parametrize("wait", [waits_for_all, waits_by_torch, gathers])
 def test_waits_for_several_calls_are_seen(
     mesh: Mesh, door: Gate, warnings: Warnings, wait: Any
 ) -> None:

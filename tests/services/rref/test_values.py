@@ -178,6 +178,7 @@ def test_local_value_is_for_the_owner(mesh: Mesh) -> None:
         with pytest.raises(
             RuntimeError,
             match=re.escape(
+                f"For UserRRef(rref_id={rref._rref_id}, fork_id={rref._fork_id}), "
                 "can't call localValue() on user WorkerInfo(id=0, name=worker0). "
                 "Call it on owner WorkerInfo(id=1, name=worker1)"
             ),

@@ -162,7 +162,7 @@ def errors(client: Client) -> None:
     client.expect("type", targets.ComplaintError, type(error))
     client.expect("arguments", (number, text), error.args)
     client.expect("cause", RemoteError, type(error.__cause__))
-    future = zrpc.rpc_async(to, targets.complain_oddly, (text,))
+    future: zrpc.Future[Any] = zrpc.rpc_async(to, targets.complain_oddly, (text,))
     error = _error_of(future.wait)
     client.expect("type", RemoteError, type(error))
     client.expect("the text is in the message", True, text in str(error))

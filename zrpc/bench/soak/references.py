@@ -108,7 +108,7 @@ def share(client: Client) -> None:
 def fail(client: Client) -> None:
     """Creates an RRef whose value can't be created."""
     number, text = client.random_int(), client.unique_key()
-    rref = zrpc.remote(client.random_peer(), targets.complain, (number, text))
+    rref: zrpc.RRef[Any] = zrpc.remote(client.random_peer(), targets.complain, (number, text))
     for _ in range(2):
         try:
             value: Any = rref.to_here()

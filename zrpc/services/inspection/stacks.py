@@ -3,7 +3,7 @@
 Calls and handlers note what is needed to tell. A call knows the threads that wait for it. A request
 knows its function, and the thread or the asyncio task in which its handler began. Frames are read
 for their text only: files, lines and names of functions. No name of a local variable matters,
-except for the parameter of ``torch.futures.wait_all``, which notes nothing.
+except for the parameter of ``wait_all``, torch's and zrpc's, which note nothing.
 
 A thread handles a request if the request began in it, has neither returned nor become a coroutine,
 and the thread's stack still holds the function that runs handlers. That must be so before and after
@@ -34,6 +34,7 @@ import zrpc
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.future import Future
+from zrpc.calls.future_group import wait_all
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.services.inspection.function_names import handler_name, kind_name
 from zrpc.services.inspection.snapshot import Activity, Frame
@@ -49,7 +50,7 @@ _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 
 # One of these is on the stack of each thread that runs a handler.
 _RUNNERS = tuple(f.__code__ for f in (Execution.__call__, Execution._await, RequestJob.__call__))
-_WAIT_ALL = torch.futures.wait_all.__code__
+_WAIT_ALL = (torch.futures.wait_all.__code__, wait_all.__code__)
 _AWAIT = Future.__await__.__code__
 _MAX_FRAMES = 1000
 
@@ -214,9 +215,9 @@ def _is_users(file: str) -> bool:
 
 
 def _futures_waited_for(stack: Iterable[FrameType]) -> list[Any]:
-    """Returns the futures that a thread waits for by ``torch.futures.wait_all``."""
+    """Returns the futures that a thread waits for by torch's ``wait_all`` or zrpc's."""
     for frame in stack:
-        if frame.f_code is _WAIT_ALL:
+        if frame.f_code in _WAIT_ALL:
             futures = frame.f_locals.get("futures")
             return list(futures) if isinstance(futures, (list, tuple)) else []
         if _is_users(frame.f_code.co_filename):

@@ -31,6 +31,8 @@ Messages may arrive in any order and more than once:
   more handle there, or none if it was among the last forks to end. An owner takes it for another
   fork.
 - A DELETE that arrives before the message that lists its fork is kept until then.
+- A fork that arrives with a request must be listed before the handler of the request begins: see
+  `References.begin_when_listed`.
 - A child names its parent. If the owner hears of the child first, it knows that the message that
   lists the parent is still in flight (by G2 the parent can't have ended). It frees nothing until
   that message arrives.
@@ -39,6 +41,7 @@ Messages may arrive in any order and more than once:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
@@ -78,6 +81,15 @@ class _Held:
     children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
 
 
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A handler that begins when its forks are listed, or after the deadline."""
+
+    begin: Callable[[], None]
+    unlisted: set[ForkId]
+    deadline: float
+
+
 @dataclass(slots=True)
 class _Serials:
     """The serial numbers seen from one sender: all below ``next``, and those in ``ahead``.
@@ -106,7 +118,8 @@ class References:
     """One worker's part in the reference count, as owner and as user.
 
     For one thread at a time. After each event the caller takes what has gathered in `outgoing`,
-    messages to send, each with its receiver, and in `freed`, values to free.
+    messages to send, each with its receiver, in `freed`, values to free, and in `ready`, handlers
+    that may begin.
     """
 
     def __init__(self, member: MemberId) -> None:
@@ -118,11 +131,13 @@ class References:
         # The latest of our forks that have ended: a message may come twice.
         self._ended: dict[ForkId, None] = {}
         self._adding: set[ForkId] = set()  # forks with an ADD that is not answered yet
+        self._waiting: list[_Waiting] = []
         self._lost: set[MemberId] = set()
         self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
         self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
+        self.ready: list[Callable[[], None]] = []
 
     @property
     def idle(self) -> bool:
@@ -196,7 +211,7 @@ class References:
 
     def on_listed(self, fork_id: ForkId) -> None:
         """Notes that the owner lists a fork: ours, or a child of ours."""
-        self._adding.discard(fork_id)
+        self._end_adding({fork_id})
         held = self._held.get(fork_id)
         if held is not None:
             held.listed = True
@@ -256,6 +271,34 @@ class References:
             self._announce(rref_id, parent_id, sender, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
 
+    def begin_when_listed(
+        self, forks: Iterable[ForkId], begin: Callable[[], None], deadline: float
+    ) -> None:
+        """Has a handler begin when the owners have listed these forks, which came with its request.
+
+        A message that is lost must not hold it up without limit: see `expire`.
+        """
+        unlisted = self._adding.intersection(forks)
+        if unlisted:
+            self._waiting.append(_Waiting(begin, unlisted, deadline))
+        else:
+            self.ready.append(begin)
+
+    def expire(self, now: float) -> None:
+        """Has handlers begin whose deadline has passed, though their forks are not listed."""
+        for waiting in [each for each in self._waiting if each.deadline <= now]:
+            self._waiting.remove(waiting)
+            self.ready.append(waiting.begin)
+
+    def _end_adding(self, forks: set[ForkId]) -> None:
+        """Notes that the owners of these forks have answered, or never will."""
+        self._adding -= forks
+        for waiting in list(self._waiting):
+            waiting.unlisted -= forks
+            if not waiting.unlisted:
+                self._waiting.remove(waiting)
+                self.ready.append(waiting.begin)
+
     # -- messages and peers --------------------------------------------------------------
 
     def handle(self, sender: MemberId, message: ReferenceMessage) -> None:
@@ -290,7 +333,7 @@ class References:
         unanswered = {
             f for f in self._adding if f not in self._held or self._held[f].owner == member
         }
-        self._adding -= unanswered
+        self._end_adding(unanswered)
         unlisted = [
             child
             for held in self._held.values()

@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
-from zrpc.calls.caller import UNSET_RPC_TIMEOUT
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
@@ -172,7 +172,8 @@ class RRef(Generic[T]):
         """
         if self._value is None:
             raise RpcError(
-                f"For {self!r}, can't call localValue() on user "
+                f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call "
+                "localValue() on user "
                 f"{self._service.agent.worker_info}. Call it on owner {self._owner}"
             )
         return self._value.get()  # type: ignore[no-any-return]
@@ -255,11 +256,17 @@ class RRef(Generic[T]):
         """Raises if it is known that the value can't be had."""
         failure = self._failure
         if isinstance(failure, RpcTimeoutError):
-            raise RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+            error: RpcError = RpcTimeoutError(
+                f"RRef creation via rpc.remote() timed out: {failure}"
+            )
+            error.executed = failure.executed
+            raise error
         if isinstance(failure, WorkerDied):
-            raise OwnerDied(*failure.args)
+            error = OwnerDied(*failure.args)
+            error.executed = failure.executed
+            raise error
         if failure is not None:
-            raise type(failure)(*failure.args)
+            raise raised_again(failure)
         if self._value is None:
             self._service.check_owner(self._owner)
 

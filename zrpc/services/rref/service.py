@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
@@ -35,6 +37,10 @@ __all__ = ["BackwardOfValue", "RRefService"]
 
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
+
+# A handler begins after this time at the latest, even if a fork in its arguments is not listed yet:
+# the message that lists it may be lost.
+_LISTING_SECONDS = 5.0
 
 # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
 _ID = struct.Struct("<IQ")
@@ -101,6 +107,19 @@ class ValueSink:
         self._callee.answer(self.request, None)
 
 
+class ListedFirst(MessageHooks):
+    """Lets a handler begin once the owners have listed the forks in its arguments."""
+
+    tag = Tag.FORKS
+
+    def __init__(self, service: RRefService) -> None:
+        self._service = service
+
+    def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
+        """Calls ``begin()`` when the handler of a request may begin. In the I/O thread."""
+        self._service.begin_when_listed(request, begin)
+
+
 class RRefService(Service):
     """Plugs RRefs into an agent.
 
@@ -146,6 +165,10 @@ class RRefService(Service):
             Tag.FORKS: self._receive_forks,
             Tag.SUBJECT: lambda _, data: [GloballyUniqueId(*row) for row in _ID.iter_unpack(data)],
         }
+
+    def message_hooks(self) -> MessageHooks:
+        """Returns what lets handlers begin."""
+        return ListedFirst(self)
 
     def new_id(self) -> GloballyUniqueId:
         """Returns an id that is unique in the mesh."""
@@ -241,10 +264,12 @@ class RRefService(Service):
     def check_owner(self, owner: WorkerInfo) -> None:
         """Raises OwnerDied if the owner of a value is lost."""
         if owner.member_id in self.agent.membership.lost:
-            raise OwnerDied(
+            error = OwnerDied(
                 f"{self.agent.why_gone(owner.member_id)}; it owned the value of this RRef, which "
                 "is lost with it: make it again on a worker that lives"
             )
+            error.executed = False  # it is not called at all
+            raise error
 
     # -- the handlers, in the I/O thread -------------------------------------------------
 
@@ -315,6 +340,15 @@ class RRefService(Service):
         self._settle_references()
         return [self._make_handle(self, fork, value) for fork, value in handles]
 
+    def begin_when_listed(self, request: Message, begin: Callable[[], None]) -> None:
+        """Calls ``begin()`` when the owners have listed the forks that came with a request."""
+        handles: list[RRef[Any]] = request.attachment(Tag.FORKS)
+        forks = [rref._fork_id for rref in handles if rref._fork_id is not None]
+        with self._lock:
+            deadline = time.monotonic() + _LISTING_SECONDS
+            self._references.begin_when_listed(forks, begin, deadline)
+        self._settle_references()
+
     # -- events of the agent -------------------------------------------------------------
 
     def on_member_lost(self, member: MemberId) -> None:
@@ -328,6 +362,12 @@ class RRefService(Service):
             ]
         for value in orphans:
             value.set(error=OwnerDied("the worker that asked for this value died before it did"))
+        self._settle_references()
+
+    def tick(self) -> None:
+        """Has handlers begin that have waited for long."""
+        with self._lock:
+            self._references.expire(time.monotonic())
         self._settle_references()
 
     def idle(self) -> bool:
@@ -369,17 +409,20 @@ class RRefService(Service):
         return value
 
     def _settle_references(self) -> None:
-        """Frees unused values, and sends the messages that have gathered."""
+        """Frees unused values, sends the messages that have gathered, and has handlers begin."""
         references = self._references
-        if not (references.freed or references.outgoing):
+        if not (references.freed or references.outgoing or references.ready):
             return  # if another thread adds something just now, it settles that itself
         with self._lock:
+            ready, references.ready = references.ready, []
             freed = [self._values.pop(i, None) for i in self._references.freed]
             self._references.freed.clear()
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
         self._send_outgoing()
+        for begin in ready:
+            begin()
 
     def _send_outgoing(self) -> None:
         with self._lock:

@@ -1,0 +1,168 @@
+"""What the errors of calls say: whose call it was, where a limit came from, what can be done."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+
+# Room for one call; each counts two KiB.
+ONE_CALL = {"max_bytes_in_flight": 1}
+
+
+def text_of(gate: Gate, **how: Any) -> str:
+    with pytest.raises(rpc.RpcTimeoutError) as info:
+        rpc.rpc_sync("worker1", gate.wait_inside, **how)
+    return str(info.value)
+
+
+# -- time-outs ---------------------------------------------------------------------------------
+
+
+def test_a_timeout_names_function_and_worker(shared: Mesh) -> None:
+    with Gate() as gate:
+        text = text_of(gate, timeout=0.1)
+    assert text == (
+        "RPC ran for more than set timeout (100 ms) and will now be marked with an error: "
+        "Gate.wait_inside on worker1 (rank 1). This is the timeout of the call itself"
+    )
+
+
+def test_a_timeout_says_that_it_is_the_default(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current(), Gate() as gate:
+        rpc.set_rpc_timeout(0.1)
+        assert "This is the default, the option rpc_timeout: pass a longer" in text_of(gate)
+        with pytest.raises(rpc.RpcTimeoutError, match="the option rpc_timeout"):
+            rpc.rpc_async("worker1", gate.wait_inside).wait()
+
+
+def calls_on(gate: Gate) -> str:
+    try:
+        rpc.rpc_sync("worker0", gate.wait_inside)
+    except rpc.RpcTimeoutError as error:
+        TOLD.append(str(error))
+        raise
+    return ""
+
+
+TOLD: list[str] = []
+
+
+def test_a_timeout_says_that_it_was_inherited(shared: Mesh) -> None:
+    TOLD.clear()
+    with Gate() as gate:
+        with pytest.raises(rpc.RpcTimeoutError):
+            rpc.rpc_sync("worker1", calls_on, (gate,), timeout=0.2)
+        until(lambda: TOLD, "the inner call times out too")
+    assert "Gate.wait_inside on worker0 (rank 0)" in TOLD[0]
+    assert "what was left of the time for the call being handled, calls_on from worker0" in TOLD[0]
+
+
+def test_a_fetch_that_times_out_says_so(shared: Mesh) -> None:
+    with Gate() as gate:
+        rref = rpc.remote("worker1", gate.wait_inside)
+        with pytest.raises(rpc.RpcTimeoutError, match=r"FETCH on worker1 \(rank 1\)"):
+            rref.to_here(timeout=0.05)
+
+
+# -- whether the function has run ----------------------------------------------------------------
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> rpc.RpcError:
+    with pytest.raises(rpc.RpcError) as info:
+        call(*args, **kwargs)
+    return info.value
+
+
+def test_a_call_that_timed_out_on_its_way_may_have_run(shared: Mesh) -> None:
+    with Gate() as gate:
+        assert error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05).executed is None
+        future = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
+        assert error_of(future.wait).executed is None
+
+
+@pytest.mark.zrpc(workers=2, options=ONE_CALL)
+def test_a_call_that_was_never_sent_has_not_run(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current(), Gate() as gate:
+        first = rpc.rpc_async(1, gate.wait_inside, timeout=0)
+        gate.await_entry()
+        error = error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05)
+        assert isinstance(error, rpc.RpcTimeoutError)
+        assert error.executed is False
+        assert asyncio.run(unsent(gate)) == [False, False]
+        gate.open()
+        first.wait()
+        assert not gate.entered.acquire(blocking=False)
+
+
+async def unsent(gate: Gate) -> list[bool | None]:
+    """In an event loop no call waits for room before it returns its future."""
+    times_out = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
+    cancelled = rpc.rpc_async(1, gate.wait_inside)
+    cancelled.cancel()
+    with pytest.raises(rpc.RpcTimeoutError) as first:
+        await times_out
+    with pytest.raises(rpc.RpcCancelledError) as second:
+        await cancelled
+    assert error_of(times_out.wait).executed is first.value.executed  # each time
+    return [first.value.executed, second.value.executed]
+
+
+def test_a_call_that_was_cancelled_on_its_way_may_have_run(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside)
+        gate.await_entry()
+        future.cancel()
+        assert error_of(future.wait).executed is None
+
+
+@pytest.mark.zrpc(workers=3)
+def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current(), Gate() as gate:
+        rref = rpc.remote("worker2", dict)
+        rref.to_here()
+        future = rpc.rpc_async("worker2", gate.wait_inside)
+        gate.await_entry()
+        mesh.agent(2).close()
+        before = error_of(future.wait)
+        assert isinstance(before, rpc.WorkerDied)
+        assert before.executed is None
+        after = error_of(rpc.rpc_sync, "worker2", echo, (1,))
+        assert isinstance(after, rpc.WorkerDied)
+        assert after.executed is False
+        owner = error_of(rref.rpc_sync().get, 1)
+        assert isinstance(owner, rpc.OwnerDied)
+        assert owner.executed is False
+
+
+def test_what_is_no_loss_says_nothing() -> None:
+    assert rpc.RpcError("anything").executed is None
+
+
+# -- unknown destinations ------------------------------------------------------------------------
+
+
+def test_a_similar_name_is_suggested(shared: Mesh) -> None:
+    with pytest.raises(rpc.RpcError, match=r"'workr1': the workers are .*; did you mean 'worker1'"):
+        rpc.rpc_sync("workr1", echo, (1,))
+
+
+def test_a_mesh_of_one_says_how_to_start_more(alone: int) -> None:
+    with rpc.session(), pytest.raises(rpc.RpcError, match=r"alone: .*zrpc launch -n 2 SCRIPT"):
+        rpc.rpc_sync(1, echo, (1,))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mesh_without_a_world_size_says_that_others_may_join(
+    alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE")
+    with rpc.session(), pytest.raises(rpc.RpcError, match="others may still join, since no world"):
+        rpc.rpc_sync("trainer", echo, (1,))

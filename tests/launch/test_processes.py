@@ -1,0 +1,100 @@
+"""spawn: a function in several processes that are workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zrpc
+from zrpc.launch import processes
+
+pytestmark = pytest.mark.system
+
+_SCRIPT = """
+import os
+import sys
+from pathlib import Path
+
+import torch
+import zrpc
+
+
+def work(rank, directory, factor):
+    with zrpc.session() as worker:
+        answer = zrpc.rpc_sync((rank + 1) % 3, report, args=(factor,))
+        Path(directory, f"{worker.name}").write_text(f"{answer} {torch.get_num_threads()}")
+
+
+def report(factor):
+    return f"{zrpc.get_worker_info().name} {os.environ['WORLD_SIZE']} {factor}"
+
+
+def fails(rank):
+    if rank == 1:
+        raise KeyError("mine")
+
+
+if __name__ == "__main__":
+    zrpc.spawn(work, (sys.argv[1], 7), nprocs=3)
+    context = zrpc.spawn(lambda rank: print("lambda", rank, flush=True), join=False)
+    while not context.join():
+        pass
+    try:
+        zrpc.spawn(fails, nprocs=2)
+    except torch.multiprocessing.ProcessRaisedException as error:
+        print("raised", "KeyError: 'mine'" in str(error))
+"""
+
+
+def run(*command: str, **env: str) -> str:
+    outer = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**outer, **env},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = tmp_path / "found"
+    found.mkdir()
+    # As if a launcher had started the script itself as one of its workers.
+    output = run(str(script), str(found), RANK="5", WORLD_SIZE="9", ZRPC_WORKER_NAME="outer")
+    assert {path.name: path.read_text() for path in found.iterdir()} == {
+        f"worker{rank}": f"worker{(rank + 1) % 3} 3 7 1" for rank in range(3)
+    }
+    assert output.splitlines() == ["lambda 0", "raised True"]
+
+
+def test_functions_of_a_notebook_are_workers() -> None:
+    """They can't be imported: there is no file that defines them."""
+    program = (
+        "import zrpc\n"
+        "def work(rank):\n"
+        "    with zrpc.session():\n"
+        "        if rank == 0:\n"
+        "            print(zrpc.rpc_sync('worker1', shout, args=('hello',)), flush=True)\n"
+        "def shout(text):\n"
+        "    return text.upper()\n"
+        "zrpc.spawn(work, nprocs=2)\n"
+    )
+    assert run("-c", program) == "HELLO\n"
+
+
+def test_at_least_one_process() -> None:
+    with pytest.raises(ValueError, match="nprocs must be at least 1, but got 0"):
+        zrpc.spawn(print, nprocs=0)
+
+
+def test_what_can_be_imported_is_sent_by_name() -> None:
+    assert processes._picklable(os.getcwd) is os.getcwd

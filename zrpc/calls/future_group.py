@@ -1,0 +1,192 @@
+"""Waiting for several futures: `wait_all`, `collect_all` and `as_completed`.
+
+They take zrpc's futures and torch's own, also mixed, and end with the first error. Torch's own
+functions do so for torch's futures only: Python code can't tell torch's C++ code of an error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from zrpc.calls import trampoline
+from zrpc.calls.future import Future
+from zrpc.errors import RpcTimeoutError
+from zrpc.options import checked_timeout
+from zrpc.runtime.thread_pool import acquire
+
+__all__ = ["as_completed", "collect_all", "wait_all"]
+
+T = TypeVar("T")
+
+
+def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
+    """Waits for all of some futures and returns their values, in the order of the futures.
+
+    The first error that one of them gets is raised at once, without waiting for the others, whose
+    calls go on.
+
+    Args:
+        futures: zrpc's or torch's.
+        timeout: seconds for all of them; None or 0 for no limit beside the calls' own timeouts.
+
+    Raises:
+        RpcTimeoutError: some are not done after ``timeout`` seconds.
+        TypeError: one of ``futures`` isn't a future.
+        Exception: the first error of a future.
+
+    May be called from any thread. While a handler waits, another one may run in its place.
+
+    Example:
+        >>> futures = [rpc_async(f"worker{rank}", pow, args=(rank, 2)) for rank in range(3)]
+        >>> wait_all(futures, timeout=10)
+        [0, 1, 4]
+
+    See also ``torch.futures.wait_all``.
+    """
+    futures = list(futures)
+    for future in as_completed(futures, timeout):
+        future.wait()  # raises its error
+    return [future.wait() for future in futures]
+
+
+def collect_all(
+    futures: Iterable[torch.futures.Future[T]],
+) -> Future[list[torch.futures.Future[T]]]:
+    """Returns a future of the list of these futures, which is done when all of them are.
+
+    The first error that one of them gets completes it at once, with that error.
+
+    Args:
+        futures: zrpc's or torch's.
+
+    Raises:
+        TypeError: one of ``futures`` isn't a future.
+
+    May be called from any thread.
+
+    Example:
+        >>> futures = [rpc_async(f"worker{rank}", pow, args=(rank, 2)) for rank in range(3)]
+        >>> collect_all(futures).then(lambda done: sum(f.wait() for f in done.wait())).wait()
+        5
+
+    See also ``torch.futures.collect_all``.
+    """
+    return _Collection(_checked(futures)).result
+
+
+def as_completed(
+    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
+) -> Iterator[torch.futures.Future[T]]:
+    """Returns an iterator over these futures in the order in which they are done.
+
+    Failed futures are among them: ask each for its value.
+
+    Args:
+        futures: zrpc's or torch's.
+        timeout: seconds from now on for all of them; None or 0 for no limit.
+
+    Raises:
+        RpcTimeoutError: by the iterator, if the next one is not done after ``timeout`` seconds.
+        TypeError: one of ``futures`` isn't a future.
+
+    May be called from any thread; the iterator is for one thread at a time.
+
+    Example:
+        >>> futures = [rpc_async(f"worker{rank}", pow, args=(rank, 2)) for rank in range(3)]
+        >>> sorted(future.wait() for future in as_completed(futures))
+        [0, 1, 4]
+    """
+    return _Arrivals(_checked(futures), checked_timeout("timeout", timeout or 0))
+
+
+def _checked(futures: Iterable[Any]) -> list[Any]:
+    listed = list(futures)
+    for number, future in enumerate(listed):
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"expected torch.futures.Future objects, but got {type(future).__name__} at "
+                f"position {number}"
+            )
+    return listed
+
+
+class _Arrivals(Iterator[Any]):
+    """The futures that are done, in that order.
+
+    Args:
+        futures: those that it waits for.
+        timeout: seconds; 0 means no limit.
+    """
+
+    def __init__(self, futures: list[Any], timeout: float) -> None:
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._left = len(futures)
+        self._done: deque[Any] = deque()
+        self._lock = threading.Lock()  # guards `_done` and the state of the gate
+        # Open while there is a future to take.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        for future in futures:
+            future.add_done_callback(self._on_done)
+
+    def _on_done(self, future: Any) -> None:
+        with self._lock:
+            self._done.append(future)
+            if len(self._done) == 1:
+                self._gate.release()
+
+    def __next__(self) -> Any:
+        if not self._left:
+            raise StopIteration
+        # In a callback: a job that this thread has postponed may complete one of the futures.
+        trampoline.run_postponed(lambda: bool(self._done))
+        left = max(0.0, self._deadline - time.monotonic()) if self._timeout else -1
+        if not acquire(self._gate, left):
+            raise RpcTimeoutError(
+                f"expected all futures to be done within {self._timeout:g} s, but {self._left} of "
+                "them are not: use a longer timeout, or cancel() them"
+            )
+        with self._lock:
+            self._left -= 1
+            future = self._done.popleft()
+            if self._done:
+                self._gate.release()
+        return future
+
+
+class _Collection:
+    """The futures of a `collect_all`.
+
+    Attributes:
+        result: done when all of them are, or one has failed.
+    """
+
+    def __init__(self, futures: list[Any]) -> None:
+        self.result: Future[list[Any]] = Future()
+        self._futures = futures
+        self._left = len(futures)
+        self._lock = threading.Lock()  # guards `_left`
+        if not futures:
+            self.result.set_result([])
+        for future in futures:
+            future.add_done_callback(self._on_done)
+
+    def _on_done(self, future: Any) -> None:
+        try:
+            future.value()
+        except BaseException as error:  # SystemExit too: a thread may wait for the result
+            if self.result._claim():
+                self.result._keep_error(error)
+            return
+        with self._lock:
+            self._left -= 1
+            is_last = not self._left
+        if is_last and self.result._claim():
+            self.result._set(self._futures)

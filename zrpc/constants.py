@@ -1,0 +1,23 @@
+"""The defaults of calls and options, under the names that torch gives them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+__all__ = [
+    "DEFAULT_INIT_METHOD",
+    "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_PROCESS_GROUP_TIMEOUT",
+    "DEFAULT_RPC_TIMEOUT_SEC",
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "UNSET_RPC_TIMEOUT",
+]
+
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_SHUTDOWN_TIMEOUT: float = 0
+# Stands for the default timeout, in each function that takes a timeout.
+UNSET_RPC_TIMEOUT = -1.0
+# torch's limit for a process group that it keeps; zrpc keeps none.
+DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)

@@ -1,0 +1,131 @@
+"""Runs a function in several processes that are workers: `spawn`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zrpc.launch.port import ReservedPort
+from zrpc.launch.worker import EnvironmentTemplate, base_environment
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
+__all__ = ["spawn"]
+
+_HOST = "127.0.0.1"
+_THREADS = "OMP_NUM_THREADS"
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
+    """Runs ``fn(rank, *args)`` in ``nprocs`` new processes on this machine.
+
+    It is ``torch.multiprocessing.spawn`` with what workers need: each process has the environment
+    variables that ``zrpc launch`` sets, so that `zrpc.session` and `zrpc.init_rpc` need no
+    arguments in ``fn``. It also runs functions that can't be imported, such as those of notebooks.
+
+    Args:
+        fn: called with the worker's rank, from 0, and ``args``.
+        args: its other arguments; they must be picklable.
+        nprocs: the number of processes.
+        join: whether to wait until all of them have exited.
+        daemon: whether they are stopped when this process exits.
+        start_method: ``spawn``, ``fork`` or ``forkserver``. With ``spawn`` and ``forkserver`` the
+            processes import the main script, so call this under ``if __name__ == "__main__":``.
+
+    Returns:
+        None, or without ``join`` a ``ProcessContext`` with a method ``join(timeout)``.
+
+    Raises:
+        ProcessRaisedException: ``fn`` has failed in a process, and the others were stopped. The
+            message has its traceback. It is torch's, as is the next one.
+        ProcessExitedException: a process has exited with another code than 0.
+        ValueError: ``nprocs`` is below 1.
+
+    Call it in the main thread. With more than one process, each has one thread for torch's
+    operators, unless ``OMP_NUM_THREADS`` is set.
+
+    Example:
+        >>> import zrpc
+        >>> def work(rank, text):
+        ...     with zrpc.session():
+        ...         if rank == 0:
+        ...             print(zrpc.rpc_sync("worker1", str.upper, args=(text,)))
+        >>> zrpc.spawn(work, args=("hello",), nprocs=2)  # doctest: +SKIP
+        HELLO
+
+    See also ``torch.multiprocessing.spawn``.
+    """
+    import torch.multiprocessing  # only now, since it is slow
+
+    if nprocs < 1:
+        raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
+    port = ReservedPort()
+    port.hand_over()
+    template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
+    base = base_environment(nprocs, {})
+    environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
+    try:
+        context: ProcessContext = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
+            _run, (_picklable(fn), tuple(args), environments), nprocs, False, daemon, start_method
+        )
+        weakref.finalize(context, port.close)
+    except BaseException:
+        port.close()
+        raise
+    if not join:
+        return context
+    while not context.join():
+        pass
+    return None
+
+
+def _run(
+    rank: int,
+    fn: Callable[..., object],
+    args: tuple[Any, ...],
+    environments: Sequence[Mapping[str, str]],
+) -> None:
+    """Runs the function; in the new process."""
+    import torch
+
+    if _THREADS in environments[rank] and _THREADS not in os.environ:
+        torch.set_num_threads(int(environments[rank][_THREADS]))  # it is imported already
+    os.environ.clear()
+    os.environ.update(environments[rank])
+    fn(rank, *args)
+
+
+class _ByValue:
+    """A function that arrives as a copy, since it can't be imported."""
+
+    def __init__(self, fn: Callable[..., object]) -> None:
+        import cloudpickle
+
+        self._pickled = cloudpickle.dumps(fn)
+
+    def __reduce__(self) -> Any:
+        return pickle.loads, (self._pickled,)
+
+
+def _picklable(fn: Callable[..., object]) -> Any:
+    """Returns the function, or a stand-in that arrives as the function."""
+    main = sys.modules["__main__"]
+    if getattr(fn, "__module__", None) != "__main__" or hasattr(main, "__file__"):
+        try:
+            pickle.dumps(fn)
+        except Exception:  # a lambda or a closure
+            return _ByValue(fn)
+        return fn
+    return _ByValue(fn)

@@ -1,0 +1,228 @@
+"""The mesh that this process is a worker of: how to be in it, who is, and what all do together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch.utils.hooks import RemovableHandle
+
+from zrpc.agent.current import agent_that_is_set, current_agent, find_agent
+from zrpc.api import init_rpc, shutdown
+from zrpc.backend_registry import BackendType
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import RpcBackendOptions, checked_timeout
+from zrpc.services.collectives import Collectives
+
+__all__ = [
+    "all_gather",
+    "barrier",
+    "get_worker_infos",
+    "is_initialized",
+    "on_worker_joined",
+    "on_worker_lost",
+    "session",
+    "set_rpc_timeout",
+    "world_size",
+]
+
+
+@contextlib.contextmanager
+def session(
+    name: str | None = None,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+    *,
+    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
+) -> Iterator[WorkerInfo]:
+    """Joins a mesh for a ``with`` statement: `init_rpc` at its start, `shutdown` at its end.
+
+    The shutdown is graceful: it waits until all workers have come to the end of theirs. If an
+    exception ends the statement, this worker leaves at once, and the exception is raised.
+
+    Args:
+        name: as in `init_rpc`.
+        backend: as in `init_rpc`.
+        rank: as in `init_rpc`.
+        world_size: as in `init_rpc`.
+        rpc_backend_options: as in `init_rpc`.
+        shutdown_timeout: the limit of the graceful shutdown in seconds; 0 means no limit.
+
+    Returns:
+        A context manager that gives this worker's `WorkerInfo`.
+
+    Raises:
+        Exception: what `init_rpc` and `shutdown` raise.
+
+    Example:
+        >>> import zrpc
+        >>> with zrpc.session() as worker:  # doctest: +SKIP
+        ...     print(worker.name, zrpc.rpc_sync("worker0", max, args=(1, 2)))
+        worker0 2
+    """
+    init_rpc(name, backend, rank, world_size, rpc_backend_options)
+    try:
+        yield current_agent().worker_info
+    except BaseException:
+        shutdown(graceful=False)
+        raise
+    shutdown(timeout=shutdown_timeout)
+
+
+def is_initialized() -> bool:
+    """Returns whether this process is a worker: after `init_rpc`, and before `shutdown`.
+
+    May be called from any thread.
+
+    Example:
+        >>> is_initialized()
+        True
+    """
+    return find_agent() is not None
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Returns the workers that are in the mesh now, by rank; this one is among them.
+
+    Lost workers are not, nor are those that have not joined yet. May be called from any thread.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    Example:
+        >>> [worker.name for worker in get_worker_infos()]
+        ['worker0', 'worker1', 'worker2']
+    """
+    return current_agent().get_worker_infos()
+
+
+def world_size() -> int:
+    """Returns the number of workers of the mesh.
+
+    It is the number that the mesh has begun with, lost workers included. An elastic mesh has none,
+    so it is the number of workers that are in it now. May be called from any thread.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    Example:
+        >>> world_size()
+        3
+    """
+    agent = current_agent()
+    membership = agent.membership
+    return membership.records[membership.own_id].world_size or len(agent.get_worker_infos())
+
+
+def set_rpc_timeout(timeout: float) -> None:
+    """Sets the default timeout of this worker's calls, in seconds; 0 means no limit.
+
+    `get_rpc_timeout` returns it. May be called from any thread; calls made from now on have it.
+
+    Raises:
+        NotInitializedError: there is no agent.
+        OptionError: it is negative.
+        TypeError: it isn't a number.
+
+    Example:
+        >>> set_rpc_timeout(10)
+        >>> get_rpc_timeout()
+        10.0
+    """
+    agent_that_is_set().caller.rpc_timeout = checked_timeout("rpc_timeout", timeout)
+
+
+def all_gather(
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = 0
+) -> dict[str, Any]:
+    """Returns the object that each worker passed, by the workers' names; all of them must call it.
+
+    Args:
+        obj: anything that can be sent.
+        worker_names: the workers that take part, this one included. Default: all in the mesh.
+        timeout: seconds; 0 means no limit.
+
+    Raises:
+        RpcTimeoutError: the others did not call it in time.
+        WorkerDied: one of them is gone.
+        SerializationError: ``obj`` can't be pickled.
+        RpcError: one of them has gone on to a later call, or there is no such worker.
+        ValueError: this worker isn't one of ``worker_names``.
+        NotInitializedError: there is no agent.
+
+    One thread of a worker at a time may call it with the same workers.
+
+    Example:
+        >>> all_gather(2 ** 5, worker_names=["worker0"])
+        {'worker0': 32}
+    """
+    return current_agent().service(Collectives).gather(obj, worker_names, timeout)
+
+
+def barrier(worker_names: Iterable[str] | None = None, timeout: float = 0) -> None:
+    """Waits until all workers have called it.
+
+    Arguments, errors and threads are those of `all_gather`.
+
+    Example:
+        >>> barrier(["worker0"], timeout=10)
+    """
+    all_gather(None, worker_names, timeout)
+
+
+def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
+    """Calls ``callback(worker_info)`` for each worker that is lost.
+
+    A worker is lost if it died, left without the others, or did not answer for longer than the
+    option ``heartbeat_timeout``. Workers lost before this call count too. A graceful shutdown of
+    the mesh loses no worker. A lost worker never comes back: one that is restarted under its name
+    is a new worker, of the next incarnation.
+
+    Args:
+        callback: called once for each worker, in a thread of the agent in which it may make calls
+            and wait for them. By then, calls to that worker have failed already. An error that it
+            raises is logged.
+
+    Returns:
+        A handle like those of torch's hooks; after ``handle.remove()`` it is no longer called.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    May be called from any thread.
+
+    Example:
+        >>> handle = on_worker_lost(lambda worker: print(f"{worker.name} is gone"))
+        >>> handle.remove()
+    """
+    return current_agent().lost.add(callback)
+
+
+def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
+    """Calls ``callback(worker_info)`` for each other worker of the mesh.
+
+    It is called for the current members, and for workers that join later: those of an elastic mesh,
+    and those that ``zrpc launch --max-restarts`` restarts. By then, the worker can be called by its
+    name.
+
+    Args:
+        callback: see `on_worker_lost`.
+
+    Returns:
+        A handle; after ``handle.remove()`` the callback is no longer called.
+
+    Raises:
+        NotInitializedError: there is no agent.
+
+    May be called from any thread.
+
+    Example:
+        >>> names = []
+        >>> handle = on_worker_joined(lambda worker: names.append(worker.name))
+        >>> handle.remove()
+    """
+    return current_agent().joined.add(callback)
