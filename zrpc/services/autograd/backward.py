@@ -103,7 +103,7 @@ class Passes:
                 future.add_done_callback(partial(self._on_part_done, state, pass_))
                 asked.append(future)
             self._settle_unknown(state, pass_, self._own_id, *events.with_peer(self._own_id))
-            engine.run(roots, events.start, events.token, retain_graph, state.add_gradient)
+            engine.run(roots, events.start, events.token, retain_graph, state)
             for future in asked:
                 future.wait()
             pass_.check()

@@ -90,6 +90,19 @@ class ContextState:
             before = self.gradients.get(leaf)
             self.gradients[leaf] = gradient if before is None else before + gradient
 
+    def gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of a leaf, or None if it has none."""
+        with self.lock:
+            return self.gradients.get(leaf)
+
+    def set_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Replaces the gradient of a leaf; with None, the leaf has none any more."""
+        with self.lock:
+            if gradient is None:
+                self.gradients.pop(leaf, None)
+            else:
+                self.gradients[leaf] = gradient
+
 
 @dataclass(frozen=True, slots=True)
 class Events:
