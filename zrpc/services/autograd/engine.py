@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zrpc.services.autograd.accumulation import Accumulation
-from zrpc.services.autograd.state import ContextState
+from zrpc.services.autograd.state import ContextState, empty_token
 
 __all__ = ["check_roots", "guard_hooks", "run"]
 
@@ -59,7 +59,7 @@ def run(
     seeds = [torch.ones_like(root) for root in roots]
     if token is not start:
         outputs.append(token)
-        seeds.append(torch.empty(0))
+        seeds.append(empty_token())
     if not outputs:
         return
     accumulators = [node for node in _accumulators(outputs) if node.variable is not start]

@@ -17,7 +17,7 @@ from zrpc.errors import ProtocolError
 from zrpc.services.autograd import ddp, engine
 from zrpc.services.autograd.backward import Gradients, Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
-from zrpc.services.autograd.state import ContextState
+from zrpc.services.autograd.state import ContextState, empty_token
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -45,7 +45,7 @@ class Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Returns the gradients that the receiver has sent back."""
-        return torch.empty(0), None, *ctx.wait()
+        return empty_token(), None, *ctx.wait()
 
 
 class Receive(torch.autograd.Function):
@@ -72,7 +72,7 @@ class Receive(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor | None, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
         ctx.send_back(gradients)
-        return torch.empty(0), None, None
+        return empty_token(), None, None
 
 
 class Graph(NamedTuple):

@@ -18,7 +18,12 @@ from zrpc.errors import RpcError
 from zrpc.runtime.thread_pool import acquire
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ContextState", "Events", "Pass"]
+__all__ = ["ContextState", "Events", "Pass", "empty_token"]
+
+
+def empty_token(requires_grad: bool = False) -> torch.Tensor:
+    """Returns a token of the chain, or its gradient; the thread's defaults don't matter."""
+    return torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
 
 
 class ContextState:
@@ -43,7 +48,7 @@ class ContextState:
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
         self.lock = threading.Lock()
-        self.start = torch.empty(0, requires_grad=True)
+        self.start = empty_token(requires_grad=True)
         self.token = self.start
         self.sends: dict[int, MemberId] = {}
         self.receives: set[tuple[MemberId, int]] = set()
@@ -78,7 +83,7 @@ class ContextState:
             sends, receives = dict(self.sends), frozenset(self.receives)
             pass_.events = Events(self.start, self.token, sends, receives)
             if not retain_graph:
-                self.start = self.token = torch.empty(0, requires_grad=True)
+                self.start = self.token = empty_token(requires_grad=True)
                 self.sends.clear()
                 self.taken |= self.receives
                 self.receives.clear()
@@ -152,7 +157,7 @@ class Pass:
             self._arrived.clear()
         if self.events is not None:
             # Frees the graph; the messages sent and received no longer matter either.
-            self.events = Events(torch.empty(0), torch.empty(0), {}, frozenset())
+            self.events = Events(empty_token(), empty_token(), {}, frozenset())
 
     def deliver(self, send_id: int, gradients: Any) -> None:
         """Takes the answer to a send: a message with gradients, or a mark for "unused"."""
