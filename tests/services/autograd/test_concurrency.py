@@ -348,7 +348,7 @@ def test_the_io_thread_does_not_wait_while_gradients_are_added_up(mesh: Mesh) ->
     layer_of_autograd = agent.service(AutogradService)
     done = threading.Event()
     with agent.as_current(), dist_autograd.context() as context_id:
-        extension = [(Tag.PASS, PASS_LAYOUT.pack(context_id, 7, 0, False))]
+        extension = [(Tag.PASS, PASS_LAYOUT.pack(context_id, 7, 0))]
 
         def look() -> None:
             message = Message(Kind.GRADIENT, extensions=extension, sender=1)

@@ -13,7 +13,7 @@ from zrpc.services.autograd.state import ContextState
 
 def run(root: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
     state = ContextState(0)
-    engine.run([root], state.start, state.token, False, state)
+    engine.run([root], state.start, False, state)
     return state.gradients
 
 

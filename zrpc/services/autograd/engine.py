@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from zrpc.services.autograd.accumulation import Accumulation
-from zrpc.services.autograd.state import ContextState, empty_token
+from zrpc.services.autograd.nodes import empty_token
+from zrpc.services.autograd.state import ContextState
 
 __all__ = ["check_roots", "guard_hooks", "run"]
 
@@ -44,17 +45,14 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 
 def run(
-    roots: Sequence[torch.Tensor],
-    start: torch.Tensor,
-    token: torch.Tensor,
-    retain_graph: bool,
-    state: ContextState,
+    roots: Sequence[torch.Tensor], token: torch.Tensor, retain_graph: bool, state: ContextState
 ) -> None:
-    """Runs the graph of the roots, each with a gradient of one, and of the chain once.
+    """Runs the graph of the roots, each with a gradient of one, and of ``token`` once.
 
-    The chain leads from ``start`` to ``token``, the same one if nothing was sent or received.
-    The gradients of the leaves are added to those of the context.
+    ``token`` is ``state.start`` if nothing that was sent leads to the roots of the pass. The
+    gradients of the leaves are added to those of the context.
     """
+    start = state.start
     outputs = list(roots)
     seeds = [torch.ones_like(root) for root in roots]
     if token is not start:
@@ -66,9 +64,9 @@ def run(
     leaves = [node.variable for node in accumulators]
     for leaf in leaves:
         guard_hooks(leaf)
-    # With the first token among the inputs the engine runs the whole chain, including the parts
-    # that lead to no leaf: each received message must be answered.
-    inputs = [*leaves, start] if token is not start else leaves
+    # With the start among the inputs the engine also runs the parts that lead to no leaf: the
+    # gradients of each tensor that was received must be sent.
+    inputs = [*leaves, start]
     with Accumulation(state, accumulators) as accumulation:
         begins = [accumulation.begin_at(output) for output in outputs]
         torch.autograd.backward(begins, seeds, retain_graph=retain_graph, inputs=inputs)
