@@ -67,6 +67,8 @@ class Kind(IntEnum):
     ABORT = 26  # a backward pass has failed
     RELEASE = 27  # an autograd context has ended
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
+    # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
+    DEPENDENCIES = 29, Rules(answered=True)
 
 
 class Tag(IntEnum):

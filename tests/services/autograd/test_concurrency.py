@@ -294,7 +294,11 @@ def test_grad_is_left_to_those_that_use_it(mesh: Mesh) -> None:
 
 
 def test_hooks_of_one_context_while_those_of_another_run(mesh: Mesh) -> None:
-    """A hook on the accumulated gradient takes its time; a tensor hook is called meanwhile."""
+    """A hook on the accumulated gradient takes its time; a tensor hook is called meanwhile.
+
+    The second hook on the accumulated gradient waits for the first, as it does in torch: the node
+    has a lock.
+    """
     w = leaf(3, seed=31)
     inside, through = threading.Event(), threading.Event()
     accumulated, passed = [], []
@@ -309,8 +313,13 @@ def test_hooks_of_one_context_while_those_of_another_run(mesh: Mesh) -> None:
             inside.set()
             assert through.wait(SOON)
 
+    def quick(gradient: Any) -> None:
+        passed.append(gradient.clone())
+        if inside.is_set():
+            through.set()
+
     handles = [
-        w.register_hook(lambda gradient: passed.append(gradient.clone())),
+        w.register_hook(quick),
         w.register_post_accumulate_grad_hook(slow),
     ]
 
@@ -319,7 +328,6 @@ def test_hooks_of_one_context_while_those_of_another_run(mesh: Mesh) -> None:
             x = X.detach().requires_grad_()
             if number:
                 assert inside.wait(SOON)
-                x.register_hook(lambda gradient: through.set())
             dist_autograd.backward(context_id, [(call("worker1", there, x) * (number + 1)).sum()])
 
     try:
@@ -340,7 +348,7 @@ def test_the_io_thread_does_not_wait_while_gradients_are_added_up(mesh: Mesh) ->
     layer_of_autograd = agent.service(AutogradService)
     done = threading.Event()
     with agent.as_current(), dist_autograd.context() as context_id:
-        extension = [(Tag.PASS, PASS_LAYOUT.pack(context_id, 7, 0, False))]
+        extension = [(Tag.PASS, PASS_LAYOUT.pack(context_id, 7, 0))]
 
         def look() -> None:
             message = Message(Kind.GRADIENT, extensions=extension, sender=1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from zrpc.services.autograd import engine
+from zrpc.services.autograd.state import ContextState
 
 
 def run(root: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-    found: dict[torch.Tensor, torch.Tensor] = {}
-    start = torch.empty(0, requires_grad=True)
-    engine.run([root], start, start, False, found.__setitem__)
-    return found
+    state = ContextState(0)
+    engine.run([root], state.start, False, state)
+    return state.gradients
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

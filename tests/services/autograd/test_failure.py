@@ -96,8 +96,9 @@ def lose_next(monkeypatch: pytest.MonkeyPatch, agent: Any, kind: Any) -> Any:
     [
         (1, Kind.GRADIENT),
         (2, Kind.GRADIENT),
+        (0, Kind.DEPENDENCIES),
         (0, Kind.BACKWARD),
-        (1, Kind.BACKWARD),
+        (1, Kind.RESULT),
         (2, Kind.RESULT),
     ],
 )
@@ -107,6 +108,7 @@ def test_a_message_is_lost(
     """With a connection that breaks; the pass must not wait for it."""
     for rank in range(3):
         mesh.agent(rank).service(LossDetector).timing = LossDetectionTiming(0.05)
+    settle(mesh)  # so that all are connected
     with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
         loss = chain(0, None, X).sum()
         lost = lose_next(monkeypatch, mesh.agent(loser), kind)
@@ -458,50 +460,6 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh: Mesh)
 
 
 @pytest.mark.zrpc(workers=3, timeout=15)
-def test_a_worker_that_is_asked_again_after_its_part_is_done(mesh: Mesh) -> None:
-    """Nothing runs twice: worker2 asks worker1 when that is done with the pass."""
-    first, second = (layer.passes for layer in layers(mesh)[1:])
-    done = threading.Event()
-    runs = []
-    run_first, ask_second = first._run, second._ask
-
-    def note_run(*args: Any, **kwargs: Any) -> Any:
-        runs.append(1)
-        try:
-            return run_first(*args, **kwargs)
-        finally:
-            done.set()
-
-    def ask_later(state: Any, pass_: Any, peer: Any, retain_graph: Any) -> Any:
-        if peer == 1:
-            assert done.wait(SOON)
-        return ask_second(state, pass_, peer, retain_graph)
-
-    first._run, second._ask = note_run, ask_later
-
-    def there(x: Any) -> Any:
-        x = layer(2, x)
-        call("worker1", lambda y: None, x)
-        return x
-
-    def model() -> Any:
-        # worker2 has sent to worker1, which needs nothing of worker2.
-        far = call("worker2", there, X)
-        return (far + call("worker1", layer, 1, X)).sum()
-
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = model()
-            dist_autograd.backward(context_id, [loss], retain_graph=True)
-            return gradients_at(mesh, 1, context_id)[W[1]], len(runs)
-
-    found, count = mesh.run(0, run)
-    [expected] = local_gradients(model, [W[1]])
-    torch.testing.assert_close(found, expected)
-    assert count == 1
-
-
-@pytest.mark.zrpc(workers=3, timeout=15)
 def test_a_worker_that_is_asked_after_the_pass_has_failed(mesh: Mesh) -> None:
     """It neither runs its part, nor waits for gradients that will not come."""
     second = layers(mesh)[2].passes
@@ -661,6 +619,24 @@ def test_a_worker_that_was_dead_before_the_pass(mesh: Mesh) -> None:
         mesh.submit(0, backward_of_kept).result(SOON / 2)
     assert mesh.run(0, contexts) == 0
     torch.testing.assert_close(mesh.run(0, gradient_over, "worker1"), torch.ones(3).cos())
+
+
+def forward_used_and_unused(used: Any, unused: Any) -> None:
+    """Enters a context that stays open."""
+    forward_only(unused)
+    agent = current_agent()
+    context_id, _ = agent.test_loss
+    x = torch.ones(3, requires_grad=True)
+    agent.test_loss = (context_id, zrpc.rpc_sync(used, torch.sin, (x,)).sum())
+
+
+@pytest.mark.zrpc(workers=3, processes=True, timeout=30)
+def test_a_worker_that_was_dead_before_the_pass_and_is_not_needed(mesh: Mesh) -> None:
+    mesh.run(0, forward_used_and_unused, "worker1", "worker2")
+    mesh.kill("worker2")
+    until(lambda: mesh.run(0, knows_of_death, "worker2"))
+    mesh.submit(0, backward_of_kept).result(SOON / 2)
+    assert mesh.run(0, contexts) == 0
 
 
 def enter_and_wait(to: Any, mark: Any) -> None:

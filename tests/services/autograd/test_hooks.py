@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 
 import zrpc
 import zrpc.autograd as dist_autograd
@@ -18,6 +19,7 @@ from tests.services.autograd.split_models import (
     W,
     X,
     assert_as_local,
+    assert_freed,
     call,
     layer,
     leaf,
@@ -164,6 +166,162 @@ def test_an_optimizer_in_a_hook(mesh: Mesh) -> None:
     w.register_post_accumulate_grad_hook(step)
     train(mesh, model)
     torch.testing.assert_close(w.detach(), before - 0.5 * expected)
+
+
+def in_backward(w: Any, optimizer: Any) -> Any:
+    """torch's recipe of an optimizer step within the backward pass."""
+
+    def step(_: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return w.register_post_accumulate_grad_hook(step)
+
+
+def in_backward_on_node(w: Any, optimizer: Any) -> Any:
+    """The same as ``torch.distributed.optim._apply_optimizer_in_backward`` does it."""
+    node = w.view_as(w).grad_fn.next_functions[0][0]
+
+    def step(*_: Any) -> None:
+        optimizer.step()
+        w.grad = None
+
+    return Kept(node, node.register_hook(step))
+
+
+@pytest.mark.parametrize("register", [in_backward, in_backward_on_node], ids=lambda f: f.__name__)
+def test_an_optimizer_in_a_hook_that_clears_the_gradient(mesh: Mesh, register: Any) -> None:
+    """What a hook has used up is neither in the context nor in ``.grad``."""
+    ways = []
+    for run in (train, lambda _, model: model().backward()):
+        w = leaf(3, 3, seed=20)
+        kept = register(w, torch.optim.Adam([w], lr=0.5))
+
+        def model(w: Any = w) -> Any:
+            x = call("worker1", lambda x: x @ w, X.detach())
+            return call("worker1", lambda x: (x @ w).sum(), call("worker2", torch.tanh, x))
+
+        for _ in range(3):
+            found = run(mesh, model)
+            assert w.grad is None
+        ways.append(w.detach())
+        kept.remove()
+        assert not found
+    torch.testing.assert_close(*ways)
+
+
+def test_a_hook_sees_the_gradients_of_earlier_passes(mesh: Mesh) -> None:
+    """A context's gradient is to its passes what ``.grad`` is to local ones."""
+    [expected] = local_gradients(residual, [W[1]])
+    seen = []
+    handle = W[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    try:
+        found = train(mesh, residual, passes=2)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(seen, [expected, expected * 2])
+    torch.testing.assert_close(found[W[1]], expected * 2)
+
+
+def test_a_gradient_that_a_hook_replaces(mesh: Mesh) -> None:
+    [expected] = local_gradients(residual, [W[1]])
+
+    def halve(parameter: Any) -> None:
+        parameter.grad = parameter.grad / 2
+
+    handle = W[1].register_post_accumulate_grad_hook(halve)
+    try:
+        found = train(mesh, residual)
+    finally:
+        handle.remove()
+    torch.testing.assert_close(found[W[1]], expected / 2)
+    assert W[1].grad is None
+
+
+@REGISTER
+def test_a_hook_that_raises_leaves_the_parameter_as_it_was(mesh: Mesh, register: Any) -> None:
+    before = torch.full_like(W[1], 7)
+    W[1].grad = before
+
+    def fail(_: Any) -> None:
+        raise ValueError("in a hook")
+
+    try:
+        handle = register(W[1], fail)
+        with pytest.raises(RuntimeError, match="in a hook"):
+            train(mesh, residual)
+        handle.remove()
+        assert W[1].grad is before
+        assert torch.equal(before, torch.full_like(before, 7))
+    finally:
+        W[1].grad = None
+    assert_freed(mesh)
+    with hooks(register, W[1]) as [seen]:
+        assert_as_local(mesh, residual, LEAVES)
+    assert seen.gradients
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("over", ["parameters", "parameters and activations", "unused too"])
+def test_a_hook_over_several_tensors(mesh: Mesh, mode: Any, over: str) -> None:
+    """Of ``torch.autograd.graph``; it fires once in a pass, and as it does locally."""
+    one, other = leaf(3, 3, seed=21), leaf(3, 3, seed=22)
+    calls: list[Any] = []
+    handles = []
+
+    def seen(gradients: Any) -> None:
+        calls.append(gradients)
+
+    def there(x: Any) -> Any:
+        y = torch.tanh(x @ one)
+        tensors = [one, other]
+        if over == "parameters and activations":
+            tensors.append(y)
+        if over == "unused too":
+            tensors.append(leaf(2, seed=23))
+        handles.append(register_multi_grad_hook(tensors, seen, mode=mode))
+        return y @ other + x @ other
+
+    def model() -> Any:
+        return (call("worker1", there, X) ** 2).sum()
+
+    for run in (lambda: model().backward(), lambda: train(mesh, model)):
+        run()
+        handles.pop().remove()
+    local, distributed = calls
+    torch.testing.assert_close(distributed, local)
+    X.grad = one.grad = other.grad = None
+
+
+class Reducing(torch.autograd.Function):
+    """Has a callback run after the engine's run, as reducers do."""
+
+    order: list[str]
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        queue(lambda: Reducing.order.append("callback"))
+        return gradient
+
+
+def test_a_callback_after_the_run_sees_what_all_nodes_have_accumulated(mesh: Mesh) -> None:
+    one, other = leaf(3, 3, seed=24), leaf(3, 3, seed=25)
+    Reducing.order = []
+    for parameter, name in ((one, "one"), (other, "other")):
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: Reducing.order.append(name)
+        )
+
+    def model() -> Any:
+        return call("worker1", lambda x: Reducing.apply(x @ one @ other).sum(), X.detach())
+
+    train(mesh, model)
+    assert Reducing.order == ["other", "one", "callback"]
 
 
 @pytest.mark.parametrize("where", ["sent", "received", "result"])
@@ -426,10 +584,10 @@ def number(x: Any) -> Any:
     return x.sum().item()
 
 
-def test_one_gradient_message_for_each_message_that_carried_tensors(mesh: Mesh) -> None:
+def test_one_gradient_message_for_each_message_that_leads_to_the_root(mesh: Mesh) -> None:
     def model() -> Any:
         a, b, _ = call("worker1", both, X * 2, X.sin())  # two messages
-        call("worker1", number, a)  # one: its answer carries no tensor
+        call("worker1", number, a)  # none: nothing that was sent leads to the root
         c = call("worker2", lambda: W[2] * 2)  # one: its request carries no tensor
         call("worker2", max, 1, 2)  # none
         call("worker1", torch.add, torch.ones(2), 1)  # none: no tensor requires grad
@@ -437,7 +595,7 @@ def test_one_gradient_message_for_each_message_that_carried_tensors(mesh: Mesh) 
 
     with posted(mesh) as counts:
         train(mesh, model)
-    assert counts[Kind.GRADIENT] == 4
+    assert counts[Kind.GRADIENT] == 3
     assert counts[Kind.RELEASE] <= 4
     assert counts[Kind.ABORT] == 0
 

@@ -1,24 +1,21 @@
 """Backward passes: one worker's part in them.
 
-The worker that begins a pass *engages*: it asks each worker that it exchanged tensors with to
-take part (BACKWARD), and then runs its engine once. A worker that is asked for the first time
-engages too, and answers when its own part and the parts that it has asked for are done. If it is
-asked again, it answers at once. So the pass is done everywhere when it is done where it began
-(E. W. Dijkstra and C. S. Scholten, "Termination detection for diffusing computations",
-Information Processing Letters 11, 1980).
+The worker that begins a pass first finds out which tensors lead to its roots. It asks the workers
+that it exchanged tensors with, and then those that they name, what the tensors that they have
+sent were computed from (DEPENDENCIES). Then it asks each worker that has sent tensors which lead
+to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what leads to
+the roots and nothing else, and answers when that is done.
 
-A `Receive` node sends the gradients of its tensors back (GRADIENT), and a `Send` node waits for
-them. BACKWARD lists what the asking worker has sent and received. So no worker waits because of a
-message that only one of the two knows (its call timed out, or it never arrived).
+A `Receive` node sends the gradients of its tensors back (GRADIENT), and a `Turn` node waits for
+them; see `zrpc.services.autograd.nodes`.
 """
 
 from __future__ import annotations
 
 import contextvars
-import struct
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,25 +32,34 @@ from zrpc.services.autograd.contexts import (
     pass_fields,
     unknown_context,
 )
+from zrpc.services.autograd.dependencies import Tracer, UsedTensors
+from zrpc.services.autograd.nodes import Gradients, append_turn
 from zrpc.services.autograd.state import ContextState, Pass
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Gradients", "Passes"]
-
-Gradients = Sequence[torch.Tensor | None]
-
-_SEND_ID = struct.Struct("<Q")
-
-# Stands for a message, if nobody needs the gradients.
-_UNUSED = object()
+__all__ = ["Passes"]
 
 # The pass whose engine this thread runs.
 _current_pass: contextvars.ContextVar[Pass | None] = contextvars.ContextVar(
     "zrpc_autograd_pass", default=None
 )
+
+
+class Part(NamedTuple):
+    """What one worker does in a pass.
+
+    Attributes:
+        sent: which tensors of which messages that it has sent lead to the roots.
+        arrived: the messages, by sender and id, whose gradients it sends back.
+        retain_graph: whether another pass may go over the same graph.
+    """
+
+    sent: Mapping[int, Sequence[int]]
+    arrived: Sequence[tuple[MemberId, int]]
+    retain_graph: bool
 
 
 class Passes:
@@ -67,43 +73,95 @@ class Passes:
     def handlers(self) -> Mapping[Kind, Handler]:
         """Returns the handlers of messages about passes, in the I/O thread."""
         return {
+            Kind.DEPENDENCIES: self._on_dependencies,
             Kind.BACKWARD: self._on_backward,
             Kind.GRADIENT: self._on_gradient,
             Kind.ABORT: self._on_abort,
         }
+
+    def _on_dependencies(self, request: Message) -> None:
+        self._agent.callee.accept(request)
+        self._agent.pool.submit(RequestJob(request, self._answer_dependencies))
+
+    def _on_backward(self, request: Message) -> None:
+        self._agent.callee.accept(request)
+        self._agent.pool.submit(RequestJob(request, self._take_part))
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
         engine.check_roots(roots)
         state = self._contexts.find(context_id)
         pass_ = state.find_pass(self._contexts.draw_id())
-        state.engage(pass_, retain_graph)
-        self._run(state, pass_, roots, retain_graph, parent=self._own_id)
+        used = self._find_used(state, pass_, roots)
+        parts = {
+            member: Part(used.sent_by(member), sorted(used.arrived_at(member)), retain_graph)
+            for member in used.members() | {self._own_id}
+        }
+        self._run(state, pass_, roots, parts.pop(self._own_id), parts)
+
+    def _find_used(
+        self, state: ContextState, pass_: Pass, roots: Sequence[torch.Tensor]
+    ) -> UsedTensors:
+        """Finds the tensors that lead to the roots, at all workers."""
+
+        def ask(peer: MemberId) -> Any:
+            return self._ask(state, pass_, peer, Kind.DEPENDENCIES, None)
+
+        asked = {peer: ask(peer) for peer in state.linked() - {self._own_id}}
+        tracer, used, found = Tracer(), UsedTensors(), 0
+        for root in roots:
+            found |= tracer.trace(root)
+        used.learn(self._own_id, state.dependencies(tracer))
+        used.use(self._own_id, found)
+        while unknown := used.unknown():
+            asked |= {peer: ask(peer) for peer in unknown - asked.keys()}
+            for peer in unknown:
+                used.learn(peer, asked[peer].wait())
+        return used
+
+    def _answer_dependencies(self, request: Message) -> None:
+        """Answers what the tensors that this worker has sent were computed from; in the pool."""
+        try:
+            context_id = pass_fields(request)[0]
+            state = self._contexts.join(context_id, request.sender)
+            if state is None:
+                raise unknown_context(context_id)
+            dependencies = state.dependencies(Tracer())
+        except Exception as error:
+            self._agent.callee.answer_error(request, error)
+        else:
+            self._agent.callee.answer(request, dependencies)
 
     def _run(
         self,
         state: ContextState,
         pass_: Pass,
         roots: Sequence[torch.Tensor],
-        retain_graph: bool,
-        parent: MemberId,
+        part: Part,
+        others: Mapping[MemberId, Part],
     ) -> None:
-        """Runs this worker's part of a pass: asks the others, runs the engine, waits for them.
-
-        The caller has engaged the pass.
-        """
-        events = pass_.events
-        assert events is not None
+        """Runs this worker's part of a pass, and has others run theirs."""
         asked: list[Any] = []
         token = _current_pass.set(pass_)
         try:
-            for peer in events.linked - {parent, self._own_id}:
-                future = self._ask(state, pass_, peer, retain_graph)
+            sent = state.take(part.sent, part.retain_graph)
+            creator = creator_of(pass_.pass_id)
+            receivers = {message.to for message in sent}
+            senders = {sender for sender, _ in part.arrived}
+            pass_.begin(
+                (receivers | senders | others.keys() | {creator}) - {self._own_id},
+                {origin: state.receives[origin] for origin in part.arrived},
+            )
+            for peer, other in others.items():
+                future = self._ask(state, pass_, peer, Kind.BACKWARD, other)
                 # While the engine runs, nobody looks at the future.
                 future.add_done_callback(partial(self._on_part_done, state, pass_))
                 asked.append(future)
-            self._settle_unknown(state, pass_, self._own_id, *events.with_peer(self._own_id))
-            engine.run(roots, events.start, events.token, retain_graph, state.add_gradient)
+            last = state.start
+            for message in sent:
+                wait = partial(self._await_gradients, message.send_id, message.position)
+                last = append_turn(last, wait, list(message.exits.values()))
+            engine.run(roots, last, part.retain_graph, state)
             for future in asked:
                 future.wait()
             pass_.check()
@@ -120,79 +178,48 @@ class Passes:
         except Exception as error:
             self._fail(state, pass_, error)
 
-    def _ask(self, state: ContextState, pass_: Pass, peer: MemberId, retain_graph: bool) -> Any:
-        """Asks a worker to take part; returns a future that completes when its part is done."""
-        assert pass_.events is not None
-        sends, receives = pass_.events.with_peer(peer)
-        data = PASS_LAYOUT.pack(state.context_id, pass_.pass_id, len(sends), retain_graph)
-        send_ids = b"".join(map(_SEND_ID.pack, [*sends, *receives]))
+    def _ask(self, state: ContextState, pass_: Pass, peer: MemberId, kind: Kind, body: Any) -> Any:
+        """Sends a request about a pass; returns a future of the answer."""
+        data = PASS_LAYOUT.pack(state.context_id, pass_.pass_id, 0)
         return self._agent.caller.call_async(
-            self._agent.membership.infos[peer],
-            Kind.BACKWARD,
-            send_ids,
-            0,
-            extension=(Tag.PASS, data),
+            self._agent.membership.infos[peer], kind, body, 0, extension=(Tag.PASS, data)
         )
 
-    def _on_backward(self, request: Message) -> None:
-        self._agent.callee.accept(request)
-        self._agent.pool.submit(RequestJob(request, self._take_part))
-
     def _take_part(self, request: Message) -> None:
-        """Runs this worker's part of a pass for a peer that asks; in the pool."""
+        """Runs this worker's part of a pass for the worker that has begun it; in the pool."""
         try:
-            context_id, pass_id, sent, retain_graph = pass_fields(request)
-            send_ids = [n for (n,) in _SEND_ID.iter_unpack(self._agent.codec.unpack(request))]
+            context_id, pass_id, _ = pass_fields(request)
+            part = self._agent.codec.unpack(request)
             state = self._contexts.join(context_id, request.sender)
             if state is None:
                 raise unknown_context(context_id)
             pass_ = state.find_pass(pass_id)
-            first = state.engage(pass_, bool(retain_graph))
-            self._settle_unknown(state, pass_, request.sender, send_ids[:sent], send_ids[sent:])
             pass_.check()
-            if first:
-                self._run(state, pass_, [], bool(retain_graph), parent=request.sender)
+            self._run(state, pass_, [], part, {})
         except Exception as error:
             self._agent.callee.answer_error(request, error)
         else:
             self._agent.callee.answer(request, None)
 
-    def _settle_unknown(
-        self,
-        state: ContextState,
-        pass_: Pass,
-        peer: MemberId,
-        their_sends: Sequence[int],
-        their_receives: Sequence[int],
-    ) -> None:
-        """Marks messages that only one of two workers knows as unused."""
-        assert pass_.events is not None
-        our_sends, our_receives = pass_.events.with_peer(peer)
-        for send_id in set(their_sends) - set(our_receives):
-            self._post_gradients(peer, state.context_id, pass_, send_id, None)
-        for send_id in set(our_sends) - set(their_receives):
-            pass_.deliver(send_id, _UNUSED)
-
     def _on_gradient(self, message: Message) -> None:
-        context_id, pass_id, send_id, _ = pass_fields(message)
+        context_id, pass_id, send_id = pass_fields(message)
         state = self._contexts.state_of(context_id)
         if state is not None:
-            used = bool(message.body)
-            state.find_pass(pass_id).deliver(send_id, message if used else _UNUSED)
+            state.find_pass(pass_id).deliver(send_id, message)
 
-    # The nodes call the next two. Nodes know the context's id and not its state, which refers to
+    # The nodes call the next three. Nodes know the context's id and not its state, which refers to
     # them by way of the graph: the collector can't see a cycle through objects of C++.
 
-    def await_gradients(self, send_id: int, count: int) -> Gradients:
-        """Waits for the gradients of tensors that were sent; for a `Send` node."""
+    def _await_gradients(self, send_id: int, position: int) -> None:
+        """Waits for the gradients of tensors that were sent; for a `Turn` node."""
         pass_ = _pass_of_thread()
-        if pass_.events is None or send_id not in pass_.events.sends:
-            raise _graph_freed()
         message = pass_.wait(send_id, self._agent.receiver.receive)
-        if not isinstance(message, Message):
-            return [None] * count
-        gradients: Gradients = self._agent.codec.unpack(message)
-        return gradients
+        if message.body:
+            pass_.store(send_id, self._agent.codec.unpack(message))
+
+    def take_gradient(self, send_id: int, index: int) -> torch.Tensor | None:
+        """Returns the gradient of a tensor that was sent; for a `Send` node."""
+        return _pass_of_thread().gradient_of(send_id, index)
 
     def send_gradients(
         self, context_id: int, sender: MemberId, send_id: int, gradients: Gradients
@@ -200,9 +227,8 @@ class Passes:
         """Sends the gradients of tensors that were received; for a `Receive` node."""
         pass_ = _pass_of_thread()
         pass_.check()
-        if pass_.events is None or (sender, send_id) not in pass_.events.receives:
-            raise _graph_freed()
         self._post_gradients(sender, context_id, pass_, send_id, gradients)
+        pass_.answered(sender, send_id)
 
     def _post_gradients(
         self,
@@ -210,22 +236,22 @@ class Passes:
         context_id: int,
         pass_: Pass,
         send_id: int,
-        gradients: Gradients | None,
+        gradients: Gradients,
     ) -> None:
         message = Message(Kind.GRADIENT)
-        if gradients is not None and any(gradient is not None for gradient in gradients):
+        if any(gradient is not None for gradient in gradients):
             token = current_id.set(None)  # outside of contexts
             try:
                 self._agent.codec.encoder(peer).pack(list(gradients), message)
             finally:
                 current_id.reset(token)
-        data = PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id, False)
+        data = PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)
         message.extensions = [*message.extensions, (Tag.PASS, data)]
         self._agent.outbox.post(peer, message)
 
     def _fail(self, state: ContextState, pass_: Pass, error: Exception) -> None:
         """Fails the whole pass, because this worker's part has failed."""
-        linked = pass_.events.linked - {self._own_id} if pass_.events is not None else set()
+        linked = pass_.linked
         if creator_of(pass_.pass_id) != self._own_id and not isinstance(error, BackwardError):
             error = BackwardError(
                 f"Error on Node {self._agent.worker_info.id}: {type(error).__name__}: {error}"
@@ -233,7 +259,7 @@ class Passes:
         if not pass_.fail(lambda: error):
             return  # the worker that failed first has told the others
         body = dump_exception(error, repr(self._agent.worker_info), same_main=False)
-        data = PASS_LAYOUT.pack(state.context_id, pass_.pass_id, 0, False)
+        data = PASS_LAYOUT.pack(state.context_id, pass_.pass_id, 0)
         for peer in linked:
             aborted = Message(Kind.ABORT, body=body, extensions=[(Tag.PASS, data)])
             self._agent.outbox.post(peer, aborted)
@@ -241,7 +267,7 @@ class Passes:
     def fail_passes_with(self, member: MemberId, error: Exception) -> None:
         """Fails the passes that a member takes part in."""
         for state, pass_ in self._all():
-            if pass_.events is not None and member in pass_.events.linked:
+            if member in pass_.linked:
                 self._fail(state, pass_, error)
 
     def on_messages_lost(self, member: MemberId) -> None:
@@ -258,8 +284,7 @@ class Passes:
 
     def linked_members(self) -> set[MemberId]:
         """Returns the members that take part in passes that run here."""
-        events = [pass_.events for _, pass_ in self._all()]
-        return {member for each in events if each is not None for member in each.linked}
+        return {member for _, pass_ in self._all() for member in pass_.linked}
 
     def _all(self) -> list[tuple[ContextState, Pass]]:
         """Returns all passes; one that is done here has no linked members."""
@@ -267,19 +292,12 @@ class Passes:
         return [(state, each) for state in states for each in list(state.passes.values())]
 
     def _on_abort(self, message: Message) -> None:
-        context_id, pass_id, _, _ = pass_fields(message)
+        context_id, pass_id, _ = pass_fields(message)
         state = self._contexts.state_of(context_id)
         if state is None:
             return
         body = bytes(message.body)
         state.find_pass(pass_id).fail(lambda: load_exception(body))
-
-
-def _graph_freed() -> RpcError:
-    return RpcError(
-        "Trying to backward through the graph a second time: an earlier pass has gone through "
-        "tensors that came from, or went to, another worker; give it retain_graph=True"
-    )
 
 
 def _pass_of_thread() -> Pass:

@@ -23,8 +23,8 @@ from zrpc.wire.message import Message
 
 __all__ = ["PASS_LAYOUT", "Contexts", "creator_of", "current_id", "pass_fields", "unknown_context"]
 
-# What messages about a context or a pass say: context, pass, id of the send, retain_graph.
-PASS_LAYOUT = struct.Struct("<qQQB")
+# What messages about a context or a pass say: context, pass, id of the send.
+PASS_LAYOUT = struct.Struct("<qQQ")
 
 # Ids of contexts and of passes are unique in a mesh. As in torch, the rank is above 48 bits of a
 # counter. Here the incarnation has the upper 16 of these, so that the ids of each incarnation
@@ -201,7 +201,7 @@ class Contexts:
             state.clear()
 
     def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
-        data = PASS_LAYOUT.pack(context_id, 0, 0, False)
+        data = PASS_LAYOUT.pack(context_id, 0, 0)
         self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
 
 
@@ -216,7 +216,7 @@ def creator_of(drawn_id: int) -> MemberId:
     return member_id_of(drawn_id >> _RANK_SHIFT, incarnation)
 
 
-def pass_fields(message: Message) -> tuple[int, int, int, int]:
+def pass_fields(message: Message) -> tuple[int, int, int]:
     """Returns the fields of `PASS_LAYOUT` in a message about a context or a pass."""
-    fields: tuple[int, int, int, int] = message.attachment(Tag.PASS)
+    fields: tuple[int, int, int] = message.attachment(Tag.PASS)
     return fields

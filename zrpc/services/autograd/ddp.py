@@ -8,7 +8,9 @@ context is entered in a process that has a process group.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,12 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["is_reduced", "watch"]
+__all__ = ["reduced_with", "watch"]
 
 # Guards the two that follow.
 _lock = threading.Lock()
 _hook: RemovableHandle | None = None
-_reduced = WeakIdKeyDictionary()
+# The DDP modules that reduce a parameter.
+_modules = WeakIdKeyDictionary()
 
 
 def watch() -> None:
@@ -35,13 +38,22 @@ def watch() -> None:
             _hook = register_module_forward_pre_hook(_note_parameters)
 
 
-def is_reduced(leaf: torch.Tensor) -> bool:
-    """Returns whether a DDP module that has run reduces the gradient of this leaf."""
-    return leaf in _reduced
+def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns all parameters of the DDP modules that reduce some of these leaves.
+
+    That includes parameters that are not among the leaves: DDP gives them a gradient if another
+    process has used them.
+    """
+    with _lock:
+        modules = {module for leaf in leaves if leaf in _modules for module in _modules[leaf]}
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return list({id(each): each for each in parameters if each.requires_grad}.values())
 
 
 def _note_parameters(module: torch.nn.Module, _: Any) -> None:
     if isinstance(module, DistributedDataParallel):
         with _lock:
-            for parameter in module.module.parameters():
-                _reduced[parameter] = True
+            for parameter in module.parameters():
+                if parameter not in _modules:
+                    _modules[parameter] = WeakSet()
+                _modules[parameter].add(module)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from zrpc.services.autograd.ddp import is_reduced
+from zrpc.services.autograd.accumulation import Accumulation
+from zrpc.services.autograd.nodes import empty_token
+from zrpc.services.autograd.state import ContextState
 
 __all__ = ["check_roots", "guard_hooks", "run"]
 
-# Guards what is changed for a moment: `.grad` of leaves, and hooks of nodes.
-_grad_lock = threading.Lock()
-# Guards the replacement of tensor hooks. Taken under _grad_lock too.
+# Guards the replacement of tensor hooks.
 _hooks_lock = threading.Lock()
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
@@ -46,89 +45,51 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 
 def run(
-    roots: Sequence[torch.Tensor],
-    start: torch.Tensor,
-    token: torch.Tensor,
-    retain_graph: bool,
-    accumulate: Callable[[torch.Tensor, torch.Tensor], None],
+    roots: Sequence[torch.Tensor], token: torch.Tensor, retain_graph: bool, state: ContextState
 ) -> None:
-    """Runs the graph of the roots, each with a gradient of one, and of the chain once.
+    """Runs the graph of the roots, each with a gradient of one, and of ``token`` once.
 
-    The chain leads from ``start`` to ``token``, the same one if nothing was sent or received.
-    ``accumulate`` is called with each leaf that has a gradient, and the gradient.
+    ``token`` is ``state.start`` if nothing that was sent leads to the roots of the pass. The
+    gradients of the leaves are added to those of the context.
     """
+    start = state.start
     outputs = list(roots)
     seeds = [torch.ones_like(root) for root in roots]
     if token is not start:
         outputs.append(token)
-        seeds.append(torch.empty(0))
+        seeds.append(empty_token())
     if not outputs:
         return
     accumulators = [node for node in _accumulators(outputs) if node.variable is not start]
     leaves = [node.variable for node in accumulators]
     for leaf in leaves:
         guard_hooks(leaf)
-    # With the first token among the inputs the engine runs the whole chain, including the parts
-    # that lead to no leaf: each received message must be answered.
-    inputs = [*leaves, start] if token is not start else leaves
-    gradients = torch.autograd.grad(
-        outputs, inputs, seeds, retain_graph=retain_graph, allow_unused=True
-    )
-    found = {
-        node: gradient
-        for node, gradient in zip(accumulators, gradients, strict=False)
-        if gradient is not None
-    }
-    hooked = {node: gradient for node, gradient in found.items() if _has_hooks(node)}
-    if hooked:
-        found.update(_run_accumulators(hooked))
-    del gradients, hooked  # so that any other reference to a gradient can be seen
+    # With the start among the inputs the engine also runs the parts that lead to no leaf: the
+    # gradients of each tensor that was received must be sent.
+    inputs = [*leaves, start]
+    with Accumulation(state, accumulators) as accumulation:
+        begins = [accumulation.begin_at(output) for output in outputs]
+        torch.autograd.backward(begins, seeds, retain_graph=retain_graph, inputs=inputs)
+    found = accumulation.taken
     while found:
         node, gradient = found.popitem()
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
         unshared = _is_unshared(gradient, uses)
-        accumulate(node.variable, gradient.detach() if unshared else gradient.clone())
-
-
-def _run_accumulators(gradients: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Runs AccumulateGrad nodes, on which hooks and DDP's reducer hang, with these gradients.
-
-    ``torch.autograd.grad``, which lets many contexts run at once over the same parameters,
-    stops before these nodes. They write to ``.grad``, which is restored. Nothing here waits for
-    another worker's backward pass, so holding a lock can't block one. Returns what the nodes left
-    in ``.grad``: DDP averages it over its processes.
-    """
-    leaves = [node.variable for node in gradients]
-    with _grad_lock, _without_hooks(leaves):
-        before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        try:
-            torch.autograd.backward(leaves, list(gradients.values()))
-            return {node: node.variable.grad.clone() for node in gradients}
-        finally:
-            for leaf, gradient in zip(leaves, before, strict=True):
-                leaf.grad = gradient
-
-
-# `accumulating` is set in a thread that runs AccumulateGrad nodes.
-_thread = threading.local()
+        state.add_gradient(node.variable, gradient.detach() if unshared else gradient.clone())
 
 
 class _Hook:
     """A tensor hook that is called with gradients only.
 
     It is not called with None: that a sent tensor leads to no root can't be known before the
-    engine runs. Nor is it called again while its thread runs AccumulateGrad nodes.
+    engine runs.
     """
 
     def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
         self._hook = hook
 
     def __call__(self, gradient: torch.Tensor | None) -> Any:
-        if gradient is None or getattr(_thread, "accumulating", False):
-            return None
-        return self._hook(gradient)
+        return None if gradient is None else self._hook(gradient)
 
 
 def guard_hooks(tensor: torch.Tensor) -> None:
@@ -140,21 +101,6 @@ def guard_hooks(tensor: torch.Tensor) -> None:
         for key, hook in list(hooks.items()):
             if not isinstance(hook, _Hook):
                 hooks[key] = _Hook(hook)
-
-
-@contextlib.contextmanager
-def _without_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Keeps the leaves' own tensor hooks, which have been called, from being called again.
-
-    Only in this thread: other passes may call them meanwhile.
-    """
-    for leaf in leaves:
-        guard_hooks(leaf)
-    _thread.accumulating = True
-    try:
-        yield
-    finally:
-        _thread.accumulating = False
 
 
 def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
@@ -196,22 +142,6 @@ def _uses_of_new(is_view: bool) -> tuple[int, ...]:
 _use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
 _USES_OF_NEW = _uses_of_new(False)
 _USES_OF_NEW_VIEW = _uses_of_new(True)
-
-
-def _has_hooks(accumulator: Any) -> bool:
-    """Returns whether an AccumulateGrad node, or its leaf, has hooks that run with the node."""
-    leaf = accumulator.variable
-    if getattr(leaf, "_post_accumulate_grad_hooks", None) or is_reduced(leaf):
-        return True
-    # A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
-    with _grad_lock:  # two threads that check at once would see each other's hook
-        for register in (accumulator.register_hook, accumulator.register_prehook):
-            handle = register(lambda *_: None)
-            found = len(handle.hooks_dict_ref()) > 1
-            handle.remove()
-            if found:
-                return True
-    return False
 
 
 def _accumulators(outputs: Iterable[torch.Tensor]) -> list[Any]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
 from zrpc.services.autograd import ddp, engine
-from zrpc.services.autograd.backward import Gradients, Passes
+from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
-from zrpc.services.autograd.state import ContextState
+from zrpc.services.autograd.nodes import Receive, Send
+from zrpc.services.autograd.state import ContextState, SentMessage
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -27,52 +27,6 @@ __all__ = ["Crossing"]
 
 _GRAPH_LAYOUT = struct.Struct("<qQ")  # context, id of the send (0: no tensors); then indices
 _INDEX_LAYOUT = struct.Struct("<I")
-
-
-class Send(torch.autograd.Function):
-    """``(token, wait, *tensors) -> token``: the tensors leave this worker."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, token: torch.Tensor, wait: Callable[[], Gradients], *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the next token."""
-        ctx.wait = wait
-        ctx.set_materialize_grads(False)
-        return token.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor | None) -> Any:
-        """Returns the gradients that the receiver has sent back."""
-        return torch.empty(0), None, *ctx.wait()
-
-
-class Receive(torch.autograd.Function):
-    """``(token, send_back, tensors) -> (token, *tensors)``: tensors have come to this worker.
-
-    The tensors are not inputs of the node. So its outputs are not views of inputs, and may be
-    changed in place.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        token: torch.Tensor,
-        send_back: Callable[[Gradients], None],
-        tensors: list[torch.Tensor],
-    ) -> Any:
-        """Returns the next token, and the tensors as part of the graph."""
-        ctx.send_back = send_back  # type: ignore[attr-defined]
-        ctx.set_materialize_grads(False)
-        return token.new_empty(0), *tensors
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor | None, *gradients: torch.Tensor | None) -> Any:
-        """Sends the gradients back."""
-        ctx.send_back(gradients)
-        return torch.empty(0), None, None
 
 
 class Graph(NamedTuple):
@@ -90,7 +44,7 @@ def _graph_of(message: Message) -> Graph | None:
 
 
 class Crossing(MessageHooks):
-    """Appends a node to a context's chain for each message with tensors, outgoing or incoming.
+    """Adds nodes to the graph for each message with tensors, outgoing or incoming.
 
     The nodes call the passes when a backward pass reaches them.
     """
@@ -99,7 +53,7 @@ class Crossing(MessageHooks):
 
     def __init__(self, contexts: Contexts, passes: Passes) -> None:
         self._join = contexts.join
-        self._await_gradients = passes.await_gradients
+        self._take_gradient = passes.take_gradient
         self._send_gradients = passes.send_gradients
         self._send_ids = itertools.count(1)
 
@@ -131,7 +85,7 @@ class Crossing(MessageHooks):
         return None if graph is None else graph.state.context_id
 
     def finish(self, encoder: Encoder) -> None:
-        """Makes the tensors of an outgoing message that require grad part of the chain."""
+        """Notes the tensors of an outgoing message that require grad."""
         context_id = self._context_of(encoder.request)
         if context_id is None:
             return
@@ -141,17 +95,23 @@ class Crossing(MessageHooks):
         tensors = encoder.tensors.requiring_grad
         send_id = 0
         if tensors and torch.is_grad_enabled():
-            send_id = next(self._send_ids)
-            wait = partial(self._await_gradients, send_id, len(tensors))
-            for tensor in tensors.values():
-                engine.guard_hooks(tensor)
-            with state.lock:
-                state.token = Send.apply(state.token, wait, *tensors.values())  # type: ignore[no-untyped-call]
-                state.sends[send_id] = encoder.destination
+            send_id = self._note_sent(state, encoder.destination, tensors.values())
         extension = encoder.extension(Tag.GRAPH)
         extension.extend(_GRAPH_LAYOUT.pack(context_id, send_id))
         if send_id:
             extension.extend(b"".join(map(_INDEX_LAYOUT.pack, tensors)))
+
+    def _note_sent(self, state: ContextState, to: MemberId, tensors: Iterable[torch.Tensor]) -> int:
+        """Adds the nodes of an outgoing message; returns its id."""
+        send_id = next(self._send_ids)
+        exits = {}
+        for index, tensor in enumerate(tensors):
+            engine.guard_hooks(tensor)
+            exits[index] = Send.apply(tensor, self._take_gradient, send_id, index)  # type: ignore[no-untyped-call]
+        message = SentMessage(send_id, to, next(state.positions), exits)
+        with state.lock:
+            state.sends[send_id] = message
+        return send_id
 
     def read_graph(self, message: Message, data: bytes) -> Graph | None:
         """Reads which context a message is in, and which of its tensors; in the I/O thread."""
@@ -165,18 +125,18 @@ class Crossing(MessageHooks):
         return Graph(state, message.sender, send_id, indices)
 
     def open(self, decoder: Decoder) -> None:
-        """Makes the graph's tensors in an incoming message part of the chain."""
+        """Makes the graph's tensors in an incoming message part of this worker's graph."""
         graph = _graph_of(decoder.message)
         if graph is None or not graph.send_id:
             return
         state, key = graph.state, (graph.sender, graph.send_id)
         with state.lock:
-            if key in state.receives or key in state.taken:
+            if key in state.receives:
                 return  # the message is unpacked again, to raise its error again
-            state.receives.add(key)
-            tensors = [decoder.tensors[i].detach() for i in graph.indices]
-            send_back = partial(self._send_gradients, state.context_id, graph.sender, graph.send_id)
-            with torch.enable_grad():
-                state.token, *received = Receive.apply(state.token, send_back, tensors)  # type: ignore[no-untyped-call]
+            state.receives[key] = next(state.positions)
+        tensors = [decoder.tensors[i].detach() for i in graph.indices]
+        send_back = partial(self._send_gradients, state.context_id)
+        with torch.enable_grad():
+            received = Receive.apply(state.start, send_back, *key, tensors)  # type: ignore[no-untyped-call]
         for i, tensor in zip(graph.indices, received, strict=True):
             decoder.tensors[i] = tensor

@@ -1,14 +1,10 @@
-"""The state of an autograd context at one worker: its chain of events, gradients and passes.
-
-The *chain* is real autograd graph: an empty token tensor goes through one node for each
-tensor-carrying message that this worker sends or receives within the context, in the order in
-which that happened here. torch's engine runs the chain in exactly the reverse order.
-"""
+"""The state of an autograd context at one worker: what it has sent and received, its gradients."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +12,28 @@ import torch
 
 from zrpc.errors import RpcError
 from zrpc.runtime.thread_pool import acquire
+from zrpc.services.autograd.dependencies import Dependencies, Tracer, graph_freed
+from zrpc.services.autograd.nodes import empty_token
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ContextState", "Events", "Pass"]
+__all__ = ["ContextState", "Pass", "SentMessage"]
+
+
+@dataclass(frozen=True, slots=True)
+class SentMessage:
+    """A message with tensors of the graph that this worker has sent.
+
+    Attributes:
+        send_id: its id, unique at this worker.
+        to: the receiver.
+        position: where it is in the order in which this worker sent and received messages.
+        exits: the results of `Send`, by the index of the tensor in the message.
+    """
+
+    send_id: int
+    to: MemberId
+    position: int
+    exits: Mapping[int, torch.Tensor]
 
 
 class ContextState:
@@ -26,13 +41,11 @@ class ContextState:
 
     Attributes:
         context_id: its id, unique in the mesh.
-        lock: guards all that follows; held while an event is appended to the chain, so that
-            the chain has the order of the events.
-        start: the token that the chain begins with.
-        token: the token that the chain ends with now.
-        sends: the receiver of each tensor-carrying message that this worker sent, by its id.
-        receives: the sender of each tensor-carrying message received, and its id there.
-        taken: the received messages that a pass has taken with it.
+        lock: guards all that follows, but for what says otherwise.
+        start: the leaf at which the engine's runs over received tensors end; never replaced.
+        sends: the messages sent, by id, without the tensors that a pass has taken with it.
+        receives: the position of each message received, by sender and id.
+        positions: draws positions; needs no lock.
         peers: all workers with which a message of this context was exchanged.
         gradients: the gradients of the leaves at this worker.
         passes: backward passes, including those that are done: a message about one may come
@@ -43,11 +56,10 @@ class ContextState:
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
         self.lock = threading.Lock()
-        self.start = torch.empty(0, requires_grad=True)
-        self.token = self.start
-        self.sends: dict[int, MemberId] = {}
-        self.receives: set[tuple[MemberId, int]] = set()
-        self.taken: set[tuple[MemberId, int]] = set()
+        self.start = empty_token(requires_grad=True)
+        self.sends: dict[int, SentMessage] = {}
+        self.receives: dict[tuple[MemberId, int], int] = {}
+        self.positions = itertools.count()
         self.peers: set[MemberId] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
@@ -55,7 +67,7 @@ class ContextState:
     def clear(self) -> None:
         """Ends the context: drops its graph and its gradients, and fails its passes."""
         with self.lock:
-            self.token = self.start
+            self.sends.clear()
             self.gradients.clear()
             passes = list(self.passes.values())
         for pass_ in passes:
@@ -65,24 +77,50 @@ class ContextState:
         """Returns a pass, and makes it when it is first heard of."""
         return self.passes.setdefault(pass_id, Pass(pass_id))
 
-    def engage(self, pass_: Pass, retain_graph: bool) -> bool:
-        """Begins this worker's part of a pass; returns False if it has begun already.
-
-        The pass goes over the events so far. Messages that are sent or received later are not
-        part of it. Unless the graph is retained, the pass takes the events with it, and a new
-        chain begins.
-        """
+    def linked(self) -> set[MemberId]:
+        """Returns the workers with which tensors of the graph were exchanged."""
         with self.lock:
-            if pass_.events is not None:
-                return False
-            sends, receives = dict(self.sends), frozenset(self.receives)
-            pass_.events = Events(self.start, self.token, sends, receives)
+            senders = {sender for sender, _ in self.receives}
+            return senders.union(message.to for message in self.sends.values())
+
+    def dependencies(self, tracer: Tracer) -> Dependencies:
+        """Returns which received tensors those that were sent were computed from."""
+        with self.lock:
+            messages = list(self.sends.values())
+        sent = {
+            (message.send_id, index): tracer.trace(token)
+            for message in messages
+            for index, token in message.exits.items()
+        }
+        return Dependencies(tracer.arrived, sent)
+
+    def take(self, used: Mapping[int, Iterable[int]], retain_graph: bool) -> list[SentMessage]:
+        """Returns the messages with their used tensors, for a pass, in the order of positions.
+
+        Unless the graph is retained, the pass takes these tensors with it. Those that it does not
+        use stay for later passes.
+
+        Raises:
+            RpcError: another pass has taken one of them.
+        """
+        taken = []
+        with self.lock:
+            for send_id, indices in used.items():
+                message = self.sends.get(send_id)
+                if message is None or not message.exits.keys() >= set(indices):
+                    raise graph_freed()
+                exits = {index: message.exits[index] for index in indices}
+                taken.append(SentMessage(send_id, message.to, message.position, exits))
             if not retain_graph:
-                self.start = self.token = torch.empty(0, requires_grad=True)
-                self.sends.clear()
-                self.taken |= self.receives
-                self.receives.clear()
-            return True
+                for message in taken:
+                    self._drop(message)
+        return sorted(taken, key=lambda message: message.position)
+
+    def _drop(self, used: SentMessage) -> None:
+        message = self.sends.pop(used.send_id)
+        rest = {i: token for i, token in message.exits.items() if i not in used.exits}
+        if rest:
+            self.sends[used.send_id] = SentMessage(used.send_id, message.to, message.position, rest)
 
     def add_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds to the gradient of a leaf."""
@@ -90,26 +128,18 @@ class ContextState:
             before = self.gradients.get(leaf)
             self.gradients[leaf] = gradient if before is None else before + gradient
 
+    def gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of a leaf, or None if it has none."""
+        with self.lock:
+            return self.gradients.get(leaf)
 
-@dataclass(frozen=True, slots=True)
-class Events:
-    """The events that a pass goes over at one worker; see `ContextState`."""
-
-    start: torch.Tensor
-    token: torch.Tensor
-    sends: dict[int, MemberId]
-    receives: frozenset[tuple[MemberId, int]]
-
-    @property
-    def linked(self) -> set[MemberId]:
-        """The workers with which tensors of the graph were exchanged."""
-        return {*self.sends.values(), *(sender for sender, _ in self.receives)}
-
-    def with_peer(self, peer: MemberId) -> tuple[list[int], list[int]]:
-        """Returns the ids of the messages sent to a peer, and of those received from it."""
-        sends = [send_id for send_id, to in self.sends.items() if to == peer]
-        receives = [send_id for sender, send_id in self.receives if sender == peer]
-        return sends, receives
+    def set_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Replaces the gradient of a leaf; with None, the leaf has none any more."""
+        with self.lock:
+            if gradient is None:
+                self.gradients.pop(leaf, None)
+            else:
+                self.gradients[leaf] = gradient
 
 
 class Pass:
@@ -119,27 +149,58 @@ class Pass:
 
     Attributes:
         pass_id: its id, unique in the mesh.
-        events: the events that it goes over here; None until this worker's part begins.
+        linked: the workers that it waits for, or that wait for it, while it runs here.
     """
 
     def __init__(self, pass_id: int) -> None:
         self.pass_id = pass_id
-        self.events: Events | None = None
+        self.linked: frozenset[MemberId] = frozenset()
         # Guards what follows.
         self._lock = threading.Lock()
         self._done = False
         self._arrived: dict[int, Any] = {}
         self._gates: dict[int, threading.Lock] = {}
         self._failure: Callable[[], Exception] | None = None
+        # The next two are used by the thread that runs the engine only.
+        self._gradients: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._unanswered: dict[tuple[MemberId, int], int] = {}
+
+    def begin(
+        self, linked: Iterable[MemberId], received: Mapping[tuple[MemberId, int], int]
+    ) -> None:
+        """Begins this worker's part: it will send the gradients of some received messages.
+
+        Args:
+            linked: see the attribute.
+            received: the positions of these messages.
+        """
+        self.linked = frozenset(linked)
+        self._unanswered = dict(received)
 
     def finish(self) -> None:
         """Ends this worker's part: what arrives from now on is dropped."""
         with self._lock:
             self._done = True
             self._arrived.clear()
-        if self.events is not None:
-            # Frees the graph; the messages sent and received no longer matter either.
-            self.events = Events(torch.empty(0), torch.empty(0), {}, frozenset())
+        self.linked = frozenset()
+        self._gradients.clear()
+
+    def answered(self, sender: MemberId, send_id: int) -> None:
+        """Notes that the gradients of a received message have been sent."""
+        self._unanswered.pop((sender, send_id), None)
+
+    def must_answer_after(self, position: int) -> bool:
+        """Returns whether messages received after a position are not answered yet."""
+        return any(each > position for each in self._unanswered.values())
+
+    def store(self, send_id: int, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Keeps the gradients of a message's tensors until their `Send` nodes run."""
+        for index, gradient in enumerate(gradients):
+            self._gradients[send_id, index] = gradient
+
+    def gradient_of(self, send_id: int, index: int) -> torch.Tensor | None:
+        """Returns the gradient of a sent tensor, and forgets it."""
+        return self._gradients.pop((send_id, index), None)
 
     def deliver(self, send_id: int, gradients: Any) -> None:
         """Takes the answer to a send: a message with gradients, or a mark for "unused"."""

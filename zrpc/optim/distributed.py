@@ -1,35 +1,30 @@
-"""Optimizers that run on the workers that own the parameters."""
+"""The optimizer that a trainer has, and the clipping of gradients over all workers."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
-from torch.optim import LBFGS, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.optim import Optimizer
 
 from zrpc.agent.current import current_agent
 from zrpc.api import remote, rpc_async
 from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.rref import RRef
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
 T = TypeVar("T")
-Options = dict[str, Any]
-Params = Sequence[RRef[Any]]
 
-# One lock per parameter that is optimized in this process: steps of several trainers over shared
-# parameters run one after the other, and steps over other parameters do not wait. _locks_lock
-# guards the table.
-_locks_lock = threading.Lock()
-_locks = WeakIdKeyDictionary()
+# Guards what each DistributedOptimizer knows of its owners' options; not held during calls.
+_known_lock = threading.Lock()
 
 
 class DistributedOptimizer(Optimizer):
@@ -37,8 +32,8 @@ class DistributedOptimizer(Optimizer):
 
     Each owner of parameters has its own optimizer, which stays on that worker. `step` makes all
     of them step at once, with the gradients that an autograd context holds on their workers. It
-    is an ``Optimizer`` itself, for learning-rate schedulers: each step sends the options in
-    `param_groups`. Hooks registered with it run on this worker, and are not sent with it.
+    is an ``Optimizer`` itself, for learning-rate schedulers: each step sends the options that were
+    set in `param_groups`. Hooks registered with it run on this worker, and are not sent with it.
 
     Args:
         optimizer_class: a class of ``torch.optim``, or a similar one. ``LBFGS`` needs
@@ -49,14 +44,16 @@ class DistributedOptimizer(Optimizer):
         **kwargs: passed to the optimizers.
 
     Attributes:
-        param_groups: as in ``torch.optim``, with RRefs under ``"params"``.
+        param_groups: as in ``torch.optim``, with RRefs under ``"params"``. What an owner's
+            optimizer changes in its group, such as a count of steps, is shown here after a
+            step. If owners differ, one of their values is shown, and each keeps its own.
 
     Raises:
         ValueError: there are no parameters, or a parameter appears twice.
         Exception: what the optimizer's constructor raises on an owner.
 
-    It can be passed to other workers, which then step over the same parameters. Each has its own
-    copy of the options in `param_groups`.
+    It can be passed to other workers, which then step over the same parameters. An option that one
+    of them sets in `param_groups` is used for its own steps only.
 
     Calls from several threads, and steps of several optimizers over the same parameters, run
     one after the other. Steps over other parameters do not wait.
@@ -91,18 +88,21 @@ class DistributedOptimizer(Optimizer):
         owners = _by_owner(rref for group in self.param_groups for rref in group["params"])
         local_optimizers = {
             owner: remote(
-                owner, _LocalOptimizer, (optimizer_class, self._part(owner), *args), kwargs
+                owner, LocalOptimizer, (optimizer_class, self._part(owner), *args), kwargs
             )
             for owner in owners
         }
         self.remote_optimizers = list(local_optimizers.values())
-        for defaults, options_by_index in self._at_owners("options"):
+        # The options that the owners' optimizers have themselves, as far as this worker knows:
+        # what differs from them in `param_groups` was set here.
+        self._known: dict[int, Options] = defaultdict(dict)
+        for defaults, options in self._at_owners("options"):
             self.defaults = defaults
-            for index, group_options in options_by_index.items():
-                self.param_groups[index] = {**group_options, **self.param_groups[index]}
+            self._note(options)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "remote_optimizers": self.remote_optimizers}
+        own = {"remote_optimizers": self.remote_optimizers, "_known": self._known}
+        return {**super().__getstate__(), **own}
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
         """Makes all owners step, and returns when they have.
@@ -119,7 +119,10 @@ class DistributedOptimizer(Optimizer):
         if context_id is None:
             context_id = contexts.current()
         contexts.find(context_id)
-        self._at_owners("step", context_id, self._options())
+        with _known_lock:
+            set_here = self._set_here()
+        for changed in reversed(self._at_owners("step", context_id, set_here)):
+            self._note(changed, set_here)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad`` of the parameters. Autograd contexts do not use it."""
@@ -130,16 +133,17 @@ class DistributedOptimizer(Optimizer):
 
         Returns:
             A dict: ``"workers"`` has the ``state_dict`` of each owner's optimizer, by the owner's
-            name, and ``"param_groups"`` the options of each group.
+            name, and ``"param_groups"`` the options of each group, as in the attribute.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         states = self._at_owners("state_dict")
+        for _, options in reversed(states):
+            self._note(options)
         names = [rref.owner_name() for rref in self.remote_optimizers]
-        options = self._options()
         state_dict: dict[str, Any] = {
-            "workers": dict(zip(names, states, strict=True)),
-            "param_groups": [options[index] for index in sorted(options)],
+            "workers": dict(zip(names, [state for state, _ in states], strict=True)),
+            "param_groups": [deepcopy(options_of(group)) for group in self.param_groups],
         }
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, state_dict)
@@ -163,12 +167,14 @@ class DistributedOptimizer(Optimizer):
                 f"expected the state of {len(self.param_groups)} groups on {sorted(names)}, found "
                 f"{len(state_dict['param_groups'])} groups on {sorted(states)}"
             )
-        _wait_for_all(
+        own = _wait_for_all(
             [
                 rref.rpc_async().load_state_dict(states[rref.owner_name()])
                 for rref in self.remote_optimizers
             ]
         )
+        for restored in reversed(own):
+            self._note(restored)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -200,79 +206,22 @@ class DistributedOptimizer(Optimizer):
                 part[index] = {**group, "params": params}
         return part
 
-    def _options(self) -> dict[int, Options]:
-        """Returns the groups' options without the parameters, by the group's index."""
-        return _options_of(enumerate(self.param_groups))
+    def _set_here(self) -> dict[int, Options]:
+        """Returns the options that were set on this worker, by the group's index."""
+        groups = enumerate(self.param_groups)
+        return {index: changes(self._known[index], options_of(group)) for index, group in groups}
 
+    def _note(self, own: dict[int, Options], used: dict[int, Options] | None = None) -> None:
+        """Notes options that an owner's optimizer has, of its own or from the ones that it used.
 
-class _LocalOptimizer:
-    """The optimizer of one owner, for one `DistributedOptimizer`.
-
-    Args:
-        optimizer_class: see `DistributedOptimizer`.
-        groups: the groups that have parameters here, by index.
-    """
-
-    def __init__(
-        self,
-        optimizer_class: Callable[..., Optimizer],
-        groups: dict[int, Options],
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        self._indices = list(groups)
-        rrefs = [rref for group in groups.values() for rref in group["params"]]
-        _check_distinct(rrefs)
-        self._params = [rref.local_value() for rref in rrefs]
-        local = [
-            {**group, "params": [rref.local_value() for rref in group["params"]]}
-            for group in groups.values()
-        ]
-        self._optimizer = optimizer_class(local, *args, **kwargs)
-        if isinstance(self._optimizer, LBFGS):
-            group = self._optimizer.param_groups[0]
-            if group["max_iter"] != 1 or group["line_search_fn"] is not None:
-                raise ValueError(
-                    "LBFGS evaluates the loss several times in a step, which a distributed step "
-                    "can't: pass max_iter=1 and no line_search_fn"
-                )
-
-    def options(self) -> tuple[Options, dict[int, Options]]:
-        """Returns the class's defaults, and the options of each group, by index."""
-        groups = zip(self._indices, self._optimizer.param_groups, strict=True)
-        return self._optimizer.defaults, _options_of(groups)
-
-    def step(self, context_id: int, options: dict[int, Options]) -> None:
-        """Steps with the gradients of a context."""
-        gradients = _autograd().contexts.gradients_if_any(context_id)
-        with _locked(self._params):
-            for index, group in zip(self._indices, self._optimizer.param_groups, strict=True):
-                group.update(options[index])
-            before = [param.grad for param in self._params]
-            try:
-                for param in self._params:
-                    param.grad = gradients.get(param)
-                # LBFGS needs a closure; its loss is not used.
-                closure = (lambda: 0.0,) if isinstance(self._optimizer, LBFGS) else ()
-                self._optimizer.step(*closure)
-            finally:
-                for param, grad in zip(self._params, before, strict=True):
-                    param.grad = grad
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clears ``.grad``."""
-        with _locked(self._params):
-            self._optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state, between two steps."""
-        with _locked(self._params):
-            return self._optimizer.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the optimizer's state."""
-        with _locked(self._params):
-            self._optimizer.load_state_dict(state)
+        What else was set on this worker stays set.
+        """
+        with _known_lock:
+            set_here = self._set_here()
+            for index, options in own.items():
+                still_set = changes(used[index] if used else {}, set_here[index])
+                self._known[index].update(deepcopy(options))
+                self.param_groups[index].update({**options, **still_set})
 
 
 def clip_grad_norm_(
@@ -337,10 +286,6 @@ def _autograd() -> AutogradService:
     return current_agent().service(AutogradService)
 
 
-def _options_of(groups: Iterable[tuple[int, Options]]) -> dict[int, Options]:
-    return {index: {k: v for k, v in group.items() if k != "params"} for index, group in groups}
-
-
 def _values(gradient: torch.Tensor) -> torch.Tensor:
     """Returns the stored entries of a gradient: of a sparse one, the values only."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -365,37 +310,11 @@ def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
     return groups
 
 
-def _check_distinct(rrefs: Params) -> None:
-    """Raises ValueError if two RRefs share a parameter; only their owner can tell."""
-    seen: dict[int, RRef[Any]] = {}
-    for rref in rrefs:
-        value = rref.local_value()
-        first = seen.setdefault(id(value), rref)
-        if first is not rref and isinstance(value, torch.Tensor):
-            raise ValueError(
-                f"the parameter of {rref} appears more than once: it is that of {first} as well"
-            )
-
-
 def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef[Any]]]:
     parts: dict[WorkerInfo, list[RRef[Any]]] = {}
     for rref in rrefs:
         parts.setdefault(rref.owner(), []).append(rref)
     return parts
-
-
-@contextmanager
-def _locked(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Holds the locks of these parameters; every thread takes them in the same order."""
-    with _locks_lock:
-        for param in params:
-            if param not in _locks:
-                _locks[param] = threading.Lock()
-        locks = [_locks[param] for param in sorted(set(params), key=id)]
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
-        yield
 
 
 def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:

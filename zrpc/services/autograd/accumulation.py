@@ -1,0 +1,228 @@
+"""How a run of torch's engine brings the gradients of leaves into a context, not into ``.grad``.
+
+Each leaf has an AccumulateGrad node, on which hooks and DDP's reducers hang, and which adds to
+``.grad``. All runs of a process share it. So a run has its own hooks on these nodes while it
+lasts, the last ones there, and tells by its graph task which calls of them are its own:
+
+- A leaf without hooks on its node: the gradient is taken before the node gets it, which then does
+  nothing. So any number of runs can go over the same leaf at once.
+- A leaf with hooks on its node: while the node runs, the context's gradient of the leaf is in
+  ``.grad``. Another run that reaches this leaf waits meanwhile, as a second thread does in torch.
+- The parameters of a DDP module: the context's gradients are in ``.grad`` for the whole run,
+  because the reducer writes to them until the engine is done, and also to parameters that this
+  process has not used.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zrpc.errors import RpcError
+from zrpc.services.autograd import ddp
+from zrpc.services.autograd.state import ContextState
+
+__all__ = ["Accumulation"]
+
+# One lock for each leaf whose `.grad` a run has borrowed: held from then until it is put back.
+# Under it, ContextState.lock is taken. _locks_lock guards the table, and the registration of
+# hooks of nodes, so that each run sees which hooks are there.
+_locks_lock = threading.Lock()
+_locks = WeakIdKeyDictionary()
+
+
+class Accumulation:
+    """What one run of the engine adds to a context; surrounds the run as a context manager.
+
+    Args:
+        state: the context.
+        accumulators: the AccumulateGrad nodes of the leaves that the run reaches.
+
+    Attributes:
+        taken: the gradients of leaves without hooks on their nodes, by node. The caller adds
+            them to the context when the run has succeeded.
+    """
+
+    def __init__(self, state: ContextState, accumulators: Iterable[Any]) -> None:
+        self.taken: dict[Any, torch.Tensor] = {}
+        self._state = state
+        self._accumulators = list(accumulators)
+        self._graph_task: int | None = None
+        self._handles: list[RemovableHandle] = []
+        self._reduced: list[_Loan] = []
+        self._hooked: list[_Loan] = []
+
+    def begin_at(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor to run from instead of ``output``.
+
+        With its node, which belongs to this run alone, the run learns its graph task before it
+        reaches a leaf.
+        """
+        with torch.enable_grad():
+            begin = output.view_as(output)
+        begin.register_hook(self._begun)  # type: ignore[no-untyped-call]
+        return begin
+
+    def _begun(self, _: torch.Tensor) -> None:
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def is_own(self) -> bool:
+        """Returns whether this run has called the hook that asks."""
+        return torch._C._current_graph_task_id() == self._graph_task
+
+    def __enter__(self) -> Accumulation:
+        try:
+            leaves = [node.variable for node in self._accumulators]
+            reduced = ddp.reduced_with(leaves)
+            for leaf in reduced:
+                loan = _Loan(self._state, leaf)
+                loan.begin_alone()
+                self._reduced.append(loan)
+            reduced_ids = set(map(id, reduced))
+            for node in self._accumulators:
+                if id(node.variable) not in reduced_ids:
+                    self._hook(node)
+        except BaseException:
+            self._end(succeeded=False)
+            raise
+        return self
+
+    def _hook(self, node: Any) -> None:
+        """Adds this run's hooks to a node."""
+        with _locks_lock:
+            if not _has_hooks(node):
+                self._handles.append(node.register_prehook(_Take(self, node)))
+                return
+            loan = _Loan(self._state, node.variable)
+            self._hooked.append(loan)
+            self._handles.append(node.register_prehook(_Borrow(self, loan)))
+            self._handles.append(node.register_hook(_GiveBack(self, loan)))
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end(succeeded=exc_type is None)
+
+    def _end(self, succeeded: bool) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for loan in self._reduced:
+            loan.end(keep=succeeded)
+        for loan in self._hooked:
+            loan.end(keep=False)  # of a node that has failed
+
+
+class _Loan:
+    """The loan of a leaf's ``.grad``, in which a context's gradient is meanwhile."""
+
+    def __init__(self, state: ContextState, leaf: torch.Tensor) -> None:
+        self._state = state
+        self._leaf = leaf
+        self._lock: threading.Lock | None = None  # the leaf's, while it is held
+        self._before: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Waits until no other run has borrowed the leaf, that is, until its hooks are done."""
+        lock = _lock_of(self._leaf)
+        lock.acquire()  # until the other run's hooks of this node have returned
+        self._swap(lock)
+
+    def begin_alone(self) -> None:
+        """Raises RpcError if another run has borrowed the leaf.
+
+        To wait could be to wait in a circle: a run over a DDP module ends only when other workers
+        have done their parts.
+        """
+        lock = _lock_of(self._leaf)
+        if not lock.acquire(blocking=False):
+            raise RpcError(
+                "expected one backward pass at a time over the parameters of a "
+                "DistributedDataParallel module, found two: run them one after the other, or "
+                "give each its own module"
+            )
+        self._swap(lock)
+
+    def _swap(self, lock: threading.Lock) -> None:
+        leaf = self._leaf
+        self._lock, self._before = lock, leaf.grad
+        held = self._state.gradient_of(leaf)
+        # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
+        leaf.grad = None if held is None else held.to(leaf.dtype, copy=True)
+
+    def end(self, keep: bool) -> None:
+        """Puts ``.grad`` back, if that is not done yet; the context keeps what it was."""
+        lock, leaf = self._lock, self._leaf
+        if lock is None:
+            return
+        if keep:
+            gradient = leaf.grad
+            # A copy: hooks may have kept it, and DDP uses its buckets again.
+            self._state.set_gradient(leaf, None if gradient is None else gradient.clone())
+        leaf.grad, self._before, self._lock = self._before, None, None
+        lock.release()
+
+
+class _RunHook:
+    """A hook of one run on an AccumulateGrad node; other runs may call it, too."""
+
+    def __init__(self, run: Accumulation, target: Any) -> None:
+        self._run = run
+        self._target = target
+
+
+class _Take(_RunHook):
+    """Takes the gradient before a node gets it."""
+
+    def __call__(self, gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
+        [gradient] = gradients
+        if gradient is None or not self._run.is_own():
+            return None
+        self._run.taken[self._target] = gradient
+        return (None,)
+
+
+class _Borrow(_RunHook):
+    """Has a node add to the context's gradient."""
+
+    def __call__(self, _: Any) -> None:
+        if self._run.is_own():
+            self._target.begin()
+
+
+class _GiveBack(_RunHook):
+    """Ends what `_Borrow` has begun."""
+
+    def __call__(self, *_: Any) -> None:
+        if self._run.is_own():
+            self._target.end(keep=True)
+
+
+def _lock_of(leaf: torch.Tensor) -> threading.Lock:
+    with _locks_lock:
+        if leaf not in _locks:
+            _locks[leaf] = threading.Lock()
+        lock: threading.Lock = _locks[leaf]
+        return lock
+
+
+def _has_hooks(accumulator: Any) -> bool:
+    """Returns whether a user's hooks run with an AccumulateGrad node; under _locks_lock."""
+    if getattr(accumulator.variable, "_post_accumulate_grad_hooks", None):
+        return True
+    # A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
+    for register in (accumulator.register_hook, accumulator.register_prehook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if any(not isinstance(hook, _RunHook) for hook in list(hooks.values())):
+            return True
+    return False

@@ -1,0 +1,122 @@
+"""The nodes that messages add to autograd's graph, and those that put a pass in order.
+
+A `Send` node hangs above each tensor that this worker has sent, and a `Receive` node below the
+tensors of each message that it has received. Nothing leads from a `Receive` to a `Send`: of what
+was sent, a pass runs only what leads to its roots.
+
+So the order needs nodes of its own. `Turn` nodes are made for one pass: one for each message whose
+gradients it needs, each leading to the one before and to the `Send` nodes of its message. torch's
+engine runs a node with a lower sequence number only if no other node is ready, and a `Turn` has
+the lowest. So when it waits for gradients, everything that this worker can do first is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zrpc.wire.member_id import MemberId
+
+__all__ = ["RECEIVE_NODE", "Gradients", "Receive", "Send", "Turn", "append_turn", "empty_token"]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+def empty_token(requires_grad: bool = False) -> torch.Tensor:
+    """Returns an empty tensor, or the gradient of one; the thread's defaults don't matter."""
+    return torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
+
+
+class Send(torch.autograd.Function):
+    """``(tensor, take, send_id, index) -> exit``: a tensor leaves this worker."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        take: Callable[[int, int], torch.Tensor | None],
+        send_id: int,
+        index: int,
+    ) -> torch.Tensor:
+        """Returns an empty tensor, from which a pass begins."""
+        ctx.take = take
+        ctx.place = send_id, index
+        ctx.set_materialize_grads(False)
+        return empty_token()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor | None) -> Any:
+        """Returns the gradient that the receiver has sent back."""
+        return ctx.take(*ctx.place), None, None, None
+
+
+class Receive(torch.autograd.Function):
+    """``(start, send_back, sender, send_id, tensors) -> tensors``: tensors have come here.
+
+    The tensors are not inputs of the node. So its outputs are not views of inputs, and may be
+    changed in place. ``start`` is the leaf of the context at which the engine's runs end.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        start: torch.Tensor,
+        send_back: Callable[[MemberId, int, Gradients], None],
+        sender: MemberId,
+        send_id: int,
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        """Returns the tensors as part of the graph."""
+        ctx.send_back = send_back
+        ctx.origin = sender, send_id
+        ctx.set_materialize_grads(False)
+        return tuple(tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Sends the gradients back."""
+        ctx.send_back(*ctx.origin, gradients)
+        return empty_token(), None, None, None, None
+
+
+RECEIVE_NODE: Any = Receive._backward_cls
+
+
+class Turn(torch.autograd.Function):
+    """``(token, wait, *exits) -> token``: whose gradients a pass waits for next."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: torch.Tensor, wait: Callable[[], None], *exits: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the next token."""
+        ctx.wait = wait
+        ctx.count = len(exits)
+        ctx.set_materialize_grads(False)
+        return empty_token()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor | None) -> Any:
+        """Waits for the gradients; the `Send` nodes, which run next, take them."""
+        ctx.wait()
+        return empty_token(), None, *(None for _ in range(ctx.count))
+
+
+def append_turn(
+    token: torch.Tensor, wait: Callable[[], None], exits: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns the token of a pass that waits with ``wait`` before it runs what leads to ``token``.
+
+    The gradients are those of ``exits``, the results of `Send`.
+    """
+    with torch.enable_grad():
+        token = Turn.apply(token, wait, *exits)  # type: ignore[no-untyped-call]
+    node: Any = token.grad_fn
+    node._set_sequence_nr(0)  # `Tracer` keeps all other nodes from having this number
+    return token
