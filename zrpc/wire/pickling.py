@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
+import torch
 
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
@@ -23,6 +24,7 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
+from zrpc.wire.views import Relation, relate
 
 __all__ = ["Decoder", "Encoder", "decoder", "encoder", "register_reducer"]
 
@@ -138,6 +140,8 @@ class Encoder:
         thread.encoder = self
         try:
             message.body = self._pickle(obj)
+            if self._tensors is not None:
+                self._tensors.group(self.in_graph)
             for finish in self._finishers:
                 finish(self)
             if self._tensors is not None:
@@ -212,10 +216,15 @@ class Decoder:
     ) -> None:
         self.owner = owner
         self.message = message
-        self.tensors = read_table(message.table, message.buffers) if message.table else []
+        self.tensors: list[torch.Tensor] = []
+        relations: list[Relation] = []
+        if message.table:
+            self.tensors, relations = read_table(message.table, message.buffers)
         for tag in message.attachments or ():
             if tag in openers:
                 openers[tag](self)
+        if relations:
+            relate(self.tensors, relations)
 
     def unpack(self) -> Any:
         """Returns the object that the message holds.
