@@ -23,6 +23,7 @@ from zrpc.wire.current_message import decoder, encoder, thread
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer
+from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 from zrpc.wire.views import Relation, relate
 
@@ -50,10 +51,27 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _dispatch_table
 
 
+class _GraphPickler(_Pickler):
+    """The same for messages that are part of an autograd graph."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces tensors of subclasses; the dispatch table has none."""
+        return reduce_in_graph(obj)
+
+
 class _ByValuePickler(cloudpickle.Pickler):
     """The pickler of cloudpickle, with our dispatch table first."""
 
     dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
+        check_sendable(obj)
+        current = encoder()
+        reduced = NotImplemented
+        if current is not None and current.in_graph:
+            reduced = reduce_in_graph(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
 class Encoder:
@@ -157,7 +175,7 @@ class Encoder:
 
     def _pickle(self, obj: Any) -> bytes:
         try:
-            body = self._dump(_Pickler, obj)
+            body = self._dump(_GraphPickler if self.in_graph else _Pickler, obj)
             if self.same_main or b"__main__" not in body:
                 return body
         except (RpcError, MemoryError):
