@@ -61,6 +61,7 @@ SURFACE: dict[str, set[str]] = {
         "resource_limits",
         "switch_interval",
         "thread_pool",
+        "torch_modes",
     },
     "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
     "zrpc.transport": {"address", "chunks", "curve", "listener_probe", "network"},

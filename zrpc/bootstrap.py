@@ -34,7 +34,7 @@ from zrpc.services.inspection.service import InspectionService
 from zrpc.services.loss_detection import LossDetector
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
-from zrpc.transport.address import host_key, supports_ipc
+from zrpc.transport.address import host_key, network_key, supports_ipc
 from zrpc.transport.curve import KeyPair
 from zrpc.transport.network import Network
 
@@ -171,6 +171,7 @@ def _own_record(
         world_size=world_size or 0,
         token=token,
         host_key=host_key(),
+        network_key=network_key(),
         directory=str(network.directory.path) if network.directory else "",
         ipc=ipc,
         main=_main_key(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -44,6 +45,10 @@ class RemoteModule(torch.nn.Module):
     `train`, `eval`, `to`, `apply`, `state_dict`, `load_state_dict`, `zero_grad`,
     `requires_grad_`. Those that would return the module's own parts raise ValueError. Calls may
     be made from any thread.
+
+    It can be part of another module, such as ``nn.Sequential``. That module's `train`, `eval`,
+    `to`, `apply` and `state_dict` include this one. Its `parameters`, and what is done with them
+    (`zero_grad`, `requires_grad_`), include only parameters of this process.
 
     Example:
         >>> from zrpc.nn import RemoteModule
@@ -179,11 +184,15 @@ class RemoteModule(torch.nn.Module):
 
     def train(self, mode: bool = True) -> RemoteModule:
         """Sets the module to training mode, or to evaluation mode if ``mode`` is False."""
-        return self._modify("train", mode)
+        self._modify("train", mode)
+        self.training = mode
+        return self
 
     def eval(self) -> RemoteModule:
         """Sets the module to evaluation mode."""
-        return self._modify("eval")
+        self._modify("eval")
+        self.training = False
+        return self
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Moves or casts the module on its worker; see ``nn.Module.to``."""
@@ -214,6 +223,26 @@ class RemoteModule(torch.nn.Module):
         """Sets whether the module's parameters require grad."""
         return self._modify("requires_grad_", requires_grad)
 
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> RemoteModule:
+        """Moves or casts the module as part of a module that contains this one."""
+        arguments = (self.module_rref, self.device, fn, recurse)
+        self.device = rpc_sync(self.on, _apply_to_tensors, arguments)
+        return self
+
+    def named_modules(
+        self,
+        memo: set[torch.nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields this module alone to a module that contains it; else not supported."""
+        if memo is None:
+            _raise_not_supported("named_modules")
+        alone: Iterator[Any] = super().named_modules(memo, prefix, remove_duplicate)
+        return alone
+
     def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)
 
@@ -230,7 +259,8 @@ class RemoteModule(torch.nn.Module):
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
                 "when using RPC"
             )
-        return RemoteModule.init_from_module_rref, (self._remote_device(), self.module_rref)
+        arguments = (self._remote_device(), self.module_rref)
+        return RemoteModule.init_from_module_rref, arguments, {"training": self.training}
 
     def __repr__(self) -> str:
         return f"RemoteModule({self._remote_device()}, {self.module_rref!r})"
@@ -248,9 +278,13 @@ class _RemoteHandle(RemovableHandle):
         self._handle.rpc_sync().remove()
 
 
+def _raise_not_supported(name: str, instead: str = "") -> NoReturn:
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {instead}".rstrip())
+
+
 def _not_supported(name: str, instead: str = "") -> Callable[..., NoReturn]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {instead}".rstrip())
+        _raise_not_supported(name, instead)
 
     method.__name__ = name
     method.__doc__ = "Not supported: the module's parts are on another worker."
@@ -295,7 +329,6 @@ for _name in (
     "modules",
     "named_buffers",
     "named_children",
-    "named_modules",
     "parameters",
     "register_backward_hook",
     "register_buffer",
@@ -350,6 +383,19 @@ def _to(
     moved = torch._C._nn._parse_to(*args, **kwargs)[0]
     module_rref.local_value().to(*args, **kwargs)
     return str(moved) if moved is not None else device
+
+
+def _apply_to_tensors(
+    module_rref: RRef[torch.nn.Module],
+    device: str,
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool,
+) -> str:
+    """Calls ``fn`` for each parameter and buffer; returns the device that they are on then."""
+    module = module_rref.local_value()
+    module._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    found = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return device if found is None else str(found.device)
 
 
 def _named_parameters(

@@ -37,7 +37,8 @@ def _no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes each worker see a host of its own."""
-    monkeypatch.setattr(zrpc.bootstrap, "host_key", lambda: threading.current_thread().name)
+    for key in ("host_key", "network_key"):
+        monkeypatch.setattr(zrpc.bootstrap, key, lambda: threading.current_thread().name)
 
 
 class Started:

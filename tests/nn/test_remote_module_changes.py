@@ -17,14 +17,28 @@ pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 def test_train_and_eval_set_the_mode(module: RemoteModule) -> None:
     assert module.eval() is module
+    assert not module.training
     assert not value(module).training
     assert not value(module).linear.training
     assert not module(X).any()
     assert module.train() is module
+    assert module.training
     assert value(module).training
     assert module(X).any()
     assert module.train(False) is module
+    assert not module.training
     assert not value(module).training
+    assert not zrpc.rpc_sync("worker2", is_training, (module,))
+
+
+def is_training(module: RemoteModule) -> bool:
+    return module.training
+
+
+def test_a_mode_that_the_module_refuses_is_not_set(module: RemoteModule) -> None:
+    with pytest.raises(ValueError, match="training mode is expected to be boolean"):
+        module.train(2)  # type: ignore[arg-type]
+    assert module.training is True
 
 
 @pytest.mark.parametrize(
@@ -188,3 +202,31 @@ def test_unsupported_methods_raise(module: RemoteModule, name: str) -> None:
 def test_the_error_of_parameters_names_the_alternative(module: RemoteModule) -> None:
     with pytest.raises(ValueError, match="remote_parameters"):
         module.parameters()
+
+
+def test_a_module_that_contains_it_has_its_own_parameters(module: RemoteModule) -> None:
+    linear = torch.nn.Linear(3, 3)
+    whole = torch.nn.Sequential(linear, module)
+    assert list(whole.parameters()) == list(linear.parameters())
+    assert [name for name, _ in whole.named_modules()] == ["", "0", "1"]
+    assert list(whole.modules()) == [whole, linear, module]
+    assert list(whole.buffers()) == []
+    linear.weight.grad = torch.ones(3, 3)
+    whole.zero_grad()
+    assert linear.weight.grad is None
+    whole.requires_grad_(False)
+    assert not linear.bias.requires_grad
+    assert value(module).factor.requires_grad
+
+
+def test_a_module_that_contains_it_is_cast_and_moved_with_it(module: RemoteModule) -> None:
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 3), module)
+    assert whole.to(torch.float64)(X.double()).dtype == torch.float64
+    assert value(module).linear.weight.dtype == torch.float64
+    assert whole.float()(X).dtype == torch.float32
+    whole.eval()
+    assert not module.training
+    assert not value(module).training
+    whole.to("meta")
+    assert module.device == "meta"
+    assert value(module).calls.is_meta

@@ -82,3 +82,14 @@ def test_two_hosts_with_different_secrets(
         assert f"name=w{rank}) refuses what claims to be worker {1 - rank}: " in output
         assert f"worker w{rank} (rank {rank}) and the worker of rank {1 - rank} refuse" in output
         assert "AuthenticationError" in output
+
+
+def test_containers_that_listen_on_their_loopback_are_told(
+    run: Callable[..., list[tuple[int, str]]],
+) -> None:
+    """They have one boot id, and a loopback interface each."""
+    secret = new_secret()
+    for code, output in run(*[{"ZRPC_SECRET": secret, "ZRPC_IFACE": "lo"}] * 2):
+        assert code == 1
+        assert "listens on tcp://127.0.0.1:" in output
+        assert "which other hosts and containers can't reach: set ZRPC_IFACE there" in output

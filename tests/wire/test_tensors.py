@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.wire.test_pickling import sent, there
 from zrpc.errors import ProtocolError, SerializationError
@@ -241,3 +242,34 @@ def test_all_of_a_storage_that_was_cut_to_a_tensor_arrives() -> None:
     tensor = torch.arange(10.0)[:5]
     tensor.untyped_storage().resize_(5 * 4)
     assert there(tensor).tolist() == [0, 1, 2, 3, 4]
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.ones(3, 3).to_mkldnn(), r"_mkldnn: send tensor\.to_dense\(\)"),
+        (fake, "a FakeTensor, which has a shape only"),
+    ],
+)
+def test_a_tensor_without_memory_of_its_own_is_refused(
+    make: Callable[..., Any], words: str
+) -> None:
+    with pytest.raises(SerializationError, match=words):
+        sent([make()])
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, torch.func.grad, torch.func.functionalize, torch.func.jacrev]
+)
+def test_a_tensor_inside_of_a_transform_is_refused(transform: Callable[..., Any]) -> None:
+    def send(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(SerializationError, match=r"inside of a transform of torch\.func"):
+            sent(x)
+        return x.sum()
+
+    transform(send)(torch.ones(2, 3))

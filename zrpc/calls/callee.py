@@ -158,7 +158,8 @@ class Callee:
         try:
             if request.scope is None or not request.scope.cancelled:
                 same_main = self._membership.same_main(request.sender)
-                body = dump_exception(error, repr(self._membership.info), same_main)
+                in_graph = self._codec.in_context(request)
+                body = dump_exception(error, repr(self._membership.info), same_main, in_graph)
                 answer = Message(Kind.ERROR, request.call_id, body=body, extensions=extensions)
                 self._outbox.post(request.sender, answer)
         finally:

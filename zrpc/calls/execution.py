@@ -17,6 +17,7 @@ from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import is_async_execution
 from zrpc.runtime.event_loop import EventLoop
+from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
 
 __all__ = ["Execution", "ExecutionWithin", "RequestJob"]
@@ -107,6 +108,7 @@ class Execution:
             return
         finally:
             deactivate(token)
+            reset_modes()
         self._sink.value(result)
 
     def _follow_future(self, result: Any) -> None:

@@ -144,7 +144,7 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
         check_private(Path(record.directory))
         return f"ipc://{Path(record.directory) / 'inbox'}"
     local = _is_loopback(mine.endpoint) or _is_loopback(record.endpoint)
-    if not (mine.endpoint and record.endpoint) or (local and _hosts([mine, record]) > 1):
+    if not (mine.endpoint and record.endpoint) or (local and _networks([mine, record]) > 1):
         silent = record.info if mine.endpoint and not _is_loopback(mine.endpoint) else mine.info
         raise RpcError(
             f"{mine.info} and {record.info} share no host, or no directory for sockets, and "
@@ -158,6 +158,11 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
 
 def _hosts(records: Iterable[PeerRecord]) -> int:
     return len({record.host_key.partition("/")[0] for record in records})
+
+
+def _networks(records: Iterable[PeerRecord]) -> int:
+    """Returns how many loopback interfaces the workers have; containers may have one each."""
+    return len({record.network_key for record in records})
 
 
 def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | None) -> None:
@@ -193,10 +198,11 @@ def _exchange_tcp(
     timeout = meeting.options.init_timeout
     found = exchange(meeting.store, records, membership.own_id, mine, timeout, meeting.secret)
     for record, endpoint in zip(records, found, strict=True):
-        if _is_loopback(endpoint) and _hosts(records) > 1:
+        if _is_loopback(endpoint) and _networks(records) > 1:
             raise RpcError(
-                f"{record.info} listens on {endpoint}, which other hosts can't reach: set {_IFACE} "
-                "there to the name or the address of the network interface that leads to them"
+                f"{record.info} listens on {endpoint}, which other hosts and containers can't "
+                f"reach: set {_IFACE} there to the name or the address of the network interface "
+                "that leads to them (the master's name may mean loopback in its /etc/hosts)"
             )
     announce_endpoint(membership.info, mine, curve is not None)
     return found

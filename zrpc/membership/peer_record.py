@@ -34,6 +34,7 @@ class PeerRecord:
     restarts: int = 0  # how often it was restarted under its name and rank
     incarnation: int = 0  # how many members had its rank before; the others count them
     main_digest: str = ""  # of the text of its main script; empty if there is none
+    network_key: str = ""  # equal for workers that can reach each other by loopback
 
     @classmethod
     def parse(cls, text: str) -> PeerRecord:

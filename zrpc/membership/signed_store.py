@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from torch.distributed import PrefixStore, Store
 
 from zrpc.errors import AuthenticationError
+from zrpc.membership.cpp_log import QuietStore
 from zrpc.membership.secret import ClusterSecret
 from zrpc.wire.member_id import RANKS
 
@@ -38,7 +39,7 @@ class SignedStore:
     """
 
     def __init__(self, store: Store, secret: ClusterSecret | None) -> None:
-        self._store = PrefixStore(_PREFIX, store)
+        self._store = QuietStore(PrefixStore(_PREFIX, store))
         self._secret = secret
         self._can_delete: bool | None = None  # not known yet
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
+from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.init_method import agent_store, master
 
 __all__ = ["connect_store", "tcp_store"]
@@ -99,16 +100,17 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
     def connect() -> None:
         try:
-            store = TCPStore(
-                host,
-                port,
-                None,
-                hosts,
-                left,
-                wait_for_workers=False,
-                multi_tenant=not agent_store(),
-                master_listen_fd=_listen(host, port) if hosts else None,
-            )
+            with without_warnings():
+                store = TCPStore(
+                    host,
+                    port,
+                    None,
+                    hosts,
+                    left,
+                    wait_for_workers=False,
+                    multi_tenant=not agent_store(),
+                    master_listen_fd=_listen(host, port) if hosts else None,
+                )
         except BaseException as error:
             made.append(error)
         else:

@@ -33,6 +33,7 @@ __all__ = [
     "host_key",
     "interface_towards",
     "is_alive",
+    "network_key",
     "private_directories",
     "supports_ipc",
 ]
@@ -74,14 +75,29 @@ def host_key() -> str:
     It names the running system (its boot id) and the directory that holds the sockets, by device
     and inode. So containers that each have a /tmp of their own have different keys.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = socket.gethostname()
     if not supports_ipc():
-        return boot
+        return _boot_id()
     status = _parent().stat()
-    return f"{boot}/{status.st_dev}/{status.st_ino}"
+    return f"{_boot_id()}/{status.st_dev}/{status.st_ino}"
+
+
+def network_key() -> str:
+    """Returns a string that is equal for workers that can reach each other by loopback.
+
+    It names the running system and its network namespace: containers mostly have one each.
+    """
+    try:
+        namespace = os.stat("/proc/thread-self/ns/net").st_ino
+    except OSError:  # not Linux
+        return _boot_id()
+    return f"{_boot_id()}/{namespace}"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class PrivateDirectory:

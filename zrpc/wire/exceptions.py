@@ -1,13 +1,19 @@
-"""Exceptions on the wire: the text always, and the callee's own exception if it can be pickled."""
+"""Exceptions on the wire: the text always, and the callee's own exception if it can be pickled.
+
+They are no part of an autograd graph. A tensor of the graph in an exception's args arrives as one
+whose use in a backward pass raises.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
+import torch
 
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
@@ -15,13 +21,16 @@ from zrpc.runtime.resource_limits import advice
 __all__ = ["dump_exception", "load_exception"]
 
 
-def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
+def dump_exception(
+    error: BaseException, where: str, same_main: bool, in_graph: bool = False
+) -> bytes:
     """Returns bytes that `load_exception` makes the error from. Never fails.
 
     Args:
         error: what a handler raised.
         where: the worker that it was raised on, for the text.
         same_main: whether a name in ``__main__`` means the same at the receiver.
+        in_graph: whether tensors that require grad are part of an autograd graph.
     """
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
@@ -32,7 +41,7 @@ def dump_exception(error: BaseException, where: str, same_main: bool) -> bytes:
     if hint is not None:
         text = f"On {where}: {hint}\n{text}"
     return pickle.dumps(
-        (_safe_repr(error), text, _pickled(error, same_main)), pickle.HIGHEST_PROTOCOL
+        (_safe_repr(error), text, _pickled(error, same_main, in_graph)), pickle.HIGHEST_PROTOCOL
     )
 
 
@@ -53,13 +62,16 @@ def load_exception(body: Any) -> Exception:
     return RemoteError(f"Original exception on remote side was {what}\n{text}")
 
 
-def _pickled(error: BaseException, same_main: bool) -> bytes | None:
+def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:
     """Returns the error as a pickle that is known to load, or None."""
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
-    pickled = _checked(error, pickle.dumps)
+    by_name, by_value = (
+        (_dump_cut, _dump_cut_by_value) if in_graph else (pickle.dumps, cloudpickle.dumps)
+    )
+    pickled = _checked(error, by_name)
     if pickled is None or (b"__main__" in pickled and not same_main):
-        return _checked(error, cloudpickle.dumps)
+        return _checked(error, by_value)
     return pickled
 
 
@@ -70,6 +82,60 @@ def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
         return pickled if type(pickle.loads(pickled)) is type(error) else None
     except BaseException:  # SystemExit too
         return None
+
+
+def _dump_cut(error: Exception) -> bytes:
+    file = io.BytesIO()
+    _CuttingPickler(file).dump(error)
+    return file.getvalue()
+
+
+def _dump_cut_by_value(error: Exception) -> bytes:
+    file = io.BytesIO()
+    _ByValueCuttingPickler(file).dump(error)
+    return file.getvalue()
+
+
+def _reduce_cut(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.requires_grad:
+        return _cut_from_graph, (value.detach(),)
+    return NotImplemented
+
+
+class _CuttingPickler(pickle.Pickler):
+    """Cuts tensors from their graph."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_cut(obj)
+
+
+class _ByValueCuttingPickler(cloudpickle.Pickler):
+    """The same for what only cloudpickle pickles."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = _reduce_cut(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _cut_from_graph(tensor: torch.Tensor) -> Any:
+    with torch._C._InferenceMode(False):  # enables grad as well
+        return _Cut.apply(torch.empty(0, requires_grad=True), [tensor])
+
+
+class _Cut(torch.autograd.Function):
+    """``(token, [tensor]) -> tensor``: the tensor requires grad, but its gradient is not known."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
+        raise RuntimeError(
+            "expected a loss that depends on arguments and results of calls, found one that "
+            "depends on a tensor in the args of a remote exception, whose gradient is not sent: "
+            "return the tensor, or use its detach()"
+        )
 
 
 def _safe_repr(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import cloudpickle
+import torch
 
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
@@ -22,7 +23,9 @@ from zrpc.wire.current_message import decoder, encoder, thread
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer
+from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
+from zrpc.wire.views import Relation, relate
 
 __all__ = ["Decoder", "Encoder", "decoder", "encoder", "register_reducer"]
 
@@ -48,10 +51,27 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _dispatch_table
 
 
+class _GraphPickler(_Pickler):
+    """The same for messages that are part of an autograd graph."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces tensors of subclasses; the dispatch table has none."""
+        return reduce_in_graph(obj)
+
+
 class _ByValuePickler(cloudpickle.Pickler):
     """The pickler of cloudpickle, with our dispatch table first."""
 
     dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
+        check_sendable(obj)
+        current = encoder()
+        reduced = NotImplemented
+        if current is not None and current.in_graph:
+            reduced = reduce_in_graph(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
 class Encoder:
@@ -138,6 +158,8 @@ class Encoder:
         thread.encoder = self
         try:
             message.body = self._pickle(obj)
+            if self._tensors is not None:
+                self._tensors.group(self.in_graph)
             for finish in self._finishers:
                 finish(self)
             if self._tensors is not None:
@@ -153,7 +175,7 @@ class Encoder:
 
     def _pickle(self, obj: Any) -> bytes:
         try:
-            body = self._dump(_Pickler, obj)
+            body = self._dump(_GraphPickler if self.in_graph else _Pickler, obj)
             if self.same_main or b"__main__" not in body:
                 return body
         except (RpcError, MemoryError):
@@ -212,10 +234,15 @@ class Decoder:
     ) -> None:
         self.owner = owner
         self.message = message
-        self.tensors = read_table(message.table, message.buffers) if message.table else []
+        self.tensors: list[torch.Tensor] = []
+        relations: list[Relation] = []
+        if message.table:
+            self.tensors, relations = read_table(message.table, message.buffers)
         for tag in message.attachments or ():
             if tag in openers:
                 openers[tag](self)
+        if relations:
+            relate(self.tensors, relations)
 
     def unpack(self) -> Any:
         """Returns the object that the message holds.

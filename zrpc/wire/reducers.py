@@ -51,7 +51,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return reduced if type(tensor) is torch.Tensor else _with_attributes(tensor, reduced)
     requires_grad, plain = tensor.requires_grad, tensor.detach()
     if requires_grad and current_encoder().in_graph:
-        return _reduce_sparse_in_graph(tensor)
+        return _reduce_unusual_in_graph(tensor)
     if type(tensor) is torch.nn.Parameter:
         return _with_attributes(tensor, (torch.nn.Parameter, (plain, requires_grad)))
     if layout is torch.sparse_coo:
@@ -77,12 +77,19 @@ def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None
         setattr(parameter, name, value)
 
 
-def _reduce_sparse_in_graph(tensor: torch.Tensor) -> Any:
+def _reduce_unusual_in_graph(tensor: torch.Tensor) -> Any:
     """Reduces a sparse tensor of a graph to its values, which are part of the graph as well."""
+    if tensor.is_nested:
+        raise SerializationError(
+            "expected dense, jagged or sparse COO tensors in an autograd context, found a nested "
+            "tensor of layout torch.strided that requires grad: send tensor.unbind(), or "
+            "tensor.detach()"
+        )
     if tensor.layout is not torch.sparse_coo:
         raise SerializationError(
-            f"expected dense or sparse COO tensors in an autograd context, found one of layout "
-            f"{tensor.layout} that requires grad: send tensor.detach(), or tensor.to_sparse_coo()"
+            "expected dense, jagged or sparse COO tensors in an autograd context, found one of "
+            f"layout {tensor.layout} that requires grad: send tensor.detach(), or "
+            "tensor.to_sparse_coo()"
         )
     tensor = tensor.coalesce()
     # Without the flag: whether it requires grad follows from the values.

@@ -4,8 +4,9 @@ Plain tensors are part of the pickle itself, which is fastest. Their bytes are i
 or, if they are large, in frames of their own. All other tensors have a row in the tensor table, and
 the pickle only says "tensor 3". The table is made when all tensors of the message are known, so
 tensors that share memory share it on arrival, too; in such a message plain tensors are in the table
-as well. If a tensor shares its memory with no other, only its own elements are sent. The bytes of
-small storages are in the table, and large storages are frames of their own.
+as well, and the table says which of them are views of which. If a tensor shares its memory with no
+other, only its own elements are sent. The bytes of small storages are in the table, and large
+storages are frames of their own.
 
 Sparse tensors are pickled as the dense tensors that they consist of. All others (quantized tensors,
 subclasses) are pickled as torch does, with their storages in the table.
@@ -17,6 +18,7 @@ import ctypes
 import itertools
 import math
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 
 from zrpc.errors import ProtocolError, SerializationError
 from zrpc.wire.alignment import ALIGNMENT, aligned
+from zrpc.wire.views import Relation, base_of, is_changeable, span_of
 
 __all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
 
@@ -91,7 +94,9 @@ class TensorWriter:
         self._tensors: list[tuple[torch.Tensor, int]] = []
         # The tensors that require grad, as they were given, by index.
         self.requiring_grad: dict[int, torch.Tensor] = {}
-
+        # The indices of tensors whose memory overlaps, and which of them are views of others.
+        self._groups: list[list[int]] = []
+        self._relations: list[Relation] = []
         # The first address of each plain tensor in the pickle, and the one after its last; None if
         # there may be no tensors in the pickle.
         self._plain: list[tuple[int, int]] | None = [] if plain else None
@@ -175,12 +180,15 @@ class TensorWriter:
         return len(self._tensors) - 1
 
     def table(self, buffers: list[Any]) -> bytes:
-        """Returns the table of all tensors added; appends the large storages to ``buffers``."""
+        """Returns the table of all tensors added; appends the large storages to ``buffers``.
+
+        Call `group` before.
+        """
         if not self._tensors:
             return b""
         storages: list[StorageRow] = []
         rows: list[TensorRow | WholeRow | None] = [None] * len(self._tensors)
-        for indices in self._groups():
+        for indices in self._groups:
             tensors = [self._tensors[index][0] for index in indices]
             if len(tensors) == 1:
                 rows[indices[0]] = _whole_row(*self._tensors[indices[0]], buffers)
@@ -198,18 +206,52 @@ class TensorWriter:
         for index, (tensor, flags) in enumerate(self._tensors):
             if rows[index] is None:
                 rows[index] = _row(tensor, flags)
-        return pickle.dumps((storages, rows), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps((storages, rows, self._relations), pickle.HIGHEST_PROTOCOL)
 
-    def _groups(self) -> Iterable[list[int]]:
-        """Returns the tensors that have any memory, in groups whose memory overlaps."""
+    def group(self, in_graph: bool) -> None:
+        """Finds the tensors that share memory. Call it when all tensors are added.
+
+        Args:
+            in_graph: whether tensors that require grad stay part of a graph; if not, they arrive
+                as leaves, which are no views.
+        """
         some = [i for i, (t, flags) in enumerate(self._tensors) if t.numel() and not flags & _META]
         if len(some) < 2:
-            return [some] if some else []
+            self._groups = [some] if some else []
+            return
         sharing: dict[int, list[int]] = {}
         for index in some:
             storage = self._tensors[index][0].untyped_storage()
             sharing.setdefault(storage.data_ptr(), []).append(index)
-        return self._overlapping(sharing.values())
+        self._groups = list(self._overlapping(sharing.values()))
+        for indices in self._groups:
+            if len(indices) > 1:
+                self._relate(indices, in_graph)
+
+    def _relate(self, indices: list[int], in_graph: bool) -> None:
+        """Finds the views in a group; adds what they are views of, if that is missing."""
+        families: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        for index in indices:
+            tensor = self.requiring_grad.get(index, self._tensors[index][0])
+            base = base_of(tensor)
+            if base is not None and (in_graph or not tensor.requires_grad):
+                families.setdefault(id(base), []).append((index, tensor, base))
+        for family in families.values():
+            base = family[0][2]
+            if len(family) == 1:
+                continue
+            number = next((index for index, tensor, _ in family if tensor is base), -1)
+            if number < 0:  # the base is not in the message: its part is sent along with its views
+                if not any(tensor.requires_grad for _, tensor, _ in family):
+                    base = base.detach()
+                end = max(_end(tensor) for _, tensor, _ in family)
+                number = self.add(span_of(base, [tensor for _, tensor, _ in family], end))
+                indices.append(number)
+            self._relations.extend(
+                Relation(index, number, is_changeable(tensor, base))
+                for index, tensor, _ in family
+                if index != number
+            )
 
     def _overlapping(self, sharing: Iterable[list[int]]) -> Iterator[list[int]]:
         """Divides tensors that share a storage into groups whose memory overlaps."""
@@ -253,17 +295,23 @@ def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
     return tensor.resize_(*shape) if shape else tensor.resize_(shape)
 
 
-def read_table(table: bytes | bytearray | memoryview, buffers: Sequence[Any]) -> list[torch.Tensor]:
-    """Makes the tensors of a message.
+def read_table(
+    table: bytes | bytearray | memoryview, buffers: Sequence[Any]
+) -> tuple[list[torch.Tensor], list[Relation]]:
+    """Makes the tensors of a message, and returns with them which are views of which.
 
     Large ones share the memory of their frames in ``buffers``, without a copy.
     """
-    storages, rows = pickle.loads(table)
-    made: list[torch.UntypedStorage] = [_make_storage(row, buffers) for row in storages]
-    return [
-        _make_whole(row, buffers) if len(row) == _WHOLE_FIELDS else _make_tensor(row, made)
+    storages, rows, relations = pickle.loads(table)
+    made = [_make_storage(row, buffers) for row in storages]
+    shared = Counter(row[0] for row in rows if len(row) != _WHOLE_FIELDS) if made else {}
+    tensors = [
+        _make_whole(row, buffers)
+        if len(row) == _WHOLE_FIELDS
+        else _make_tensor(row, made, shared.get(row[0], 0) > 1)
         for row in rows
     ]
+    return tensors, relations
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -322,12 +370,13 @@ def _window(start: int, size: int, owner: Any) -> ctypes.Array[ctypes.c_char]:
     return window
 
 
-def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.UntypedStorage:
+def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.Tensor:
+    """Returns the bytes of a storage as a tensor."""
     if isinstance(row, int):
-        return torch.frombuffer(aligned(buffers[row]), dtype=torch.uint8).untyped_storage()
-    storage = torch.UntypedStorage(len(row))
-    ctypes.memmove(storage.data_ptr(), row, len(row))
-    return storage
+        return torch.frombuffer(aligned(buffers[row]), dtype=torch.uint8)
+    whole = torch.empty(len(row), dtype=torch.uint8, device=_CPU)
+    ctypes.memmove(whole.data_ptr(), row, len(row))
+    return whole
 
 
 def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
@@ -336,16 +385,21 @@ def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
     return _with_flags(make_plain(number, shape, data), flags)
 
 
-def _make_tensor(row: TensorRow, storages: list[torch.UntypedStorage]) -> torch.Tensor:
+def _make_tensor(row: TensorRow, storages: list[torch.Tensor], shared: bool) -> torch.Tensor:
     index, offset, dtype_name, shape, stride, flags = row
     dtype = _DTYPES[dtype_name]
     if index < 0:
         device = "meta" if flags & _META else "cpu"
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    elif shared:  # a view of the whole, without being one for autograd, has its version counter
+        whole = storages[index]
+        whole = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
+        tensor = whole.as_strided(shape, stride, offset // dtype.itemsize).detach()
     else:
         tensor = torch.empty(0, dtype=dtype, device=_CPU)
         with torch.no_grad():
-            tensor.set_(storages[index], offset // dtype.itemsize, shape, stride)
+            storage = storages[index].untyped_storage()
+            tensor.set_(storage, offset // dtype.itemsize, shape, stride)
     return _with_flags(tensor, flags)
 
 

@@ -20,7 +20,7 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
 from zrpc.testing.leaks import lasting
-from zrpc.transport.address import host_key
+from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
 if TYPE_CHECKING:
@@ -140,8 +140,10 @@ def test_workers_without_a_shared_directory_use_the_named_interface(
     monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
     first = elastic.join("first", 0)
     monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: "another/directory")
+    monkeypatch.setattr("zrpc.bootstrap.network_key", lambda: "another/network")
     with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
         elastic.join("far", 1)  # on another host, by its key
+    monkeypatch.setattr("zrpc.bootstrap.network_key", network_key)
     monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key().split('/')[0]}/elsewhere")
     second = elastic.join("near", 1)
     assert not first.membership.shares_host(second.membership.own_id)

@@ -1,0 +1,80 @@
+"""Keeps the C++ warnings of torch's stores from the users' terminal.
+
+A TCPStore that loses its host logs a warning with a stack of thirty C++ frames, beside the error
+that it raises. The error is handled, or reported in words of our own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store
+
+__all__ = ["QuietStore", "without_warnings"]
+
+_ERROR = 2  # torch's levels: 0 is INFO, 1 is WARNING
+
+# Guards the number below and the changes of torch's level.
+_lock = threading.Lock()
+_users = 0
+_before = 0
+
+
+def _find_level() -> ctypes.c_int | None:
+    """Returns torch's own level; None if the user has set one, or this torch keeps it elsewhere."""
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+_level = _find_level()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Hides C++ warnings of this process during the block, unless ``TORCH_CPP_LOG_LEVEL`` is set.
+
+    Any thread may enter it; the last one that leaves shows warnings again.
+    """
+    if _level is None:
+        yield
+        return
+    global _users, _before
+    with _lock:
+        if not _users:
+            _before, _level.value = _level.value, max(_level.value, _ERROR)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _level.value = _before
+
+
+class QuietStore:
+    """A store whose methods log no C++ warnings; it has the methods of ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            with without_warnings():
+                return method(*args)
+
+        return call
