@@ -1,0 +1,42 @@
+"""``zrpc run``: runs a Python program with zrpc in the place of torch's RPC."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import click
+
+from zrpc.drop_in import child_environment
+
+
+@click.command(
+    short_help="Run a program that uses torch.distributed.rpc, on zrpc.",
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(module: bool, script: str, args: tuple[str, ...]) -> None:
+    r"""Run SCRIPT as python does, with zrpc in the place of torch.distributed.rpc.
+
+    The program is not changed, nor are the libraries that it uses. Their imports of torch's RPC,
+    distributed autograd, DistributedOptimizer and RemoteModule find zrpc's. All Python processes
+    that the program starts run in the same way. All arguments after SCRIPT are its own.
+
+    \b
+    Examples:
+      zrpc run train.py --epochs 3
+      zrpc run -m my_package.train
+      zrpc run -m torch.distributed.run --nproc-per-node 2 train.py
+    """
+    if sys.flags.ignore_environment or sys.flags.no_site:
+        raise click.UsageError(
+            "expected a Python that reads PYTHONPATH and site, but it was started with -I, -E or -S"
+        )
+    # The interpreter starts afresh, so that the program has the process to itself.
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    program = ["-m", script] if module else [script]
+    command_line = [sys.executable, *options, *program, *args]
+    os.execve(sys.executable, command_line, child_environment(os.environ))
