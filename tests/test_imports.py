@@ -111,7 +111,7 @@ SURFACE: dict[str, set[str]] = {
         "task",
         "worker",
     },
-    "zrpc.drop_in": {""},
+    "zrpc.drop_in": {"", "check"},
     "zrpc.testing": {"", "procfs", "startup", "watchdog"},
     "zrpc.bench": {
         "machine",

@@ -1,8 +1,8 @@
 """Puts zrpc's names into one of torch's modules.
 
-The module stays the same object, so whoever has imported it before sees the change. Its names are
-removed and found again by a ``__getattr__`` of the module, which imports zrpc. So a process that
-uses none of them doesn't load zrpc.
+The module stays the same object, so a program that has imported it before sees the change. Its
+names are removed, and found again by a ``__getattr__`` of the module, which imports zrpc. So a
+process that uses none of them doesn't load zrpc.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def derived_classes(modules: Iterable[ModuleType]) -> list[type]:
 
 def _names_of_rpc(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if _belongs_to_rpc(name, value)}
+
+
+def is_supported(value: object) -> bool:
+    """Returns whether a value found in one of torch's modules does more than raise."""
+    return getattr(value, "__module__", None) != __name__
 
 
 def _belongs_to_rpc(name: str, value: Any) -> bool:
