@@ -6,6 +6,8 @@ that inject faults into torch's own agent.
 
 from __future__ import annotations
 
+import json
+import sys
 import unittest
 
 import torch.multiprocessing
@@ -86,3 +88,16 @@ def run(name: str) -> tuple[str, str]:
         return "skipped", result.skipped[0][1]
     problems = [trace for _, trace in result.errors + result.failures]
     return ("fails", problems[0]) if problems else ("passes", "")
+
+
+def main() -> None:
+    """Runs the tests that the arguments name, and writes each result as a line of the first."""
+    with open(sys.argv[1], "a") as results:
+        for name in sys.argv[2:] or names():
+            outcome, reason = run(name)
+            results.write(json.dumps({"name": name, "outcome": outcome, "reason": reason}) + "\n")
+            results.flush()
+
+
+if __name__ == "__main__":
+    main()
