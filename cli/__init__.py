@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = ("bench", "launch", "secret", "stacks")
+_COMMANDS = ("bench", "launch", "run", "secret", "stacks")
 
 
 class _LazyGroup(click.Group):

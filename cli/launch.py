@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import click
 
+from zrpc.drop_in import child_environment
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.starter import METHODS
 
@@ -81,6 +83,11 @@ def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) 
     metavar="HOST:PORT",
     help="With --elastic: add the workers to the running mesh at this address.",
 )
+@click.option(
+    "--drop-in",
+    is_flag=True,
+    help="Put zrpc in the place of torch.distributed.rpc in the workers, as `zrpc run` does.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -96,6 +103,7 @@ def command(
     elastic: bool,
     listen: str | None,
     join: str | None,
+    drop_in: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -116,6 +124,8 @@ def command(
     the others, which keep running. TORCHELASTIC_RESTART_COUNT counts its restarts. With --elastic,
     WORLD_SIZE is not set, and a second launch with --join can add workers.
     """
+    if drop_in:
+        os.environ.update(child_environment(os.environ))
     job = Job(
         script,
         args,

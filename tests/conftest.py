@@ -29,6 +29,7 @@ _SYSTEM_PATHS = (
     "bench/test_command.py",
     "cli/test_launch.py",
     "docs/test_pages.py",
+    "drop_in/test_run.py",
     "examples",
     "launch/test_descriptors.py",
     "launch/test_forkserver.py",

@@ -26,7 +26,7 @@ FILES = {
 ROOMS: list[list[str]] = [
     ["zrpc.cli"],
     ["zrpc.bench"],
-    ["zrpc.testing"],
+    ["zrpc.testing", "zrpc.drop_in"],
     ["face", "zrpc.launch"],
     ["zrpc.services"],
     ["zrpc.agent"],
@@ -114,6 +114,7 @@ SURFACE: dict[str, set[str]] = {
         "task",
         "worker",
     },
+    "zrpc.drop_in": {"", "check"},
     "zrpc.testing": {"", "procfs", "startup", "watchdog"},
     "zrpc.bench": {
         "machine",
@@ -129,7 +130,7 @@ SURFACE: dict[str, set[str]] = {
         "soak.run",
         "table",
     },
-    "face": {"api", "autograd", "bootstrap", "optim"},
+    "face": {"api", "autograd", "backend_registry", "bootstrap", "optim"},
     "leaves": {"constants", "errors", "functions", "options"},
 }
 # zrpc itself loads its names when they are used, so that it stands in no layer.

@@ -1,0 +1,94 @@
+"""Runs torch's own tests of its RPC on zrpc, and compares the results with the documented table.
+
+python -m tests.compatibility            # fails if docs/compatibility.md doesn't hold
+python -m tests.compatibility --update   # also runs them on torch, and writes the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.compatibility import table
+
+ROOT = Path(__file__).parents[2]
+_ON_ZRPC = ["-m", "zrpc.cli", "run"]
+_SUITES = ["-m", "tests.compatibility.suites"]
+
+
+def results(names: Sequence[str], jobs: int, *, on_zrpc: bool) -> dict[str, dict[str, str]]:
+    """Runs the tests of these names, or all, in several processes at once."""
+    command = [sys.executable, *(_ON_ZRPC if on_zrpc else []), *_SUITES]
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "results")
+        log = Path(directory, "log")
+        shares = [names[i::jobs] for i in range(jobs)] if names else [[]]
+        with log.open("wb") as output:
+            running = [
+                subprocess.Popen(
+                    [*command, str(path), *share], cwd=ROOT, stdout=output, stderr=output
+                )
+                for share in shares
+                if share or not names
+            ]
+            codes = [process.wait() for process in running]
+        if any(codes):
+            raise SystemExit(log.read_text(errors="replace")[-5000:])
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    return {result["name"]: result for result in found}
+
+
+def unexpected(names: Sequence[str], jobs: int) -> list[str]:
+    """Runs these tests on zrpc; returns how they differ from the rows of the page."""
+    rows = table.read(table.PAGE.read_text())
+    found = results(names, jobs, on_zrpc=True)
+    again = [name for name in names if (rows[name] == "passes") != _passes(found[name])]
+    if again:  # on a busy machine, some of torch's own limits are short
+        found.update(results(again, 1, on_zrpc=True))
+    return [
+        f"{name}: expected {rows[name]!r}, but it {found[name]['outcome']}\n{found[name]['reason']}"
+        for name in again
+        if (rows[name] == table.PASSES) != _passes(found[name])
+    ]
+
+
+def update(jobs: int) -> None:
+    """Runs all tests on torch and on zrpc, and writes the page."""
+    page = table.PAGE.read_text()
+    rows = table.read(page)
+    on_torch = results([], 1, on_zrpc=False)
+    names = [name for name, result in on_torch.items() if _passes(result)]
+    found = results(names, jobs, on_zrpc=True)
+    updated = {
+        name: table.PASSES
+        if _passes(found[name])
+        else rows.get(name, table.PASSES).replace(table.PASSES, table.UNEXPLAINED)
+        for name in names
+    }
+    table.PAGE.write_text(table.write(page, updated))
+
+
+def _passes(result: dict[str, str]) -> bool:
+    return result["outcome"] == "passes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
+    parser.add_argument("--update", action="store_true", help="write docs/compatibility.md")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    if options.update:
+        update(options.jobs)
+    problems = unexpected(list(table.read(table.PAGE.read_text())), options.jobs)
+    print("\n".join(problems) or "docs/compatibility.md holds")
+    sys.exit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

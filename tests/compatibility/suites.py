@@ -1,0 +1,103 @@
+"""Torch's own tests of its RPC, as its wheel contains them, with workers that are forked.
+
+Not among them are the suites of TorchScript's calls, which zrpc doesn't have, of CUDA, and those
+that inject faults into torch's own agent.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import unittest
+
+import torch.multiprocessing
+from torch.testing._internal import common_distributed
+from torch.testing._internal.distributed.ddp_under_dist_autograd_test import (
+    DdpComparisonTest,
+    DdpUnderDistAutogradTest,
+)
+from torch.testing._internal.distributed.nn.api.remote_module_test import (
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+)
+from torch.testing._internal.distributed.rpc.dist_autograd_test import (
+    DistAutogradTest,
+    TensorPipeAgentDistAutogradTest,
+)
+from torch.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
+from torch.testing._internal.distributed.rpc.examples.parameter_server_test import (
+    ParameterServerTest,
+)
+from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
+    ReinforcementLearningRpcTest,
+)
+from torch.testing._internal.distributed.rpc.rpc_test import RpcTest, TensorPipeAgentRpcTest
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+    TensorPipeRpcAgentTestFixture,
+)
+
+_CLASSES = (
+    RpcTest,
+    TensorPipeAgentRpcTest,
+    DistAutogradTest,
+    TensorPipeAgentDistAutogradTest,
+    DistOptimizerTest,
+    RemoteModuleTest,
+    ThreeWorkersRemoteModuleTest,
+    DdpUnderDistAutogradTest,
+    DdpComparisonTest,
+    ParameterServerTest,
+    ReinforcementLearningRpcTest,
+)
+_TEST_SECONDS = 120  # more than torch's tests take on a busy machine
+
+
+class _ForkedWorkers(common_distributed.MultiProcessTestCase):
+    """Torch spawns its workers, so that each of them takes seconds to import torch."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
+SUITES = {
+    cls.__name__: type(cls.__name__, (cls, TensorPipeRpcAgentTestFixture, _ForkedWorkers), {})
+    for cls in _CLASSES
+}
+for _suite in SUITES.values():
+    _suite.__module__ = __name__
+common_distributed.TIMEOUT_DEFAULT = _TEST_SECONDS
+
+
+def names() -> list[str]:
+    """Returns the tests, as ``Suite.test``. Those of a base class are listed only there."""
+    found: dict[str, list[str]] = {}
+    for suite, cls in SUITES.items():
+        loaded = unittest.defaultTestLoader.getTestCaseNames(cls)
+        listed = {name for names in found.values() for name in names}
+        found[suite] = [name for name in loaded if name not in listed]
+    return [f"{suite}.{name}" for suite, names in found.items() for name in names]
+
+
+def run(name: str) -> tuple[str, str]:
+    """Runs one test; returns "passes", "skipped" or "fails", and the reason or traceback."""
+    suite, _, method = name.partition(".")
+    result = unittest.TestResult()
+    SUITES[suite](method).run(result)
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    problems = [trace for _, trace in result.errors + result.failures]
+    return ("fails", problems[0]) if problems else ("passes", "")
+
+
+def main() -> None:
+    """Runs the tests that the arguments name, and writes each result as a line of the first."""
+    with open(sys.argv[1], "a") as results:
+        for name in sys.argv[2:] or names():
+            outcome, reason = run(name)
+            results.write(json.dumps({"name": name, "outcome": outcome, "reason": reason}) + "\n")
+            results.flush()
+
+
+if __name__ == "__main__":
+    main()

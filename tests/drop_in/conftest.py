@@ -1,0 +1,61 @@
+"""Programs that run as ``zrpc run`` runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.support.programs import Programs
+from zrpc.testing.processes import warm_server
+
+DEADLINE = 120.0
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+
+Commands = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes a file of the program's directory."""
+
+    def write(name: str, source: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(dedent(source))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Commands:
+    """Runs a command with Python's options and arguments, in the program's directory."""
+
+    def run(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**inherited, **env},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+
+    return run
+
+
+@pytest.fixture
+def programs(tmp_path: Path, free_port: int) -> Iterator[Programs]:
+    """Scripts that are forked from a process that has imported torch."""
+    warm_server()
+    running = Programs(tmp_path, free_port)
+    yield running
+    running.close()

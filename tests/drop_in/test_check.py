@@ -1,0 +1,118 @@
+"""``zrpc run --check`` lists what a program uses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from tests.drop_in.conftest import Commands
+from zrpc.drop_in.check import uses_in_program, uses_in_source
+
+Write = Callable[[str, str], Path]
+RPC = "torch.distributed.rpc"
+
+
+@pytest.fixture(autouse=True)
+def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a check add the program's directory."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch.distributed.rpc as rpc\nrpc.rpc_sync", [f"{RPC}.rpc_sync"]),
+        ("import torch\ntorch.distributed.rpc.RRef(1).owner()", [f"{RPC}.RRef"]),
+        (
+            "import torch.distributed as dist\ndist.rpc.api._all_gather(1)",
+            [f"{RPC}.api._all_gather"],
+        ),
+        ("from torch.distributed import rpc as r\nr.init_rpc('a')", [f"{RPC}.init_rpc"]),
+        ("from torch.distributed.rpc import RRef as R\nR(1)", [f"{RPC}.RRef"]),
+        (
+            "def f():\n    from torch.distributed.rpc.api import a, b",
+            [f"{RPC}.api.a", f"{RPC}.api.b"],
+        ),
+        (
+            "from torch.distributed.nn import RemoteModule\nRemoteModule.forward",
+            ["torch.distributed.nn.RemoteModule"],
+        ),
+        (
+            "import torch\ntorch._C._distributed_rpc.PyRRef",
+            ["torch._C._distributed_rpc.PyRRef"],
+        ),
+        (
+            "import torch.distributed.autograd as dist_autograd\ndist_autograd.context()",
+            ["torch.distributed.autograd.context"],
+        ),
+        ("import torch.distributed as dist\ndist.init_process_group()", []),
+        ("from torch.distributed.optim import ZeroRedundancyOptimizer", []),
+        ("import torch.distributed.rpc", []),
+        ("from torch.distributed.rpc import *", []),
+        ("import torch.distributed rpc", []),
+    ],
+)
+def test_names_are_found_by_what_a_file_calls_them(source: Any, names: Any) -> None:
+    assert sorted({use.name for use in uses_in_source(source, "a.py")}) == names
+
+
+def test_imports_are_followed_without_running_anything(write: Write, tmp_path: Path) -> None:
+    program = write("program.py", "import one, package.inner\nraise SystemExit")
+    write("one.py", "from package import (\n    two,  # a comment, with a comma\n)")
+    write("package/__init__.py", "raise SystemExit('was run')")
+    write("package/two.py", "def f():\n    from . import three\nfrom .four import \\\n    x")
+    write("package/three.py", "from torch.distributed.rpc import remote")
+    write("package/four.py", "from torch.distributed.rpc import shutdown")
+    write("package/inner.py", "import torch.distributed.rpc as rpc\n\nrpc.rpc_async")
+    write("package/unused.py", "from torch.distributed.rpc import rpc_sync")
+    uses = uses_in_program(str(program))
+    assert [(use.name, Path(use.path).name, use.line) for use in uses] == [
+        (f"{RPC}.remote", "three.py", 1),
+        (f"{RPC}.rpc_async", "inner.py", 3),
+        (f"{RPC}.shutdown", "four.py", 1),
+    ]
+
+
+def test_the_program_must_exist() -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no script 'nothing\.py'"):
+        uses_in_program("nothing.py")
+    with pytest.raises(FileNotFoundError, match="there is no module 'no_such_module'"):
+        uses_in_program("no_such_module", module=True)
+
+
+@pytest.mark.system
+def test_the_command_lists_names_and_places(write: Write, commands: Commands) -> None:
+    write("package/__init__.py", "")
+    write(
+        "package/__main__.py",
+        """
+        import torch.distributed.rpc as rpc
+        from torch.distributed.rpc import no_such_name
+        rpc.init_rpc("a")
+        rpc.TensorPipeAgent
+        rpc.constants.UNSET_RPC_TIMEOUT
+        rpc.init_rpc("b")
+        """,
+    )
+    ended = commands("-m", "zrpc.cli", "run", "--check", "-m", "package")
+    path = next(line for line in ended.stdout.splitlines() if line.endswith(":4")).strip()[:-2]
+    assert ended.stdout == dedent(f"""\
+        torch.distributed.rpc.TensorPipeAgent: NOT SUPPORTED; zrpc has one kind of agent; call init_rpc and get_worker_info
+            {path}:5
+        torch.distributed.rpc.constants.UNSET_RPC_TIMEOUT: supported
+            {path}:6
+        torch.distributed.rpc.init_rpc: supported
+            {path}:4
+            {path}:7
+        torch.distributed.rpc.no_such_name: NOT SUPPORTED; this version of torch doesn't have it either
+            {path}:3
+        4 names of torch's RPC, 2 not supported
+        """)  # noqa: E501
+    assert ended.returncode == 1
+    write("program.py", "from torch.distributed.rpc import rpc_sync")
+    assert commands("-m", "zrpc.cli", "run", "--check", "program.py").returncode == 0

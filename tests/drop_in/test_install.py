@@ -1,0 +1,140 @@
+"""`install` after torch was imported, and how names change in modules that have them already."""
+
+from __future__ import annotations
+
+from tests.support.programs import Programs
+
+
+def test_install_reaches_what_was_imported_before(programs: Programs) -> None:
+    programs.write(
+        """
+        from torch.distributed.rpc import RRef, rpc_sync as call
+        from torch.distributed import rpc as module
+
+        def is_rref(value):
+            return isinstance(value, RRef)
+        """,
+        "library.py",
+    )
+    source = """
+        import library, torch, sys
+        import torch.distributed.rpc as before
+        from torch.distributed.rpc import get_worker_info
+        import zrpc, zrpc.drop_in
+
+        zrpc.drop_in.install()
+        zrpc.drop_in.install()
+        import torch.distributed.rpc as after
+        assert after is before is library.module
+        assert library.call is zrpc.rpc_sync is after.rpc_sync is torch.distributed.rpc.api.rpc_sync
+        assert get_worker_info is zrpc.get_worker_info
+        assert torch.nn.parallel.distributed.RRef is zrpc.RRef
+        after.init_rpc("worker0", rank=0, world_size=1)
+        assert library.is_rref(after.RRef(3))
+        assert library.is_rref(zrpc.remote("worker0", max, args=(1, 2)))
+        assert after.api._all_gather(3) == {"worker0": 3}
+        after.shutdown()
+        assert sys.meta_path[0].__class__.__module__ == "zrpc.drop_in.finder"
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
+def test_install_says_why_it_is_too_late(programs: Programs) -> None:
+    source = """
+        import torch, zrpc.drop_in
+        import torch.distributed.rpc as rpc
+
+        def refused():
+            try:
+                zrpc.drop_in.install()
+            except RuntimeError as error:
+                return str(error)
+
+        class Options(rpc.RpcBackendOptions):
+            pass
+
+        assert "found __main__.Options; call install() earlier" in refused()
+        del Options
+        import gc; gc.collect()
+        rpc.init_rpc("worker0", rank=0, world_size=1)
+        assert "torch's RPC is initialized in this process" in refused()
+        # A refusal changes nothing.
+        assert rpc.rpc_sync("worker0", max, args=(1, 2)) == 2
+        assert rpc.rpc_sync.__module__ == "torch.distributed.rpc.api"
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
+def test_scripts_of_torch_compile_beside_it(programs: Programs) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        import torch
+
+        @torch.jit.script
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        class Module(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return double(x)
+
+        assert torch.jit.script(Module())(torch.ones(1)).item() == 2
+        import torch.distributed.optim, torch.distributed.fsdp
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
+def test_private_names_that_libraries_use(programs: Programs) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        import torch, zrpc
+        import torch.distributed.rpc as rpc
+        import torch.distributed.autograd as dist_autograd
+        from torch._C._distributed_rpc import _is_current_rpc_agent_set
+        from torch.distributed.rpc import api, backend_registry, constants, internal, options
+
+        @api._require_initialized
+        def name():
+            return rpc.get_worker_info().name
+
+        try:
+            name()
+        except RuntimeError as error:
+            assert str(error).startswith("RPC has not been initialized")
+        assert not _is_current_rpc_agent_set()
+        made = backend_registry.construct_rpc_backend_options(
+            rpc.BackendType.TENSORPIPE, rpc_timeout=constants.DEFAULT_RPC_TIMEOUT_SEC
+        )
+        assert isinstance(made, options.TensorPipeRpcBackendOptions)
+        assert isinstance(made, torch._C._distributed_rpc._TensorPipeRpcBackendOptionsBase)
+        assert backend_registry.backend_registered("TENSORPIPE")
+        assert not backend_registry.backend_registered("GLOO")
+        rpc.init_rpc("worker0", backend_registry.BackendType["TENSORPIPE"], 0, 1, made)
+        assert name() == "worker0" and _is_current_rpc_agent_set()
+        assert api._get_current_rpc_agent().get_worker_info().name == "worker0"
+        with api._wait_all():
+            future = rpc.rpc_async("worker0", max, args=(1, 2))
+        assert future.done()
+        assert internal.deserialize(*internal.serialize((torch.ones(2), "x")))[1] == "x"
+        assert internal.RPCExecMode.SYNC.value == "sync"
+        with dist_autograd.context() as context_id:
+            assert dist_autograd._retrieve_context(context_id)._context_id() == context_id
+            dist_autograd._is_valid_context(context_id)
+        try:
+            dist_autograd._retrieve_context(context_id)
+        except RuntimeError as error:
+            assert "Could not find autograd context with id" in str(error)
+        try:
+            dist_autograd._current_context()
+        except RuntimeError as error:
+            assert "doesn't have a valid autograd context" in str(error)
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output

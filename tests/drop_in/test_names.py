@@ -1,0 +1,123 @@
+"""Which names of torch's are replaced, and by what."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch.distributed.rpc as torch_rpc
+
+import zrpc
+from zrpc.drop_in import child_environment
+from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS, advice
+from zrpc.drop_in.replacement import derived_classes, rebind, replace_names
+
+
+@pytest.mark.parametrize(("name", "home"), sorted(REPLACEMENTS.items()))
+def test_each_replacement_exists(name: Any, home: Any) -> None:
+    assert hasattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_module_exists_in_torch(name: Any) -> None:
+    importlib.import_module(name)
+
+
+def test_no_name_is_both_kept_and_replaced() -> None:
+    assert not KEPT & set(REPLACEMENTS)
+
+
+def test_each_name_that_is_kept_or_replaced_exists_in_torch() -> None:
+    names = {name for module in MODULES for name in vars(importlib.import_module(module))}
+    assert (KEPT | set(REPLACEMENTS)) <= names
+
+
+def test_constants_of_torch_that_stay_agree_with_ours() -> None:
+    constants = torch_rpc.constants
+    assert constants.UNSET_RPC_TIMEOUT == zrpc.UNSET_RPC_TIMEOUT
+    options = zrpc.ZmqRpcBackendOptions()
+    assert options.rpc_timeout == constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert options.num_worker_threads == constants.DEFAULT_NUM_WORKER_THREADS
+    assert options.init_method == constants.DEFAULT_INIT_METHOD
+
+
+def test_advice_is_specific_if_there_is_some() -> None:
+    assert "one back end" in advice("torch.distributed.rpc.backend_registry.register_backend")
+    assert "rpc_sync" in advice("torch.distributed.rpc._invoke_rpc_builtin")
+    assert "coming-from-torch" in advice("torch.distributed.rpc.something_else")
+
+
+class _Own:
+    """Stands for a class of torch's."""
+
+
+_Own.__module__ = "torch.distributed.rpc.api"
+
+
+def _own(number: int) -> int:
+    return number
+
+
+_own.__module__ = "torch.distributed.rpc.api"
+
+
+def module_like_torch(name: str) -> ModuleType:
+    module = ModuleType(name)
+    vars(module).update(rpc_sync=_own, RpcAgent=_Own, method=_own, serialize=_own, os=os, limit=3)
+    return module
+
+
+def test_names_are_replaced_and_others_stay() -> None:
+    module: Any = module_like_torch("one")
+    replace_names(module)
+    assert module.rpc_sync is zrpc.rpc_sync
+    assert (module.serialize, module.os, module.limit) == (_own, os, 3)
+    assert set(dir(module)) >= {"rpc_sync", "RpcAgent", "method", "limit"}
+    with pytest.raises(AttributeError, match="module 'one' has no attribute 'rpc_snyc'"):
+        module.rpc_snyc  # noqa: B018
+
+
+def test_a_name_that_is_not_supported_raises_when_it_is_used() -> None:
+    module: Any = module_like_torch("two")
+    replace_names(module)
+    with pytest.raises(NotImplementedError, match=r"but got two\.method: "):
+        module.method(1)
+    with pytest.raises(NotImplementedError, match=r"two\.RpcAgent: zrpc has one kind of agent"):
+        module.RpcAgent()
+    assert not isinstance(3, module.RpcAgent)
+    assert issubclass(type("Mine", (module.RpcAgent,), {}), module.RpcAgent)
+
+
+def test_a_module_that_imported_names_before_gets_the_new_ones() -> None:
+    module: Any = module_like_torch("torch.distributed.rpc.three")
+    importer: Any = ModuleType("importer")
+    vars(importer).update(call=module.method, other=3)
+    replace_names(module)
+    importlib.sys.modules[module.__name__] = module  # type: ignore[attr-defined]
+    try:
+        rebind(importer)
+    finally:
+        del importlib.sys.modules[module.__name__]  # type: ignore[attr-defined]
+    assert importer.other == 3
+    with pytest.raises(NotImplementedError):
+        importer.call(1)
+
+
+def test_classes_that_were_derived_before_are_found() -> None:
+    module = module_like_torch("four")
+    assert derived_classes([module]) == []
+    derived = type("Derived", (_Own,), {"__module__": "mine"})
+    assert derived_classes([module]) == [derived]
+
+
+def test_the_environment_of_children_keeps_what_was_in_it() -> None:
+    fresh = child_environment({"HOME": "/home/me", "PYTHONPATH": ""})
+    startup = fresh["PYTHONPATH"]
+    assert os.listdir(startup)
+    assert os.pathsep not in startup
+    assert fresh["HOME"] == "/home/me"
+    assert child_environment({"PYTHONPATH": "/mine"})["PYTHONPATH"] == f"{startup}:/mine"
+    assert child_environment(fresh) == fresh
