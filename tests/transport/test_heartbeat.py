@@ -140,6 +140,7 @@ def test_each_connection_begins_with_a_greeting_which_the_peer_may_answer(
     until(lambda: found.extend(heartbeats.notices()) or found)
     assert found == [(b"a peer", b"a message")]
     inbox.close()
+    assert await_events(heartbeats, 2) == [(3, True), (3, False)]
     inbox, _ = listening(context, endpoint)
     assert greeting_at(inbox, heartbeats) == greeting
     inbox.close()
