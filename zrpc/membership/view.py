@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from zrpc.errors import RpcError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.transport.heartbeat import heartbeat_identity
-from zrpc.transport.network import bulk_identity
+from zrpc.transport.network import bulk_identity, heartbeat_identity
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
 __all__ = ["Membership"]

@@ -20,7 +20,7 @@ from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
 
-__all__ = ["BULK_BYTES", "BULK_LETTER", "Network", "bulk_identity"]
+__all__ = ["BULK_BYTES", "BULK_LETTER", "Network", "bulk_identity", "heartbeat_identity"]
 
 AnyMailbox = Mailbox | DirectMailbox
 M = TypeVar("M", bound=AnyMailbox)

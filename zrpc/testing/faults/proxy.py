@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
-from zrpc.transport.heartbeat import heartbeat_identity
+from zrpc.transport.network import heartbeat_identity
 
 __all__ = ["Link", "MessageFault", "Relays"]
 
