@@ -239,7 +239,7 @@ def test_all_leave_after_any_lost_messages(size: Any, schedule: Any, seed: Any) 
 
 @thorough
 @given(st.integers(2, 6), schedules(WITH_CUTS), st.integers(0, 2**16))
-def test_all_leave_whoever_has_lost_whom(size: Any, schedule: Any, seed: Any) -> None:
+def test_all_leave_though_some_have_lost_each_other(size: Any, schedule: Any, seed: Any) -> None:
     """And none before all that it has not lost have begun to shut down."""
     run(size, schedule, seed)
 

@@ -58,8 +58,12 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
         lost.result(SOON)
     # It learns that without having sent anything.
     mesh.run(0, until_lost, "worker1")
-    for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
-        future.result(SOON)
+    ends = [mesh.submit(rank, rpc.shutdown) for rank in (0, 2)]
+    ends[0].result(SOON)
+    # The third one stays for the other worker that it still counts, and that goes on.
+    assert mesh.run(1, rpc.rpc_sync, 2, echo, (1,)) == 1
+    mesh.run(1, rpc.shutdown)
+    ends[1].result(SOON)
 
 
 # -- with a handler that never returns ------------------------------------------------------------
