@@ -362,7 +362,8 @@ def _all_gather(
 ) -> dict[str, Any]:
     """Returns the object that each worker passed, by worker name; all of them must call it.
 
-    Without a timeout it waits without limit, but not for workers that are gone.
+    Without a timeout it waits without limit, but not for workers that are gone: those that left, or
+    whose process has ended, are not counted. One that was declared dead makes it fail everywhere.
     """
     limit = 0 if timeout == UNSET_RPC_TIMEOUT else timeout
     return current_agent().service(Collectives).gather(obj, worker_names or None, limit)

@@ -35,6 +35,8 @@ class Mesh:
         self.left = set()
         self.dead = set()
         self.unaware = set()
+        self.noticed = set()
+        self.cut = set()
         self.lost_proceed = False
         self.sent = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
         self.received = {rank: dict.fromkeys(range(size), 0) for rank in range(size)}
@@ -69,6 +71,8 @@ class Mesh:
         content = self.channels[sender, receiver].popleft()
         if receiver in self.left or receiver in self.dead:
             return
+        if content == "work" and (receiver, sender) in self.noticed:
+            return  # as of a stranger
         if content == "work":
             self.received[receiver][sender] += 1
             self.busy[receiver] += 1
@@ -79,7 +83,7 @@ class Mesh:
     def look(self, rank: Any) -> None:
         """Answers the leader if the worker is idle, as an agent does now and then."""
         machine = self.machines[rank]
-        if machine.asked is not None and not self.busy[rank]:
+        if machine.asked and not self.busy[rank]:
             known = [other for other in self.machines if (rank, other) not in self.noticed]
             sent = sum(self.sent[rank][other] for other in known)
             received = sum(self.received[rank][other] for other in known)
@@ -89,7 +93,11 @@ class Mesh:
         self.dead.add(rank)
         self.unaware |= {(other, rank) for other in self.living}
 
-    noticed: set[tuple[int, int]]
+    def cut_off(self, one: Any, other: Any) -> None:
+        """Each of two that live will find the other lost, at its own time."""
+        if one != other and (one, other) not in self.cut:
+            self.cut |= {(one, other), (other, one)}
+            self.unaware |= {(one, other), (other, one)}
 
     def notice(self, rank: Any, dead: Any) -> None:
         self.unaware.remove((rank, dead))
@@ -124,7 +132,11 @@ class Mesh:
     def _check(self, rank: Any) -> None:
         if rank not in self.begun:
             raise Violation(f"{rank} has left though it did not shut down")
-        others = [other for other in self.living if other not in self.begun]
+        others = [
+            other
+            for other in self.living
+            if other not in self.begun and (rank, other) not in self.noticed
+        ]
         if others:
             raise Violation(f"{rank} has left though {others} have not begun to shut down")
         busy = [other for other in self.living if self.busy[other]]
@@ -134,7 +146,7 @@ class Mesh:
             if "work" in channel and not self.dead & set(pair)
         ]
         # After a loss nobody can know which of the counted messages were the dead worker's.
-        if (busy or in_flight) and not self.dead:
+        if (busy or in_flight) and not self.dead and not self.cut:
             raise Violation(f"{rank} has left though {busy} are busy, {in_flight} in flight")
 
     def finish(self, order: Any, rounds: Any = 6000) -> None:
@@ -150,8 +162,9 @@ class Mesh:
             moves += [(self.rest, (rank,)) for rank in present if self.busy[rank]]
             moves += [(self.deliver, pair) for pair, queue in self.channels.items() if queue]
             moves += [(self.notice, pair) for pair in sorted(self.unaware)]
-            moves += [(self.remind, (rank,)) for rank in present]
-            if self.lost_proceed:
+            if not any(self.channels.values()):  # they are rare, in comparison
+                moves += [(self.remind, (rank,)) for rank in present]
+            if self.lost_proceed or self.cut:
                 pairs = {(rank, left) for rank in present for left in self.left} - self.noticed
                 self.unaware |= pairs
             if left_to_do:
@@ -166,6 +179,7 @@ class Mesh:
 STEPS = ("work", "work", "rest", "begin", "look", "look", "deliver", "deliver", "deliver")
 WITH_LOSSES = (*STEPS, "kill", "notice", "lose rest")
 WITH_LOST_WORDS = (*STEPS, "remind", "lose word", "lose word")
+WITH_CUTS = (*STEPS, "cut", "notice", "notice", "kill", "remind")
 
 
 def schedules(steps: Any) -> Any:
@@ -176,7 +190,6 @@ def schedules(steps: Any) -> Any:
 
 def run(size: Any, schedule: Any, seed: Any, machine: Any = Termination) -> None:
     mesh = Mesh(size, machine)
-    mesh.noticed = set()
     for what, first, second in schedule:
         present = mesh.present
         if not present:
@@ -196,6 +209,8 @@ def run(size: Any, schedule: Any, seed: Any, machine: Any = Termination) -> None
             mesh.lose_rest(*queued[second % len(queued)])
         elif what == "kill" and len(mesh.living) > 1:
             mesh.kill(rank)
+        elif what == "cut" and other in present:
+            mesh.cut_off(rank, other)
         elif what == "notice" and unaware:
             mesh.notice(*unaware[first % len(unaware)])
     mesh.finish(random.Random(seed))
@@ -222,6 +237,13 @@ def test_all_leave_after_any_lost_messages(size: Any, schedule: Any, seed: Any) 
     run(size, schedule, seed)
 
 
+@thorough
+@given(st.integers(2, 6), schedules(WITH_CUTS), st.integers(0, 2**16))
+def test_all_leave_though_some_have_lost_each_other(size: Any, schedule: Any, seed: Any) -> None:
+    """And none before all that it has not lost have begun to shut down."""
+    run(size, schedule, seed)
+
+
 class LooksOnce(Termination):
     """Mistakes one balanced round for the end."""
 
@@ -238,7 +260,7 @@ class CountsNothing(Termination):
 class WaitsForNobody(Termination):
     @property
     def _leads(self) -> Any:
-        return self.leader == self._own_id and not self.done
+        return self.waits_for_all
 
 
 class RemindsNobody(Termination):
@@ -259,6 +281,11 @@ class IgnoresLosses(Termination):
         return []
 
 
+class InvitesNobody(Termination):
+    def remind(self) -> Any:
+        return [each for each in super().remind() if each[1].step is not Step.INVITE]
+
+
 @pytest.mark.parametrize(
     ("mutant", "steps"),
     [
@@ -268,6 +295,7 @@ class IgnoresLosses(Termination):
         (IgnoresLosses, WITH_LOSSES),
         (RemindsNobody, WITH_LOST_WORDS),
         (AsksOnce, WITH_LOST_WORDS),
+        (InvitesNobody, WITH_CUTS),
     ],
 )
 def test_a_broken_protocol_is_detected(mutant: Any, steps: Any) -> None:
@@ -291,18 +319,9 @@ def test_a_worker_that_is_alone_leaves_in_two_rounds() -> None:
     assert alone.begin() == []
     assert not alone.done
     for _ in range(2):
-        assert alone.asked is not None
+        assert alone.asked
         assert alone.idle(0, 0) == []
     assert alone.done
-
-
-def test_the_leader_is_the_lowest_living_member() -> None:
-    member = Termination(2, [0, 1, 2])
-    assert member.leader == 0
-    member.on_member_lost(0)
-    assert member.leader == 1
-    member.on_member_lost(1)
-    assert member.leader == 2
 
 
 def test_a_join_goes_to_the_leader_and_to_its_successor() -> None:
@@ -310,6 +329,8 @@ def test_a_join_goes_to_the_leader_and_to_its_successor() -> None:
     join = TerminationMessage(Step.JOIN)
     assert member.begin() == [(0, join)]
     assert member.on_member_lost(0) == [(1, join)]
+    assert member.on_member_lost(1) == []
+    assert member.asked  # it leads itself
     assert Termination(2, [0, 1, 2]).on_member_lost(0) == []  # not begun yet
 
 
@@ -328,7 +349,7 @@ def test_only_the_loss_of_another_member_counts() -> None:
     leader.begin()
     assert leader.on_member_lost(5) == []
     assert leader.on_member_lost(0) == []  # itself
-    assert leader.leader == 0
+    assert leader.waits_for_all
 
 
 def test_counts_of_an_earlier_round_do_not_count() -> None:
@@ -338,7 +359,7 @@ def test_counts_of_an_earlier_round_do_not_count() -> None:
     leader.receive(1, TerminationMessage(Step.COUNTS, 0, 0, 0))
     leader.idle(0, 0)
     assert not leader.done
-    assert leader.asked is None  # it waits for the counts of this round
+    assert not leader.asked  # it waits for the counts of this round
 
 
 def test_an_idle_worker_that_nobody_asks_says_nothing() -> None:
@@ -359,6 +380,7 @@ def test_strangers_are_not_heard() -> None:
         st.integers(0, 2**32 - 1),
         st.integers(0, 2**64 - 1),
         st.integers(0, 2**64 - 1),
+        st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     )
 )
 def test_messages_survive_as_bytes(message: Any) -> None:
@@ -389,3 +411,30 @@ def test_a_worker_that_comes_while_the_others_are_asked_is_waited_for() -> None:
     assert leader.missing == [2]
     probes = leader.receive(2, join)
     assert probes == [(rank, TerminationMessage(Step.PROBE, 3)) for rank in (1, 2)]
+
+
+def test_a_worker_that_counts_more_than_its_leader_joins_another_one() -> None:
+    """0 and 1 have lost each other; 2 talks to both."""
+    member, join = Termination(2, [0, 1, 2]), TerminationMessage(Step.JOIN)
+    assert member.begin() == [(0, join)]
+    member.receive(0, TerminationMessage(Step.PROBE, 1, lost=(1,)))
+    member.receive(0, TerminationMessage(Step.PROCEED, lost=(1,)))
+    assert not member.done
+    assert member.remind() == [(1, join)]
+    member.receive(1, TerminationMessage(Step.PROCEED, lost=(0,)))
+    assert member.done
+
+
+def test_a_leader_invites_those_that_may_follow_another_one() -> None:
+    leader = Termination(1, [0, 1, 2, 3])
+    leader.begin()
+    leader.on_member_lost(0)
+    leader.receive(3, TerminationMessage(Step.JOIN))
+    invite = TerminationMessage(Step.INVITE, lost=(0,))
+    assert leader.remind() == [(2, invite)]
+    follower = Termination(2, [0, 1, 2, 3])
+    assert follower.receive(1, invite) == []  # not before it shuts down itself
+    join = TerminationMessage(Step.JOIN)
+    assert follower.begin() == [(1, join)]
+    follower.receive(1, TerminationMessage(Step.PROBE, 1, lost=(0,)))
+    assert follower.remind() == [(1, join), (0, join)]

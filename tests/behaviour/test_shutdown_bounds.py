@@ -19,6 +19,15 @@ MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
 
 
+def until_lost(name: str) -> None:
+    """Waits until this worker has declared another one lost, or was told to."""
+    import threading
+
+    gone = threading.Event()
+    rpc.on_worker_lost(lambda worker: worker.name == name and gone.set())
+    assert gone.wait(20), f"{name} is not lost"
+
+
 # -- with peers that are gone, or answer no more ------------------------------------------------
 
 
@@ -37,6 +46,24 @@ def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
     with faults.cut(mesh, 0, 2), faults.cut(mesh, 1, 2):
         for future in [first, mesh.submit(0, rpc.shutdown), mesh.submit(1, rpc.shutdown)]:
             future.result(SOON)
+
+
+@pytest.mark.zrpc(workers=3, processes=True, timeout=60, options={"heartbeat_timeout": 2.0})
+def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) -> None:
+    """Two workers no longer count each other; the third one counts both, and waits for both."""
+    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+    assert mesh.run(1, rpc.rpc_sync, 0, echo, (1,)) == 1
+    lost = mesh.submit(1, until_lost, "worker0")
+    with faults.pause(mesh, 0):
+        lost.result(SOON)
+    # It learns that without having sent anything.
+    mesh.run(0, until_lost, "worker1")
+    ends = [mesh.submit(rank, rpc.shutdown) for rank in (0, 2)]
+    ends[0].result(SOON)
+    # The third one stays for the other worker that it still counts, and that goes on.
+    assert mesh.run(1, rpc.rpc_sync, 2, echo, (1,)) == 1
+    mesh.run(1, rpc.shutdown)
+    ends[1].result(SOON)
 
 
 # -- with a handler that never returns ------------------------------------------------------------

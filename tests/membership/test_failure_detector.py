@@ -40,6 +40,7 @@ def test_a_peer_that_never_answers_is_declared_dead_within_the_limit(
     detector.monitor(1, 5.0)
     (loss,) = ticks(detector, 5.0, 50.0)
     assert (loss.member, loss.reason, loss.heard) == (1, Reason.SILENT, None)
+    assert loss.unreached
     assert 0.8 * LIMIT < loss.at - 5.0 <= LIMIT
     assert ticks(detector, loss.at, 100.0) == []  # once
 
@@ -54,6 +55,7 @@ def test_a_peer_that_stops_is_declared_dead_within_the_limit(detector: FailureDe
     detector.disconnected(1, broken)
     (loss,) = ticks(detector, broken, 200.0)
     assert loss.reason is Reason.SILENT
+    assert not loss.unreached
     assert loss.heard == pytest.approx(100.0)
     assert 100.0 + 0.8 * LIMIT < loss.at <= 100.0 + LIMIT
 

@@ -152,7 +152,7 @@ class PlayedHost:
 def test_a_host_that_has_met_the_others_and_exits() -> None:
     host = PlayedHost(2)
     host.confirm()
-    host.entries.get(f"{host.digest}/1")  # waits for it
+    host.entries.get(f"{host.digest}/outcome")  # waits for it
     assert host.end() == host.records
 
 
@@ -244,6 +244,57 @@ def test_one_rank_twice() -> None:
     outcomes = start(lambda: store, [first, second, record(1, 2)], timeout=1)()
     errors = [o for o in outcomes[:2] if isinstance(o, RendezvousError)]
     assert any("rank 0 is not unique: workers" in str(error) for error in errors)
+
+
+def test_one_rank_twice_of_which_the_first_is_slow(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has confirmed the first of the two, and meets the second one in its place."""
+    host, first, second = record(0, 2), record(1, 2), record(1, 2)
+    slow_key = f"{_digest([host, first])}/1"
+    reached, go_on = threading.Event(), threading.Event()
+    write = SignedStore.set
+
+    def write_slowly(entries: SignedStore, key: str, value: str) -> None:
+        if key == slow_key:
+            reached.set()
+            assert go_on.wait(SOON)
+        write(entries, key, value)
+
+    monkeypatch.setattr(SignedStore, "set", write_slowly)
+    finish = start(connect, [host, first])
+    assert reached.wait(SOON)
+    assert start(connect, [second])() == [[host, second]]
+    go_on.set()
+    met, error = finish()
+    assert met == [host, second]
+    assert isinstance(error, RendezvousError)
+    assert "rank 1 is not unique" in str(error)
+
+
+def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All go on, or none: its time is over just when the others have seen that it is there."""
+    records = [record(0, 2), record(1, 2)]
+    key = f"{_digest(records)}/1"
+    check = SignedStore.check
+    met: list[Any] = []
+
+    def overlook(entries: SignedStore, keys: Any) -> bool:
+        if key in keys and len(keys) == 1 and threading.current_thread().name == "late":
+            time.sleep(0.01)  # it polls
+            return False
+        return check(entries, keys)
+
+    monkeypatch.setattr(SignedStore, "check", overlook)
+    late = threading.Thread(
+        target=lambda: met.append(meet(connect(), records[0], 1.0)), name="late", daemon=True
+    )
+    late.start()
+    assert start(connect, records[1:])() == [records]
+    late.join(SOON)
+    assert met == [records]
 
 
 def test_world_sizes_that_differ(connect: Connect) -> None:

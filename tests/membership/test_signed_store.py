@@ -289,6 +289,10 @@ class RecordingStore(dist.Store):
     def get(self, key: str) -> bytes:
         return self.entries[key]
 
+    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
+        assert expected == b""
+        return self.entries.setdefault(key, value)
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.entries[key] for key in keys]
 

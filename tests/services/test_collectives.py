@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.services.collectives import Collectives
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -127,6 +128,26 @@ def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
     # Should another worker come under that name, all begin with it at the same number.
     layers = [mesh.agent(rank).service(Collectives) for rank in there]
     until(lambda: not any(layer._begun or layer._latest for layer in layers))
+
+
+@pytest.mark.zrpc(faults=True, options={"heartbeat_timeout": 1.0})
+@pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["two others", "the collector"])
+def test_two_that_have_lost_each_other(mesh: Mesh, pair: tuple[int, int]) -> None:
+    """All are told, whoever comes first, and whether it has lost one of the two itself."""
+    third = ({0, 1, 2} - set(pair)).pop()
+    for rank in range(3):
+        mesh.run(rank, rpc.rpc_sync, (rank + 1) % 3, echo, (1,))
+    with faults.cut(mesh, *pair):
+        for one, other in (pair, reversed(pair)):
+            until(lambda a=one, b=other: b in mesh.agent(a).membership.lost)  # type: ignore[misc]
+    waiting = mesh.submit(third, gather, "value")
+    ends = [mesh.submit(rank, rpc.api._wait_all_workers) for rank in pair]
+    ends.append(waiting)
+    ends.append(mesh.submit(third, rpc.api._wait_all_workers))
+    for end in ends:
+        with pytest.raises(rpc.WorkerDied, match="is gone"):
+            end.result(SOON)
+    assert left(mesh) == [0, 0, 0]
 
 
 def test_without_an_agent() -> None:

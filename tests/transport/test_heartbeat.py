@@ -123,6 +123,29 @@ def test_no_socket_is_open_before_the_first_watch(
     heartbeats.forget(0)
 
 
+def greeting_at(inbox: zmq.Socket[bytes], heartbeats: Heartbeats) -> list[bytes]:
+    until(lambda: heartbeats.notices() or inbox.poll(0))
+    return inbox.recv_multipart()
+
+
+def test_each_connection_begins_with_a_greeting_which_the_peer_may_answer(
+    context: zmq.Context[Any], heartbeats: Heartbeats, endpoint: str
+) -> None:
+    greeting = [b"h" + bytes(16), b""]
+    inbox, endpoint = listening(context, endpoint)
+    heartbeats.watch(3, endpoint)
+    assert greeting_at(inbox, heartbeats) == greeting
+    inbox.send_multipart([greeting[0], b"a peer", b"a message"])
+    found: list[tuple[bytes, bytes]] = []
+    until(lambda: found.extend(heartbeats.notices()) or found)
+    assert found == [(b"a peer", b"a message")]
+    inbox.close()
+    assert await_events(heartbeats, 2) == [(3, True), (3, False)]
+    inbox, _ = listening(context, endpoint)
+    assert greeting_at(inbox, heartbeats) == greeting
+    inbox.close()
+
+
 # -- from another host -----------------------------------------------------------------------
 
 

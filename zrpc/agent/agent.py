@@ -273,7 +273,8 @@ class Agent:
             service.on_messages_lost(member)
 
     def _explain(self, member: MemberId) -> str:
-        return "".join(service.explain(member) for service in self.services)
+        notes = (service.explain(member) for service in self.services)
+        return "".join((self.liveness.explain(member), *notes))
 
     def _post_termination(self, member: MemberId, content: TerminationMessage) -> None:
         self.outbox.post(member, Message(Kind.TERMINATION, body=content.pack()))

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # How often a worker that was declared dead, and is heard all the same, is told so.
 _TELL_DEAD_SECONDS = 1.0
+# These losses are known to the lost worker.
+_SAID_BY_ITSELF = (Reason.LEFT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
 
 
 class Peers:
@@ -77,6 +79,8 @@ class Peers:
 
     def tick(self) -> None:
         """Finds out which members are lost; to be called often."""
+        for identity, first in self._network.heartbeats.notices():
+            self._dispatcher.dispatch(identity, first, ())
         for loss in self._liveness.tick(self._shutdown.waits_for_all):
             self._drop(loss)
 
@@ -126,6 +130,10 @@ class Peers:
         Admits a sender that was introduced. Tells a sender that was declared dead so, as it must
         not wait for this worker. Ignores all others: the waker of this worker, and strangers.
         """
+        watcher = self._membership.watcher_of(identity)
+        if watcher is not None:
+            self._on_greeting(watcher)
+            return
         member = self._membership.lost_member_of(identity)
         if member is None:
             # A worker that sends has joined, even if this one has yet to hear of that.
@@ -143,13 +151,30 @@ class Peers:
         now = time.monotonic()
         if message.kind != Kind.LEAVE and now > self._told_dead.get(member, 0.0):
             self._told_dead[member] = now + _TELL_DEAD_SECONDS
-            told = LeaveMessage(declared_dead=True).pack()
-            self._network.send(member, told.first_frame(), (), False)
+            self._network.send(member, self._notice(member), (), False)
+
+    def _on_greeting(self, member: MemberId) -> None:
+        """A member begins to watch whether this worker lives, or has connected again for that."""
+        if member in self._membership.lost:
+            self._tell(member)
+        else:
+            self._liveness.greeted(member)
+
+    def _tell(self, member: MemberId) -> None:
+        """Tells a member that is lost so by its own connection; see `zrpc.transport.heartbeat`."""
+        identity = self._membership.records[member].identity
+        self._network.answer_heartbeats(identity, self._notice(member))
+
+    def _notice(self, member: MemberId) -> bytes:
+        tried = self._liveness.tried_in_vain(member)
+        return LeaveMessage(declared_dead=True, tried=tried).pack().first_frame()
 
     def _on_leave(self, message: Message) -> None:
         said = LeaveMessage.parse(message.body)
         reason = Reason.DECLARED_DEAD if said.declared_dead else Reason.LEFT
-        loss = self._liveness.leave(message.sender, reason, said.sent)
+        if said.tried:
+            reason = Reason.NO_WAY_BACK
+        loss = self._liveness.leave(message.sender, reason, said.sent, said.tried)
         if loss is not None:
             self._drop(loss)
 
@@ -157,6 +182,8 @@ class Peers:
         """Drops a member that is lost, as the membership knows already."""
         member = loss.member
         self._dispatcher.forget(member)
+        if loss.reason not in _SAID_BY_ITSELF:
+            self._tell(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))
         self._on_member_lost(member)

@@ -153,8 +153,8 @@ class CollectiveShutdown(Shutdown):
 
     @property
     def asked(self) -> bool:
-        """Whether the leader must be told as soon as this worker is idle."""
-        return self._termination.asked is not None
+        """Whether a leader must be told as soon as this worker is idle."""
+        return self._termination.asked
 
     @property
     def missing(self) -> list[MemberId]:
@@ -175,7 +175,7 @@ class CollectiveShutdown(Shutdown):
             self._send(self._termination.remind())
 
     def idle(self, sent: int, received: int) -> None:
-        """Tells the leader that this worker has nothing to do; see `Shutdown`."""
+        """Tells the leaders that this worker has nothing to do; see `Shutdown`."""
         self._send(self._termination.idle(sent, received))
 
     def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:

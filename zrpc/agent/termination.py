@@ -2,7 +2,7 @@
 
 No I/O in here: methods take events, and return the messages to send.
 
-Every worker that shuts down sends JOIN to the leader, the lowest rank that lives. When all have,
+Every worker that shuts down sends JOIN to a leader, the lowest rank that lives. When all have,
 the leader asks each for its counts of messages sent and received, which each worker sends once it
 is idle. Two rounds with the same counts, and as many messages received as sent, mean that nothing
 runs and nothing is in flight (Mattern's four-counter method: F. Mattern, "Algorithms for
@@ -10,6 +10,13 @@ distributed termination detection", Distributed Computing 2, 1987). Then the lea
 go.
 
 If the leader is lost, all turn to the next one. A lost worker no longer counts.
+
+Workers may disagree about who is lost: two of them can have lost each other while both still talk
+to a third one. So a leader says whom it has lost, and its word covers only the others. A worker
+leaves when leaders that it has joined have let it go, and cover all members that it counts itself.
+Until then it joins further leaders. A worker that is sent JOIN leads, whether or not it is the
+lowest rank, and invites those that may not know it. Two workers that have lost each other both know
+that (see `zrpc.agent.peers`), so each leader is joined by all that it counts.
 
 Messages may be lost too, with the connection that carried them. So each worker repeats its JOIN
 from time to time until it may go. If the leader still waits for the worker's counts, it asks again.
@@ -33,30 +40,41 @@ __all__ = ["Step", "Termination", "TerminationMessage"]
 _MAX_UNCHANGED_ROUNDS = 20
 
 _LAYOUT = struct.Struct("<BIQQ")
+_MEMBER = struct.Struct("<I")
 Buffer = bytes | bytearray | memoryview
 
 
 class Step(IntEnum):
     """The kind of a termination message."""
 
-    JOIN = 1  # to the leader: I am shutting down
-    PROBE = 2  # from the leader: send me your counts once you are idle
-    COUNTS = 3  # to the leader: my counts
-    PROCEED = 4  # from the leader: all is done, leave
+    JOIN = 1  # to a leader: I am shutting down
+    PROBE = 2  # from a leader: send me your counts once you are idle
+    COUNTS = 3  # to a leader: my counts
+    PROCEED = 4  # from a leader: all is done, leave
+    INVITE = 5  # from a leader: join me too, when you shut down
 
 
 @dataclass(frozen=True, slots=True)
 class TerminationMessage:
-    """One message of the protocol: its step, the round, and two counts."""
+    """One message of the protocol.
+
+    Attributes:
+        step: its kind.
+        round: of a leader that asks for counts.
+        sent: a count of messages, as is ``received``.
+        lost: the members that a leader has lost.
+    """
 
     step: Step
     round: int = 0
     sent: int = 0
     received: int = 0
+    lost: tuple[MemberId, ...] = ()
 
     def pack(self) -> bytes:
         """Returns the message as bytes."""
-        return _LAYOUT.pack(self.step, self.round, self.sent, self.received)
+        head = _LAYOUT.pack(self.step, self.round, self.sent, self.received)
+        return head + b"".join(map(_MEMBER.pack, self.lost))
 
     @classmethod
     def parse(cls, data: Buffer) -> TerminationMessage:
@@ -66,8 +84,10 @@ class TerminationMessage:
             ProtocolError: they are not a termination message.
         """
         try:
-            step, number, sent, received = _LAYOUT.unpack(data)
-            return cls(Step(step), number, sent, received)
+            step, number, sent, received = _LAYOUT.unpack_from(data)
+            lost = _MEMBER.iter_unpack(memoryview(data)[_LAYOUT.size :])
+            members = tuple(MemberId(member) for (member,) in lost)
+            return cls(Step(step), number, sent, received, members)
         except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected a termination message: {error}") from error
 
@@ -84,65 +104,79 @@ class Termination:
 
     Attributes:
         done: whether this worker may leave.
-        asked: the leader and the round whose counts this worker still owes, if any.
     """
 
     def __init__(self, member: MemberId, members: Iterable[MemberId]) -> None:
         self._own_id = member
         self._members = set(members)
+        self._lost: set[MemberId] = set()
         self._joining = False
         self.done = False
-        self.asked: tuple[MemberId, int] | None = None
+        # The leaders that have not let this worker go, and whom each has lost. This worker has
+        # joined them, or will when it shuts down. It is one of them itself if it leads.
+        self._leaders: dict[MemberId, frozenset[MemberId]] = {}
+        # The members that the word of the others covers.
+        self._covered: set[MemberId] = set()
+        self._asked: dict[MemberId, int] = {}  # the rounds whose counts this worker still owes
         # Kept by a leader: who has joined, the current round, and whose counts are missing.
         self._joined: set[MemberId] = set()
         self._round = 0
         self._unanswered: set[MemberId] = set()
+        self._let_go: set[MemberId] = set()  # who was told to leave
         self._counts: dict[MemberId, tuple[int, int]] = {}
         self._last_counts: dict[MemberId, tuple[int, int]] = {}
         self._unchanged = 0
 
     @property
-    def leader(self) -> MemberId:
-        """The worker that asks the others."""
-        return min(self._members)
+    def asked(self) -> bool:
+        """Whether a leader waits for this worker's counts."""
+        return bool(self._asked)
 
     @property
     def waits_for_all(self) -> bool:
         """Whether this worker leads a shutdown, and waits until all others join it."""
-        return self._joining and self.leader == self._own_id and not self.done
+        return self._joining and self._own_id in self._leaders
 
     @property
     def missing(self) -> list[MemberId]:
         """For the leader's error message: the members that have not begun to shut down."""
-        return sorted(self._members - self._joined) if self.leader == self._own_id else []
+        return sorted(self._members - self._joined) if self.waits_for_all else []
 
     def begin(self) -> Outgoing:
         """Begins the shutdown of this worker."""
         self._joining = True
-        return self._deliver([(self.leader, TerminationMessage(Step.JOIN))])
+        join = TerminationMessage(Step.JOIN)
+        return self._deliver([*((leader, join) for leader in self._leaders), *self._first_leader()])
 
     def remind(self) -> Outgoing:
         """Sends again what may have been lost; call it now and then."""
-        if not self._joining or self.done or self.leader == self._own_id:
+        if not self._joining or self.done:
             return []
-        return [(self.leader, TerminationMessage(Step.JOIN))]
+        join = TerminationMessage(Step.JOIN)
+        again = [(leader, join) for leader in self._leaders if leader != self._own_id]
+        if self.waits_for_all and (self._lost or self._own_id != min(self._members)):
+            again += self._to_all(Step.INVITE, self._members - self._joined)
+        # Only here, and not at once: members that are lost are mostly found lost by all.
+        return self._deliver(again + self._join_next(self._uncovered))
 
     def receive(self, sender: MemberId, message: TerminationMessage) -> Outgoing:
         """Takes in a message."""
         return self._deliver(self._on(sender, message))
 
     def idle(self, sent: int, received: int) -> Outgoing:
-        """Sends the counts that the leader asked for. Call it when idle, while `asked` is set.
+        """Sends the counts that leaders asked for. Call it when idle, while `asked` is set.
 
         Args:
             sent: how many messages this worker has ever sent to the workers that live.
             received: how many it has ever received from them.
         """
-        if self.asked is None:
-            return []
-        leader, number = self.asked
-        self.asked = None
-        return self._deliver([(leader, TerminationMessage(Step.COUNTS, number, sent, received))])
+        asked, self._asked = self._asked, {}
+        return self._deliver(
+            [
+                (leader, TerminationMessage(Step.COUNTS, number, sent, received))
+                for leader, number in asked.items()
+            ]
+        )
 
     def admit(self, member: MemberId) -> None:
         """Adds a worker that joined the mesh: it must shut down as well."""
@@ -153,16 +187,15 @@ class Termination:
         """Removes a worker that is gone."""
         if member not in self._members or member == self._own_id:
             return []
-        leader_lost = member == self.leader
-        self._members.discard(member)
-        self._joined.discard(member)
-        if self.asked is not None and self.asked[0] == member:
-            self.asked = None
-        if leader_lost:
-            join = [(self.leader, TerminationMessage(Step.JOIN))]
-            return self._deliver(join if self._joining and not self.done else [])
+        for members in (self._members, self._joined, self._covered):
+            members.discard(member)
+        self._lost.add(member)
+        self._asked.pop(member, None)
+        self._leaders.pop(member, None)
         # The loss has changed the others' counts: ask again.
-        return self._deliver(self._ask() if self._leads else [])
+        again = self._ask() if self._leads else []
+        self._settle()
+        return self._deliver([*again, *self._first_leader()])
 
     def _deliver(self, messages: Outgoing) -> Outgoing:
         """Handles the messages to this worker itself at once; returns the rest."""
@@ -178,47 +211,100 @@ class Termination:
     def _on(self, sender: MemberId, message: TerminationMessage) -> Outgoing:
         if message.step is Step.PROCEED:
             # Also from a worker that is gone: it may leave as soon as it has sent this.
-            self.done = self._joining
-        if sender not in self._members:
+            return self._on_proceed(sender, frozenset(message.lost))
+        if sender not in self._members or self.done:
             return []
         if message.step is Step.JOIN:
-            again = sender in self._joined
-            self._joined.add(sender)
-            if not self._leads:
-                return []
-            if again:
-                return [(sender, self._probe())] if sender in self._unanswered else []
-            return self._ask()
+            return self._on_join(sender)
+        if message.step is Step.INVITE:
+            known = sender in self._leaders
+            self._leaders[sender] = frozenset(message.lost)
+            join = [(sender, TerminationMessage(Step.JOIN))]
+            return join if self._joining and not known else []
         if message.step is Step.PROBE:
-            self.asked = (sender, message.round)
-        elif (message.step, message.round) == (Step.COUNTS, self._round):
+            self._asked[sender] = message.round
+            if sender in self._leaders:
+                self._leaders[sender] = frozenset(message.lost)
+            return []
+        if message.round == self._round:
             self._unanswered.discard(sender)
             self._counts[sender] = (message.sent, message.received)
             # A worker that came to the mesh meanwhile must join first.
             return self._evaluate() if not self._unanswered and self._leads else []
         return []
 
+    # -- as one that follows ---------------------------------------------------------------
+
+    @property
+    def _uncovered(self) -> set[MemberId]:
+        """The members that no leader covers which has let this worker go, or which it waits for."""
+        return (self._members - self._covered).intersection(*self._leaders.values())
+
+    def _first_leader(self) -> Outgoing:
+        """Joins a leader if there is none yet, or no longer."""
+        begun = not self._joining or self._leaders or self._covered
+        return [] if begun else self._join_next(self._members)
+
+    def _join_next(self, uncovered: set[MemberId]) -> Outgoing:
+        """Joins a leader that may cover these members."""
+        if not uncovered:
+            return []
+        leader = min(uncovered | {self._own_id})
+        self._leaders[leader] = frozenset()  # until it says whom it has lost
+        return [(leader, TerminationMessage(Step.JOIN))]
+
+    def _settle(self) -> None:
+        """Leaves if no leader waits for this worker, and all members are covered."""
+        waiting = set(self._leaders)
+        if self._joined <= {self._own_id}:
+            waiting.discard(self._own_id)  # it leads nobody else
+        self.done = self._joining and not waiting and not self._members - self._covered
+
+    def _on_proceed(self, leader: MemberId, lost: frozenset[MemberId]) -> Outgoing:
+        if self._joining:
+            self._covered |= {self._own_id, *(self._members - lost)}
+            self._leaders.pop(leader, None)
+            self._asked.pop(leader, None)
+            self._settle()
+        return []
+
+    # -- as leader ---------------------------------------------------------------------------
+
     @property
     def _leads(self) -> bool:
         """Whether this worker leads, and all have joined."""
-        return self.leader == self._own_id and self._joined == self._members and not self.done
+        return self.waits_for_all and self._joined == self._members
+
+    def _on_join(self, sender: MemberId) -> Outgoing:
+        if sender in self._let_go and sender != self._own_id:
+            return self._to_all(Step.PROCEED, {sender})
+        again = sender in self._joined
+        self._leaders.setdefault(self._own_id, frozenset())
+        self._joined |= {sender, self._own_id} if self._joining else {sender}
+        if not self._leads:
+            return []
+        if again:
+            return self._to_all(Step.PROBE, {sender} & self._unanswered)
+        return self._ask()
 
     def _ask(self) -> Outgoing:
-        """As leader: begins a round."""
+        """Begins a round."""
         self._round += 1
         self._unanswered = set(self._members)
         self._counts = {}
-        return [(member, self._probe()) for member in sorted(self._members)]
-
-    def _probe(self) -> TerminationMessage:
-        return TerminationMessage(Step.PROBE, self._round)
+        return self._to_all(Step.PROBE, self._members)
 
     def _evaluate(self) -> Outgoing:
-        """As leader, with all counts of a round: begins another round, or lets all workers go."""
+        """With all counts of a round: begins another round, or lets all workers go."""
         same = self._counts == self._last_counts
         self._unchanged = self._unchanged + 1 if same else 0
         self._last_counts = self._counts
         balanced = sum(sent - received for sent, received in self._counts.values()) == 0
         if self._unchanged < (1 if balanced else _MAX_UNCHANGED_ROUNDS):
             return self._ask()
-        return [(member, TerminationMessage(Step.PROCEED)) for member in sorted(self._members)]
+        self._let_go = set(self._members)
+        return self._to_all(Step.PROCEED, self._members)
+
+    def _to_all(self, step: Step, members: Iterable[MemberId]) -> Outgoing:
+        message = TerminationMessage(step, self._round, lost=tuple(sorted(self._lost)))
+        return [(member, message) for member in sorted(members)]

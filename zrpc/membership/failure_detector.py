@@ -49,6 +49,7 @@ class Reason(Enum):
     )
     REPLACED = "it has ended, and was started again"
     REFUSED = "it is not trusted"
+    NO_WAY_BACK = "it could not connect to this worker, and takes no more calls"
     SILENT = "it no longer answers: its process is stopped, or the network to it is cut"
 
 
@@ -61,17 +62,20 @@ class Loss:
     # When that was found, and when the worker was last heard, on the detector's clock.
     at: float
     heard: float | None
+    # Whether it was asked for heartbeats, and never answered one.
+    unreached: bool = False
 
 
 class _Peer:
     """What is known of one peer."""
 
-    __slots__ = ("alive_at", "connected", "dead_checks", "heard", "monitored", "since")
+    __slots__ = ("alive_at", "connected", "dead_checks", "heard", "monitored", "reached", "since")
 
     def __init__(self) -> None:
         self.heard: float | None = None
         self.monitored = False
         self.connected = False
+        self.reached = False  # whether it was ever connected
         self.since = 0.0  # start of the silence of a monitored peer that is not connected
         # When a check found it alive, or its connection broke, as its exit breaks it.
         self.alive_at: float | None = None
@@ -114,6 +118,11 @@ class FailureDetector:
         """Whether a peer is asked for heartbeats, or is gone."""
         return member in self._lost or (member in self._peers and self._peers[member].monitored)
 
+    def reached(self, member: MemberId) -> bool:
+        """Whether a peer ever answered a heartbeat. From any thread."""
+        peer = self._peers.get(member)
+        return peer is not None and peer.reached
+
     def monitor(self, member: MemberId, now: float) -> None:
         """Notes that a peer is asked for heartbeats from now on."""
         peer = self._peer(member)
@@ -127,7 +136,7 @@ class FailureDetector:
     def connected(self, member: MemberId, now: float) -> None:
         """Notes that a peer answers heartbeats."""
         peer = self._peer(member)
-        peer.connected = True
+        peer.connected = peer.reached = True
         peer.heard = now
         peer.dead_checks = 0
 
@@ -200,7 +209,8 @@ class FailureDetector:
         if peer is not None and reason is Reason.ENDED and peer.alive_at is not None:
             # A process that is stopped is alive in this way too, but it has not ended.
             heard = peer.alive_at if heard is None else max(peer.alive_at, heard)
-        return Loss(member, reason, now, heard)
+        unreached = peer is not None and peer.monitored and not peer.reached
+        return Loss(member, reason, now, heard, unreached)
 
     def _peer(self, member: MemberId) -> _Peer:
         return self._peers.setdefault(member, _Peer())

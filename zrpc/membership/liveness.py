@@ -26,6 +26,14 @@ _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 # After this time the leader of a shutdown monitors also the workers that it hears nothing of.
 _LEADER_WAIT_SECONDS = 1.0
+_NO_WAY_THERE = (
+    "no connection to it at {endpoint} could be made: a firewall or the network is in the way, or "
+    "its process is stopped"
+)
+_LET_IT_CONNECT = (
+    ": it has tried {tried}, where this worker listens. Let its host connect to the ports of this "
+    "one, for example through a firewall, or set ZRPC_IFACE here to an interface that it reaches"
+)
 
 
 class LivenessMonitor:
@@ -40,8 +48,8 @@ class LivenessMonitor:
     Attributes:
         expected: workers to monitor before any message was exchanged with them.
 
-    For one thread at a time, the one that receives; but `describe_loss` and `reason` may be called
-    from any.
+    For one thread at a time, the one that receives; but `describe_loss`, `explain` and `reason` may
+    be called from any.
     """
 
     def __init__(
@@ -65,6 +73,10 @@ class LivenessMonitor:
         # Why workers are gone, and a description of that: written before the membership marks them
         # as lost.
         self._losses: dict[MemberId, tuple[Reason, str]] = {}
+        # The addresses of lost workers to which no connection was ever made.
+        self._tried_in_vain: dict[MemberId, str] = {}
+        # The members that have connected to this worker to see whether it lives.
+        self._greeted: set[MemberId] = set()
         # Why workers left of which messages are still in flight, and how many they have sent.
         self._deferred_leaves: dict[MemberId, tuple[Reason, int]] = {}
         network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
@@ -99,18 +111,47 @@ class LivenessMonitor:
             self._record_loss(loss)
         return losses
 
-    def leave(self, member: MemberId, reason: Reason, sent: int = 0) -> Loss | None:
+    def greeted(self, member: MemberId) -> None:
+        """Notes that a peer has connected to this worker to see whether it lives."""
+        self._greeted.add(member)
+
+    def tried_in_vain(self, member: MemberId) -> str:
+        """Returns the address of a lost worker if no connection to it was ever made, or ""."""
+        return self._tried_in_vain.get(member, "")
+
+    def explain(self, member: MemberId) -> str:
+        """For error messages: says if no connection to or from a member exists. From any thread."""
+        if member in self._membership.lost or not self._detector.monitors(member):
+            return ""
+        endpoint, own = self._network.endpoint(member), self._network.tcp_endpoint
+        if not endpoint.startswith("tcp://"):
+            return ""
+        if not self._detector.reached(member):
+            return f"; no connection to it at {endpoint} has been made so far"
+        if not self._received.get(member) and member not in self._greeted:
+            return f"; it has not connected to this worker at {own} so far"
+        return ""
+
+    def leave(
+        self, member: MemberId, reason: Reason, sent: int = 0, tried: str = ""
+    ) -> Loss | None:
         """Notes that a peer has announced that it is gone; returns None if that was known.
 
         Some of the messages that it has sent here may still be in flight, since large ones are
         overtaken. Then this returns None too, and the peer is gone in a later `tick`.
+
+        Args:
+            member: the peer.
+            reason: why it is gone.
+            sent: how many messages it has sent here.
+            tried: the address of this worker if the peer could never connect to it.
         """
         if self._received.get(member, sent) < sent:
             self._deferred_leaves[member] = (reason, sent)
             return None
         loss = self._detector.declare_lost(member, reason, time.monotonic())
         if loss is not None:
-            self._record_loss(loss)
+            self._record_loss(loss, tried)
         return loss
 
     def _complete_leaves(self, now: float) -> list[Loss]:
@@ -201,10 +242,17 @@ class LivenessMonitor:
         if not probe.pending:
             self._probes.pop(member).close()
 
-    def _record_loss(self, loss: Loss) -> None:
+    def _record_loss(self, loss: Loss, tried: str = "") -> None:
+        endpoint = self._network.endpoint(loss.member)
         why = loss.reason.value
+        if loss.unreached and endpoint.startswith("tcp://"):
+            self._tried_in_vain[loss.member] = endpoint
+            if loss.reason is Reason.SILENT:
+                why = _NO_WAY_THERE.format(endpoint=endpoint)
         if loss.reason is Reason.SILENT:
             why += f" (heartbeat_timeout is {self._detector.limit:g} s)"
+        if loss.reason is Reason.NO_WAY_BACK:
+            why += _LET_IT_CONNECT.format(tried=tried)
         if loss.heard is None:
             last = "it was never heard"
         else:

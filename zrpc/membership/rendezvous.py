@@ -3,8 +3,12 @@
 Each worker writes a peer record under its rank and reads the records of all others. A record can be
 stale: a store may outlive a mesh (torchrun's does, a file may), and any worker may try again after
 a failure. So the workers then confirm that they have seen the same records. Each writes a key that
-is named by the tokens of all records, and a mesh stands once every rank has written the same one. A
-record that is replaced meanwhile is read again.
+is named by the tokens of all records. A record that is replaced meanwhile is read again.
+
+A worker that has confirmed may give up before the last one confirms: its time is over, or a record
+was replaced. So the workers also agree on the outcome. The first that sees all confirmations writes
+"met", and one that gives up writes "abandoned", each only if nothing is written yet (an atomic
+compare_set). All go by what is written then: a mesh stands for all of its workers or for none.
 
 Rank 0, which may host the store, is the first to confirm. A worker that loses the store can
 therefore tell two cases apart. If rank 0 had confirmed, this was the store of its own mesh, which
@@ -43,6 +47,9 @@ logger = logging.getLogger(__name__)
 # would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
 # network error, and FileStore's polls once a second.
 _PAUSE_SECONDS = (0.001, 0.05)
+# What the workers agree on, see above.
+_MET = "met"
+_ABANDONED = "abandoned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +148,7 @@ class _Rendezvous:
                     self._await_readers(digest)
                     raise
                 return records
+            self._await_change(records)
 
     def _await_readers(self, digest: str) -> None:
         """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
@@ -232,7 +240,7 @@ class _Rendezvous:
     def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
         """Confirms these records after rank 0, and waits until all have.
 
-        Returns False if a record was replaced.
+        Returns False if a record was replaced, or others have abandoned the records.
 
         Raises:
             RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
@@ -242,14 +250,39 @@ class _Rendezvous:
         if mine != first and not self._all_see({first: keys.pop(first)}, records):
             return False
         try:
-            self._entries.set(mine, "met")
+            self._entries.set(mine, "seen")
             del keys[mine]
-            # Of two workers both have confirmed: rank 0 may have gone on, and exited.
-            return not keys or self._all_see(keys, records)
+            return self._all_go_on(digest, keys, records)
         except DistNetworkError as error:
             if mine == first:
                 raise
             raise _host_ended(records, error) from error
+
+    def _all_go_on(
+        self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]
+    ) -> bool:
+        """Waits until the others have confirmed, and agrees with all on whether they have met.
+
+        Raises as `_all_see`, unless another worker saw in time that all had confirmed.
+        """
+        outcome = f"{digest}/outcome"
+        try:
+            # Of one worker nobody else has to confirm.
+            met = not keys or self._all_see(keys, records)
+        except (RendezvousError, AuthenticationError) as error:
+            agreed = self._entries.get_or_set(outcome, _ABANDONED)
+            if agreed == _ABANDONED or isinstance(error, AuthenticationError):
+                raise
+            return True
+        return self._entries.get_or_set(outcome, _MET if met else _ABANDONED) == _MET
+
+    def _await_change(self, records: list[PeerRecord]) -> None:
+        """Waits until a record is replaced, after others have abandoned these."""
+        if not self._wait_for(lambda: self._read_records() != records):
+            raise RendezvousError(
+                f"expected {len(records)} workers within {self._timeout:g} s, but some of them "
+                "left again, or are from an earlier run: start them again"
+            )
 
     def _all_see(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> bool:
         """Waits until some workers have confirmed the records; returns False if one changed."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from zrpc.errors import RpcError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.transport.network import bulk_identity
+from zrpc.transport.network import bulk_identity, heartbeat_identity
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
 __all__ = ["Membership"]
@@ -48,6 +48,7 @@ class Membership:
         self._members: dict[bytes, MemberId] = {}
         self._awaited_members: dict[bytes, MemberId] = {}
         self._lost_members: dict[bytes, MemberId] = {}
+        self._watchers: dict[bytes, MemberId] = {}  # by the identity of their heartbeats
         for record in list(self.records.values()):
             self.introduce(record)
             self.admit(record.member_id)
@@ -68,6 +69,7 @@ class Membership:
         self._same_main[member] = record.same_main(self.records[self.own_id])
         self.records[member] = record
         self.awaited.add(member)
+        self._watchers[heartbeat_identity(record.identity)] = member
         for identity in _identities(record):
             self._awaited_members[identity] = member
         self.infos[member] = record.info
@@ -137,6 +139,10 @@ class Membership:
     def lost_member_of(self, identity: bytes) -> MemberId | None:
         """Returns the worker with this routing id if it is lost."""
         return self._lost_members.get(identity)
+
+    def watcher_of(self, identity: bytes) -> MemberId | None:
+        """Returns the worker, lost or not, whose heartbeats have this routing id."""
+        return self._watchers.get(identity)
 
     def mark_lost(self, member: MemberId) -> None:
         """Marks a worker as gone, forever: even if it is heard again, it is no longer a member."""

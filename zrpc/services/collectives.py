@@ -3,10 +3,15 @@
 The worker whose name comes first in the alphabet collects. Each worker calls it with its value, and
 when the last value has come all these calls are answered with all values. Each worker counts the
 gatherings of each set of workers, so all agree on which is the n-th.
+
+Workers may disagree about who is lost. So a worker that has lost one of the others takes no part,
+and tells the worker that collects, which fails the gathering for all. For the same reason, "all
+workers" includes one that was declared dead and whose process may still run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -20,6 +25,7 @@ from zrpc.agent.service import Service
 from zrpc.calls.future import Future
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.functions import async_execution
+from zrpc.membership.failure_detector import Reason
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
@@ -28,6 +34,8 @@ __all__ = ["Collectives"]
 Names = frozenset[str]
 
 _EXPECTED = "expected the values of all workers, but {why}"
+# Why a worker is lost whose process may still run.
+_MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
 
 
 @dataclass(slots=True)
@@ -55,6 +63,8 @@ class Collectives(Service):
         # the latest number of each worker.
         self._collected: dict[tuple[Names, int], _Gathering] = {}
         self._latest: dict[Names, dict[str, int]] = {}
+        # Also there: the workers that take no part, and why.
+        self._declined: dict[Names, dict[str, str]] = {}
 
     def gather(self, value: Any, workers: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """Contributes ``value``, and waits for the values of all others.
@@ -64,7 +74,7 @@ class Collectives(Service):
         Args:
             value: anything that can be sent.
             workers: the names of the workers that take part, this one included. Default: all
-                workers in the mesh.
+                workers in the mesh, and those that were declared dead.
             timeout: seconds to wait; 0 means no limit.
 
         Raises:
@@ -74,18 +84,22 @@ class Collectives(Service):
             ValueError: this worker isn't one of ``workers``.
         """
         own = self.agent.worker_info.name
-        names = self._living() if workers is None else frozenset(workers)
+        names = self._all_workers() if workers is None else frozenset(workers)
         if own not in names:
             raise ValueError(f"expected {own}, which gathers, to be one of {sorted(names)}")
         for name in sorted(names):
             self.agent.membership.find(name)
+        collector = self.agent.membership.find(min(names))
         if gone := names - self._living():
+            if collector.name not in gone:
+                body: Any = (_decline, (names, own, f"{min(gone)} is gone, says {own}"), {})
+                with contextlib.suppress(RpcError):  # the collector is lost, or its answer
+                    self.agent.caller.call(collector, Kind.CALL, body, timeout)
             raise WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone"))
         with self._lock:
             number = self._begun[names]
             self._begun[names] += 1
-        body: Any = (_contribute, (names, number, own, value), {})
-        collector = self.agent.membership.find(min(names))
+        body = (_contribute, (names, number, own, value), {})
         return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
 
     def contribute(self, names: Names, number: int, name: str, value: Any) -> Future[Any]:
@@ -95,14 +109,15 @@ class Collectives(Service):
         with self._lock:
             # Under the lock, which `on_member_lost` takes after the membership has changed.
             gone = names - self._living()
-            if not gone:
+            why = f"{min(gone)} is gone" if gone else self._why_declined(names, name)
+            if not why:
                 self._latest.setdefault(names, {})[name] = number
                 gathering = self._collected.setdefault((names, number), _Gathering())
                 gathering.values[name] = value
                 gathering.answers[name] = answer
                 ended = self._take_ended(names)
-        if gone:
-            answer.set_exception(WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone")))
+        if why:
+            answer.set_exception(WorkerDied(_EXPECTED.format(why=why)))
         for gathering, ahead in ended:
             if ahead:
                 why = f"{min(ahead)} has gone on to a later one"
@@ -112,6 +127,21 @@ class Collectives(Service):
             for waiting in gathering.answers.values():
                 waiting.set_result(values)
         return answer
+
+    def decline(self, names: Names, name: str, why: str) -> None:
+        """Notes, at the worker that collects, that a worker takes no part for now."""
+        with self._lock:
+            self._declined.setdefault(names, {})[name] = why
+            keys = [key for key in self._collected if key[0] == names]
+            failed = [self._collected.pop(key) for key in keys]
+        for gathering in failed:
+            gathering.fail(WorkerDied(_EXPECTED.format(why=why)))
+
+    def _why_declined(self, names: Names, name: str) -> str:
+        """Returns why others take no part in the gatherings of these workers; "" if all do."""
+        declined = self._declined.get(names, {})
+        declined.pop(name, None)  # it takes part again
+        return next(iter(declined.values()), "")
 
     def _take_ended(self, names: Names) -> list[tuple[_Gathering, Names]]:
         """Takes out the gatherings of these workers for which nothing more can come.
@@ -136,6 +166,12 @@ class Collectives(Service):
         membership = self.agent.membership
         return frozenset(membership.infos[member].name for member in membership.living)
 
+    def _all_workers(self) -> Names:
+        agent = self.agent
+        lost = [m for m in agent.membership.lost if agent.membership.was_found(m)]
+        silent = [m for m in lost if agent.liveness.reason(m) in _MAY_LIVE]
+        return self._living().union(agent.membership.infos[member].name for member in silent)
+
     def on_member_lost(self, member: MemberId) -> None:
         """Fails the gatherings that a peer takes part in.
 
@@ -145,7 +181,7 @@ class Collectives(Service):
         with self._lock:
             keys = [key for key in self._collected if name in key[0]]
             failed = [self._collected.pop(key) for key in keys]
-            for counts in (self._begun, self._latest):
+            for counts in (self._begun, self._latest, self._declined):
                 for names in [names for names in counts if name in names]:
                     del counts[names]
         error = WorkerDied(_EXPECTED.format(why=f"{name} is gone"))
@@ -156,8 +192,13 @@ class Collectives(Service):
         """Drops what was collected; the callers learn that this worker is gone."""
         with self._lock:
             self._collected.clear()
+            self._declined.clear()
 
 
 @async_execution
 def _contribute(names: Names, number: int, name: str, value: Any) -> Future[Any]:
     return current_agent().service(Collectives).contribute(names, number, name, value)
+
+
+def _decline(names: Names, name: str, why: str) -> None:
+    current_agent().service(Collectives).decline(names, name, why)

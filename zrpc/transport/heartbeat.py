@@ -7,6 +7,12 @@ has left. A peer that is stopped in the middle of a large message would not be n
 slow network a healthy peer could be declared dead (libzmq issue 2709). For the same reason, the
 time to live that a PING can request of the other side (ZMQ_HEARTBEAT_TTL) is not used: each side
 checks the other one itself.
+
+An answered heartbeat shows that a peer lives and can be reached, but not that the peer reaches this
+worker, or still counts it as a member. So each new connection begins with an empty message, a
+*greeting*, which ZeroMQ sends by itself. A peer that has declared this worker dead answers it by
+the same connection, with a *notice*. That arrives even if the peer itself can't connect to this
+worker, and at a process that was stopped: it reads the notice, or connects again, when it goes on.
 """
 
 from __future__ import annotations
@@ -17,15 +23,20 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["Heartbeats"]
+__all__ = ["Heartbeats", "heartbeat_identity"]
 
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
 _MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
 
 
+def heartbeat_identity(identity: bytes) -> bytes:
+    """Returns the identity of the heartbeats of the worker with this one."""
+    return b"h" + identity[1:]
+
+
 class Heartbeats:
-    """One DEALER socket that sends nothing but heartbeats, to all watched peers.
+    """One DEALER socket that sends nothing but heartbeats and greetings, to all watched peers.
 
     Args:
         context: the context of all of the worker's sockets.
@@ -37,7 +48,7 @@ class Heartbeats:
 
     def __init__(self, context: zmq.Context[Any], identity: bytes) -> None:
         self._context = context
-        self._identity = b"h" + identity[1:]
+        self._identity = heartbeat_identity(identity)
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._endpoints: dict[int, str] = {}
@@ -96,6 +107,21 @@ class Heartbeats:
                 events.append((peer, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED))
         return events
 
+    def notices(self) -> list[tuple[bytes, bytes]]:
+        """Returns what peers have answered since the last call: their identity, and a message.
+
+        Must be called often, like `events`: ZeroMQ sends the greetings meanwhile.
+        """
+        notices: list[tuple[bytes, bytes]] = []
+        while self._socket is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 2:
+                notices.append((frames[0], frames[1]))
+        return notices
+
     def close(self) -> None:
         """Closes the connections."""
         if self._socket is not None and self._monitor is not None:
@@ -114,6 +140,9 @@ class Heartbeats:
             raise
         socket.linger = 0
         socket.routing_id = self._identity
+        # A greeting for each connection, as soon as it stands.
+        socket.probe_router = True
+        socket.immediate = True
         socket.heartbeat_ivl = self._interval_ms
         socket.heartbeat_timeout = self._timeout_ms
         socket.reconnect_ivl = _RECONNECT_MS

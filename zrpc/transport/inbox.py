@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ _yield = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 class Inbox:
-    """A ROUTER socket that only receives, and the direct connections; for one thread at a time.
+    """A ROUTER socket, and the direct connections; for one thread at a time.
+
+    It only receives, except that `answer` sends on what peers use to see whether this worker lives.
 
     Args:
         context: the context of all of the worker's sockets.
@@ -194,6 +197,13 @@ class Inbox:
         end = time.perf_counter() + seconds
         while not self._has_unread() and time.perf_counter() < end:
             _yield()
+
+    def answer(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        """Sends a message by the connection that a peer has made, if there is one.
+
+        Never waits: ZeroMQ drops the message if the peer reads nothing.
+        """
+        self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Closes all sockets; unread messages are dropped."""

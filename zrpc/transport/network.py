@@ -15,12 +15,12 @@ from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper
 from zrpc.transport.fd_reserve import reserve
-from zrpc.transport.heartbeat import Heartbeats
+from zrpc.transport.heartbeat import Heartbeats, heartbeat_identity
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
 
-__all__ = ["BULK_BYTES", "BULK_LETTER", "Network", "bulk_identity"]
+__all__ = ["BULK_BYTES", "BULK_LETTER", "Network", "bulk_identity", "heartbeat_identity"]
 
 AnyMailbox = Mailbox | DirectMailbox
 M = TypeVar("M", bound=AnyMailbox)
@@ -69,6 +69,7 @@ class Network:
         self._mailboxes: dict[int, AnyMailbox] = {}
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
         self._endpoints: dict[int, str] = {}
+        self._tcp_endpoint = ""
         self._closed = False
         self._hidden = False  # whether the Unix socket is hidden from new peers
         self._curve: Curve | None = None
@@ -93,7 +94,8 @@ class Network:
         self._curve = curve
         if curve is not None:
             self._gatekeeper = Gatekeeper(self._context, curve.public_keys.values())
-        return self._inbox.bind_tcp(address, curve)
+        self._tcp_endpoint = self._inbox.bind_tcp(address, curve)
+        return self._tcp_endpoint
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Sets the endpoints of peers 0, 1, ... which are known from the start."""
@@ -168,6 +170,18 @@ class Network:
     def endpoint(self, peer: int) -> str:
         """Returns the endpoint of a peer's inbox."""
         return self._endpoints[peer]
+
+    @property
+    def tcp_endpoint(self) -> str:
+        """Returns where this worker listens on tcp; empty if it does not."""
+        return self._tcp_endpoint
+
+    def answer_heartbeats(self, identity: bytes, first: bytes) -> None:
+        """Answers the heartbeats of the worker with this identity with a notice, if it sends any.
+
+        For the thread that receives. See `Heartbeats.notices`.
+        """
+        self._inbox.answer(heartbeat_identity(identity), [self._identity, first])
 
     def watch(self, peer: int) -> None:
         """Begins to send heartbeats to a peer; see `Heartbeats.watch`."""

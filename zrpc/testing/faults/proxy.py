@@ -19,6 +19,7 @@ from pathlib import Path
 
 from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
+from zrpc.transport.network import heartbeat_identity
 
 __all__ = ["Link", "MessageFault", "Relays"]
 
@@ -213,7 +214,9 @@ class Relays:
             units = [Unit(data, False)] if data else []
         due = time.monotonic() + sum(link.delays)
         for unit in units:
-            stream.put(unit.data, due, link.copies(unit))
+            # A message of the heartbeats' connection is a greeting.
+            copies = 1 if connection.beats else link.copies(unit)
+            stream.put(unit.data, due, copies)
 
 
 class _Stream:
@@ -286,6 +289,11 @@ class _Connection:
         self.splitter = Splitter()
         forward = _Stream(client, server, backward=False)
         self.streams = (forward, _Stream(server, client, backward=True))
+
+    @property
+    def beats(self) -> bool:
+        """Whether it carries heartbeats only."""
+        return heartbeat_identity(self.splitter.identity) == self.splitter.identity
 
     def close(self) -> None:
         for stream in self.streams:
