@@ -6,21 +6,19 @@ from pathlib import Path
 
 from tests.examples.example_commands import Outcome
 
-STEPS = 600
 
-
-def check(lines: list[str], trainers: int) -> None:
+def check(lines: list[str], trainers: int, steps: int) -> None:
     """Checks both runs: their losses fall, and they made the expected number of updates."""
     heads = [i for i, line in enumerate(lines) if line.startswith("batches")]
     runs = [lines[heads[0] : heads[1]], lines[heads[1] :]]
     for batch_size, (head, *losses, last) in zip((trainers, 1), runs, strict=True):
-        assert head.startswith(f"batches of {batch_size}: {STEPS} gradients")
+        assert head.startswith(f"batches of {batch_size}: {steps} gradients")
         values = [float(loss.split()[1]) for loss in losses]
         assert len(values) == 5
         assert values[-1] < 0.6 * values[0]
         updates = re.match(r"  (\d+) updates in [\d.]+ s, accuracy [\d.]+%", last)
         assert updates is not None
-        assert int(updates[1]) == STEPS * trainers // batch_size
+        assert int(updates[1]) == steps * trainers // batch_size
 
 
 def test_makes_one_update_from_the_gradients_of_all_trainers(
@@ -28,15 +26,15 @@ def test_makes_one_update_from_the_gradients_of_all_trainers(
 ) -> None:
     outcome = launch("batch_rpc", 4)
     assert outcome.code == 0, outcome
-    check([line.removeprefix("[0] ") for line in outcome.out.splitlines()], trainers=3)
+    check([line.removeprefix("[0] ") for line in outcome.out.splitlines()], trainers=3, steps=600)
 
 
 def test_runs_under_torchrun(
     torchrun: Callable[..., Outcome], example: Callable[[str], Path]
 ) -> None:
-    outcome = torchrun(3, example("batch_rpc"))
+    outcome = torchrun(3, example("batch_rpc"), "--steps", "300")
     assert outcome.code == 0, outcome
-    check(outcome.out.splitlines(), trainers=2)
+    check(outcome.out.splitlines(), trainers=2, steps=300)
 
 
 def test_reports_that_nothing_was_learned(

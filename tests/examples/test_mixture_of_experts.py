@@ -3,17 +3,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-import pytest
-
 from tests.examples.example_commands import Outcome
 
 DEADLINE = 240.0
 
 
-@pytest.mark.parametrize(("nprocs", "steps"), [(4, 300), (5, 100)])
-def test_learns_what_one_process_would_learn(
-    launch: Callable[..., Outcome], nprocs: int, steps: int
-) -> None:
+def test_learns_what_one_process_would_learn(launch: Callable[..., Outcome]) -> None:
+    nprocs, steps = 5, 100
     options = ("--check", "--steps", str(steps))
     outcome = launch("mixture_of_experts", nprocs, *options, deadline=DEADLINE)
     assert outcome.code == 0, outcome
