@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -266,3 +267,21 @@ def test_a_directory_of_another_user_is_not_connected_to(monkeypatch: pytest.Mon
     with Started({}, {}, secret=None) as outcomes:
         assert isinstance(outcomes[0], AuthenticationError)
         assert "found one of user 12345 with mode 0700" in str(outcomes[0])
+
+
+# -- descriptors ---------------------------------------------------------------------------
+
+
+def test_more_workers_on_a_host_than_descriptors_are_refused_with_the_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise libzmq would abort the process when they all connect."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 250)
+    with Started({}, {}) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, RpcError)
+            assert "expected a limit of 290 file descriptors or more" in str(error)
+            assert "1 other worker(s) on its host, found 256: raise it with `ulimit -n`" in str(
+                error
+            )

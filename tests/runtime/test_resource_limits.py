@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import zmq
 
 from zrpc.errors import SerializationError
-from zrpc.runtime.resource_limits import advice, out_of_descriptors
+from zrpc.runtime.resource_limits import advice, allow_descriptors, out_of_descriptors
 from zrpc.wire.exceptions import dump_exception, load_exception
 
 
@@ -70,3 +72,30 @@ def test_advice_is_part_of_the_remote_error() -> None:
     assert str(sent.__cause__).startswith("On worker1: the process has no memory left")
     sent = load_exception(dump_exception(KeyError("k"), "worker1", True))
     assert str(sent.__cause__).startswith("On worker1:\nKeyError")
+
+
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The soft and the hard limit of descriptors, as this process sees and sets them."""
+    limits = [256, 1024]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
+    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 100)
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("more", "soft", "short"),
+    [
+        (0, 256, None),
+        (156, 256, None),
+        (157, 257, None),
+        (924, 1024, None),
+        (925, 256, (1025, 1024)),
+    ],
+)
+def test_the_soft_limit_of_descriptors_is_raised_up_to_the_hard_one(
+    limits: list[int], more: int, soft: int, short: Any
+) -> None:
+    assert allow_descriptors(more) == short
+    assert limits == [soft, 1024]

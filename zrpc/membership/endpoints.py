@@ -24,9 +24,10 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.runtime.resource_limits import allow_descriptors
 from zrpc.transport.address import check_private, interface_towards
 from zrpc.transport.curve import Curve, KeyPair, supports_curve
-from zrpc.transport.network import Network
+from zrpc.transport.network import DESCRIPTORS_PER_PEER, Network
 
 __all__ = ["Meeting", "announce_endpoint", "endpoint_of", "find_endpoints", "listen", "make_keys"]
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
+# For segments of shared memory, and for files and threads of the program.
+_SPARE_DESCRIPTORS = 32
 _MAKE_A_SECRET = (
     "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "
     "path for every worker"
@@ -84,9 +87,14 @@ def find_endpoints(
         RpcError: a worker can't be reached.
     """
     records = list(membership.records.values())
-    for record in records:
-        if record.member_id != membership.own_id and membership.reaches_by_ipc(record.member_id):
-            check_private(Path(record.directory))
+    neighbours = [
+        record
+        for record in records
+        if record.member_id != membership.own_id and membership.reaches_by_ipc(record.member_id)
+    ]
+    for record in neighbours:
+        check_private(Path(record.directory))
+    _check_descriptors(membership.info, len(neighbours))
     endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
     by_ipc = all(record.ipc for record in records) and len({r.host_key for r in records}) == 1
     if len(records) == 1 or by_ipc:
@@ -158,6 +166,18 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
 
 def _hosts(records: Iterable[PeerRecord]) -> int:
     return len({record.host_key.partition("/")[0] for record in records})
+
+
+def _check_descriptors(info: WorkerInfo, neighbours: int) -> None:
+    """Refuses to be connected to more workers by Unix sockets than there are descriptors for."""
+    more = neighbours * DESCRIPTORS_PER_PEER + _SPARE_DESCRIPTORS if neighbours else 0
+    short = allow_descriptors(more)
+    if short is not None:
+        raise RpcError(
+            f"expected a limit of {short[0]} file descriptors or more, which {info} needs to talk "
+            f"to {neighbours} other worker(s) on its host, found {short[1]}: raise it with "
+            "`ulimit -n` before the workers start"
+        )
 
 
 def _networks(records: Iterable[PeerRecord]) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterator
 
-__all__ = ["advice", "out_of_descriptors"]
+__all__ = ["advice", "allow_descriptors", "out_of_descriptors"]
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -34,6 +35,27 @@ def advice(error: BaseException) -> str | None:
             )
         if isinstance(one, RuntimeError) and "can't start new thread" in text:
             return "the system allows no more threads: raise the limit with `ulimit -u`"
+    return None
+
+
+def allow_descriptors(more: int) -> tuple[int, int] | None:
+    """Lets this process open ``more`` file descriptors; raises its soft limit if it must.
+
+    Returns:
+        None if it may open them now; otherwise the limit that it needs, and the one that it has.
+    """
+    try:
+        import resource
+
+        needed = len(os.listdir("/proc/self/fd")) + more
+    except (ImportError, OSError):  # not Linux
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or needed <= soft:
+        return None
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        return needed, hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     return None
 
 

@@ -20,13 +20,23 @@ from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
 
-__all__ = ["BULK_BYTES", "BULK_LETTER", "Network", "bulk_identity", "heartbeat_identity"]
+__all__ = [
+    "BULK_BYTES",
+    "BULK_LETTER",
+    "DESCRIPTORS_PER_PEER",
+    "Network",
+    "bulk_identity",
+    "heartbeat_identity",
+]
 
 AnyMailbox = Mailbox | DirectMailbox
 M = TypeVar("M", bound=AnyMailbox)
 
 # From this size on, messages are large: sending one takes longer than a call with a small one.
 BULK_BYTES = 1 << 18
+# What a peer on the same host takes if large messages are exchanged both ways: six sockets, one
+# event descriptor, and one segment of shared memory.
+DESCRIPTORS_PER_PEER = 8
 # The first byte of the identities of mailboxes for large messages.
 BULK_LETTER = ord("b")
 
