@@ -281,7 +281,7 @@ def test_more_workers_on_a_host_than_descriptors_are_refused_with_the_number(
     with Started({}, {}) as outcomes:
         for error in outcomes:
             assert isinstance(error, RpcError)
-            assert "expected a limit of 290 file descriptors or more" in str(error)
+            assert "expected a limit of 296 file descriptors or more" in str(error)
             assert "1 other worker(s) on its host, found 256: raise it with `ulimit -n`" in str(
                 error
             )

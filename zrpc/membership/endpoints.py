@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
-# For segments of shared memory, and for files and threads of the program.
+# For files of the program.
 _SPARE_DESCRIPTORS = 32
 _MAKE_A_SECRET = (
     "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "

@@ -34,9 +34,9 @@ M = TypeVar("M", bound=AnyMailbox)
 
 # From this size on, messages are large: sending one takes longer than a call with a small one.
 BULK_BYTES = 1 << 18
-# What a peer on the same host takes if large messages are exchanged both ways: six sockets, one
-# event descriptor, and one segment of shared memory.
-DESCRIPTORS_PER_PEER = 8
+# What a peer on this host takes if large messages are exchanged both ways, measured: six sockets,
+# an event descriptor, and some for segments of shared memory.
+DESCRIPTORS_PER_PEER = 14
 # The first byte of the identities of mailboxes for large messages.
 BULK_LETTER = ord("b")
 
