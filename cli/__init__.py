@@ -7,14 +7,15 @@ from importlib.metadata import version
 
 import click
 
-_COMMANDS = ("bench", "launch", "run", "secret", "stacks")
+# In the order in which they are shown.
+_COMMANDS = ("launch", "run", "stacks", "secret", "bench")
 
 
 class _LazyGroup(click.Group):
     """Imports a command's module on first use, so that `--help` is quick."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(_COMMANDS)
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
@@ -23,11 +24,11 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup)
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("torch-zrpc"), prog_name="zrpc")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Messaging for PyTorch on ZeroMQ: remote calls and references, no server."""
+    """Remote calls, remote objects and distributed autograd for PyTorch, on ZeroMQ."""
     # `--help` does not need these:
     from zrpc.launch.console import refuses_colours
     from zrpc.launch.descriptors import open_standard_descriptors

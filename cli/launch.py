@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from zrpc.drop_in import child_environment
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.starter import METHODS
 
 from .finite_range import POSITIVE
+from .sectioned_command import sectioned
 
 
 def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
@@ -22,18 +24,55 @@ def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) 
     return dict(value.split("=", 1) for value in values)
 
 
+def _note_late_options(ctx: click.Context, args: tuple[str, ...]) -> None:
+    """Notes an option of ours that stands after the script, if there is only one worker."""
+    if ctx.get_parameter_source("nprocs") is not ParameterSource.DEFAULT:
+        return
+    ours = {option for param in ctx.command.params for option in param.opts if option[0] == "-"}
+    for arg in args:
+        if arg.split("=", 1)[0] in ours - {"-m"}:
+            click.echo(
+                f"zrpc launch: note: {arg} stands after the script and is passed to it; options of "
+                "the launcher come before the script",
+                err=True,
+            )
+            return
+
+
+_SECTIONS = {
+    "Workers": ("nprocs", "module", "name_prefix", "env", "start_method", "drop_in", "timeout"),
+    "Output": ("log_dir",),
+    "Restarts": ("max_restarts",),
+    "Workers that join and leave": ("elastic", "listen", "join"),
+    "Network": ("iface",),
+}
+
+
 @click.command(
+    cls=sectioned(_SECTIONS),
     short_help="Start workers of a script and watch them.",
-    context_settings={"allow_interspersed_args": False},
+    context_settings={
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+    },
+    epilog="Exit codes: 0 if all workers exited with 0; the code of the worker that failed first; "
+    "124 after the timeout; 128 plus the number of a signal; 2 for a wrong command line.",
 )
 @click.option(
-    "-n", "--nprocs", type=click.IntRange(min=1), default=1, show_default=True, help="Worker count."
+    "-n",
+    "--nprocs",
+    "--nproc-per-node",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Number of workers to start on this machine.",
 )
 @click.option(
     "--name-prefix",
     default="worker",
     show_default=True,
-    help="The start of the name in each worker's ZRPC_WORKER_NAME. Its rank follows.",
+    help="The start of each worker's name, which its rank follows: init_rpc() takes it from "
+    "ZRPC_WORKER_NAME.",
 )
 @click.option(
     "--env",
@@ -91,7 +130,9 @@ def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) 
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def command(
+    ctx: click.Context,
     nprocs: int,
     name_prefix: str,
     env: dict[str, str],
@@ -110,6 +151,13 @@ def command(
 ) -> None:
     """Start N workers of SCRIPT on this machine and watch them until all have exited.
 
+    \b
+      zrpc launch -n 4 train.py --lr 0.1
+      zrpc launch -n 4 -m package.train
+      zrpc launch -n 4 --max-restarts 3 train.py
+
+    This is for one machine. On several, start the workers with torchrun or with a scheduler.
+
     All arguments after SCRIPT are its own. Each worker gets its rank and the others' address in
     RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under
     torchrun, and a secret for this run in ZRPC_SECRET, unless one is set already.
@@ -123,7 +171,8 @@ def command(
     With --max-restarts, a failed worker is instead started again with the same rank and joins
     the others, which keep running. TORCHELASTIC_RESTART_COUNT counts its restarts. With --elastic,
     WORLD_SIZE is not set, and a second launch with --join can add workers.
-    """
+    """  # noqa: D301 - click looks for that character
+    _note_late_options(ctx, args)
     if drop_in:
         os.environ.update(child_environment(os.environ))
     job = Job(

@@ -12,6 +12,7 @@ from textwrap import dedent
 import pytest
 from click.testing import CliRunner
 from zrpc.cli import main
+from zrpc.cli.launch import command
 
 ZRPC = [sys.executable, "-m", "zrpc.cli"]
 
@@ -44,12 +45,48 @@ def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
     code = f"""
 import sys
 from zrpc.cli import main
+from zrpc.cli.launch import command
 main({arguments!r}, standalone_mode=False)
 assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "launch" in done.stdout
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help_begins_with_examples_and_shows_each_option_in_a_section(flag: str) -> None:
+    text = CliRunner().invoke(main, ["launch", flag]).output
+    assert text.index("zrpc launch -n 4 train.py --lr 0.1") < text.index("All arguments after")
+    headings = ["Workers:", "Output:", "Restarts:", "Workers that join and leave:", "Network:"]
+    places = [text.index(f"\n{heading}\n") for heading in [*headings, "Other options:"]]
+    assert places == sorted(places)
+    options = [option for param in command.params for option in param.opts if option[0] == "-"]
+    assert [option for option in options if option not in text] == []
+    assert "Exit codes: 0 if all workers" in text
+
+
+def test_commands_are_listed_by_use() -> None:
+    text = CliRunner().invoke(main, ["-h"]).output
+    assert text.index("launch") < text.index("stacks") < text.index("secret") < text.index("bench")
+
+
+def test_an_option_after_the_script_is_noted(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    for late in (["--nprocs", "2"], ["--nproc-per-node=2"]):
+        code, out, err = run("launch", "s.py", *late, cwd=tmp_path)
+        assert (code, out) == (0, f"[0] {late!r}\n")
+        assert f"note: {late[0]} stands after the script and is passed to it" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-n", "1", "s.py", "--nprocs", "2"], ["s.py", "--lr", "1", "-m", "x"]],
+    ids=["meant", "its own"],
+)
+def test_what_is_meant_for_the_script_is_not_noted(tmp_path: Path, arguments: list[str]) -> None:
+    (tmp_path / "s.py").write_text("")
+    assert run("launch", *arguments, cwd=tmp_path) == (0, "", "")
 
 
 @pytest.mark.parametrize(
