@@ -26,7 +26,7 @@ from zrpc.drop_in import child_environment
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> None:
-    r"""Run SCRIPT as python does, with zrpc in the place of torch.distributed.rpc.
+    """Run SCRIPT as python does, with zrpc in the place of torch.distributed.rpc.
 
     The program is not changed, nor are the libraries that it uses. Their imports of torch's RPC,
     distributed autograd, DistributedOptimizer and RemoteModule find zrpc's. All Python processes
@@ -38,7 +38,7 @@ def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> No
       zrpc run -m my_package.train
       zrpc run -m torch.distributed.run --nproc-per-node 2 train.py
       zrpc run --check train.py
-    """
+    """  # noqa: D301 - click looks for that character
     if check:
         _check(script, module)
         return

@@ -58,7 +58,12 @@ _collected = threading.local()
 
 
 def is_available() -> bool:
-    """Returns whether this build of torch has what zrpc needs of ``torch.distributed``."""
+    """Returns whether this build of torch has what zrpc needs of ``torch.distributed``.
+
+    Example:
+        >>> is_available()
+        True
+    """
     return is_distributed_available()
 
 
@@ -154,6 +159,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     If a program ends without calling it, it is called then: gracefully, unless an exception ends
     the program.
+
+    Example:
+        >>> shutdown(graceful=False)
 
     See also ``torch.distributed.rpc.shutdown``.
     """
@@ -323,7 +331,7 @@ def remote(
 
 def _body(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not callable(func):
-        raise TypeError("function should be callable.")
+        raise TypeError(f"function should be callable. Got {func!r} of type {type(func).__name__}")
     return func, tuple(args) if args else (), dict(kwargs) if kwargs else {}
 
 
@@ -333,12 +341,21 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     Raises:
         NotInitializedError: there is no agent.
         RpcError: there is no such worker.
+
+    Example:
+        >>> get_worker_info(), get_worker_info("worker2").rank
+        (WorkerInfo(id=0, name=worker0), 2)
     """
     return current_agent().get_worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """Returns the default timeout of calls, in seconds; 0 means no limit."""
+    """Returns the default timeout of calls, in seconds; 0 means no limit.
+
+    Example:
+        >>> get_rpc_timeout()
+        60.0
+    """
     return agent_that_is_set().caller.rpc_timeout
 
 

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
 
+import click
 import pytest
 from click.testing import CliRunner
 from zrpc.cli import main
@@ -64,6 +65,11 @@ def test_help_begins_with_examples_and_shows_each_option_in_a_section(flag: str)
     options = [option for param in command.params for option in param.opts if option[0] == "-"]
     assert [option for option in options if option not in text] == []
     assert "Exit codes: 0 if all workers" in text
+
+
+@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
+def test_no_help_shows_a_mark_for_the_formatter(name: str) -> None:
+    assert "\\b" not in CliRunner().invoke(main, [name, "--help"]).output
 
 
 def test_commands_are_listed_by_use() -> None:
