@@ -149,7 +149,9 @@ def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Gate) -> None:
     with mesh.agent(0).as_current():
         futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
         explained(mesh)
-        with pytest.raises(zrpc.RpcTimeoutError, match=rf"error; worker1 .* is alive: {BUSY}"):
+        with pytest.raises(
+            zrpc.RpcTimeoutError, match=rf"error: max on worker1 .*; worker1 .* is alive: {BUSY}"
+        ):
             zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=0.1)
         door.opened.set()
         assert [future.wait() for future in futures] == ["in", "in"]
