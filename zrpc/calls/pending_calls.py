@@ -90,6 +90,9 @@ class Stage(IntEnum):
     LEFT = 2  # it has left, or waits for the I/O thread to send it
 
 
+_NEW = Stage.NEW
+
+
 class PendingCall:
     """One call in flight: a gate that opens when it is settled, and what settled it.
 
@@ -236,8 +239,9 @@ class PendingCall:
             outcome = self._outcome.pop()  # atomic under the interpreter's lock
         except IndexError:
             return None
-        # Now that it is settled, no thread will send it any more.
-        if isinstance(outcome, RpcError) and not self.sent:
+        # Now that it is settled, no thread will send it any more. The stage comes first, as that
+        # costs an answered call the least.
+        if self.stage is _NEW and isinstance(outcome, RpcError):
             outcome.executed = False
         return outcome
 
