@@ -47,7 +47,7 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
 
 
 def run(state: ContextState, root: torch.Tensor) -> None:
-    engine.run([root], state.start, state.token, False, state)
+    engine.run([root], state.start, False, state)
 
 
 @pytest.mark.usefixtures("_reduced")
