@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import zrpc.autograd as dist_autograd
 from tests.optim.remote_parameters import PARAMETERS, run_backward
 from tests.optim.twins import STEPS, compare, distributed_step, local_step, step_both, twins
 from zrpc.optim import DistributedOptimizer
+from zrpc.optim.local import LocalOptimizer
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
@@ -234,5 +236,25 @@ def test_a_failed_step_leaves_no_options_behind(mesh: Mesh) -> None:
             distributed_step(optimizer, rrefs, 0)
         optimizer.param_groups[0]["lr"] = 0.3
         step_both(optimizer, rrefs, torch.optim.SGD(weights, lr=0.3), weights, 0)
+
+    mesh.run(0, run)
+
+
+def test_a_state_does_not_change_with_later_steps(mesh: Mesh) -> None:
+    """While it is sent, another trainer may step."""
+
+    def run() -> None:
+        rrefs, _ = twins([0])
+        optimizer = LocalOptimizer(Warming, {0: {"params": rrefs}}, lr=0.3, rate="tensor")
+        momentum = LocalOptimizer(torch.optim.SGD, {0: {"params": rrefs}}, lr=0.3, momentum=0.9)
+        with dist_autograd.context() as context_id:
+            run_backward(context_id, rrefs)
+            for each in (optimizer, momentum):
+                each.step(context_id, {0: {}})
+            states = [each.state_dict() for each in (optimizer, momentum)]
+            before = deepcopy(states)
+            for each in (optimizer, momentum):
+                each.step(context_id, {0: {}})
+        torch.testing.assert_close(states, before)
 
     mesh.run(0, run)

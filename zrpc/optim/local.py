@@ -98,7 +98,8 @@ class LocalOptimizer:
     def state_dict(self) -> tuple[dict[str, Any], dict[int, Options]]:
         """Returns the optimizer's state between two steps, and its options by group's index."""
         with _locked(self._params):
-            return self._optimizer.state_dict(), self._own()
+            # A copy, since another trainer's step may follow while it is sent.
+            return deepcopy((self._optimizer.state_dict(), self._own()))
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[int, Options]:
         """Restores the optimizer's state; returns its options then, by group's index."""

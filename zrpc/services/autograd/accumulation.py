@@ -129,6 +129,7 @@ class _Loan:
         self._leaf = leaf
         self._lock: threading.Lock | None = None  # the leaf's, while it is held
         self._before: torch.Tensor | None = None
+        self._saved: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Waits until no other run has borrowed the leaf, that is, until its hooks are done."""
@@ -149,6 +150,8 @@ class _Loan:
                 "DistributedDataParallel module, found two: run them one after the other, or "
                 "give each its own module"
             )
+        # DDP may have made `.grad` a view of a bucket, which it overwrites.
+        self._saved = None if self._leaf.grad is None else self._leaf.grad.clone()
         self._swap(lock)
 
     def _swap(self, lock: threading.Lock) -> None:
@@ -163,12 +166,17 @@ class _Loan:
         lock, leaf = self._lock, self._leaf
         if lock is None:
             return
-        if keep:
-            gradient = leaf.grad
-            # A copy: hooks may have kept it, and DDP uses its buckets again.
-            self._state.set_gradient(leaf, None if gradient is None else gradient.clone())
-        leaf.grad, self._before, self._lock = self._before, None, None
-        lock.release()
+        try:
+            if keep:
+                # A copy: hooks may have kept it, and DDP uses its buckets again.
+                gradient = None if leaf.grad is None else leaf.grad.clone()
+                self._state.set_gradient(leaf, gradient)
+            leaf.grad = self._before
+            if self._before is not None and self._saved is not None:
+                self._before.copy_(self._saved)
+        finally:
+            self._before = self._saved = self._lock = None
+            lock.release()
 
 
 class _RunHook:

@@ -13,6 +13,7 @@ them; see `zrpc.services.autograd.nodes`.
 from __future__ import annotations
 
 import contextvars
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from zrpc.agent.service import Handler
 from zrpc.calls.execution import RequestJob
 from zrpc.errors import BackwardError, RpcError
 from zrpc.services.autograd import engine
+from zrpc.services.autograd.accelerator import visit_accelerator
 from zrpc.services.autograd.contexts import (
     PASS_LAYOUT,
     Contexts,
@@ -41,6 +43,11 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 __all__ = ["Passes"]
+
+# How long a pass waits for an accelerator to compute what other workers wait for. It fails after
+# that: if a node of the pass has failed meanwhile, torch's engine runs no more nodes, and does not
+# report that before this thread returns.
+_ACCELERATOR_SECONDS = 60.0
 
 # The pass whose engine this thread runs.
 _current_pass: contextvars.ContextVar[Pass | None] = contextvars.ContextVar(
@@ -213,6 +220,12 @@ class Passes:
     def _await_gradients(self, send_id: int, position: int) -> None:
         """Waits for the gradients of tensors that were sent; for a `Turn` node."""
         pass_ = _pass_of_thread()
+        deadline = time.monotonic() + _ACCELERATOR_SECONDS
+        # Without an accelerator, all that is needed was received before this was sent.
+        while pass_.must_answer_after(position) and visit_accelerator():
+            pass_.check()
+            if time.monotonic() > deadline:
+                raise _accelerator_stalled()
         message = pass_.wait(send_id, self._agent.receiver.receive)
         if message.body:
             pass_.store(send_id, self._agent.codec.unpack(message))
@@ -298,6 +311,14 @@ class Passes:
             return
         body = bytes(message.body)
         state.find_pass(pass_id).fail(lambda: load_exception(body))
+
+
+def _accelerator_stalled() -> BackwardError:
+    return BackwardError(
+        f"expected gradients that an accelerator computes within {_ACCELERATOR_SECONDS:.0f} "
+        "seconds, found none: look for an error or a long computation in this worker's part of "
+        "the pass"
+    )
 
 
 def _pass_of_thread() -> Pass:

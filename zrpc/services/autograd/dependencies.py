@@ -1,7 +1,7 @@
 """Which tensors that crossed between workers lead to the roots of a backward pass.
 
 Before a pass runs, each worker traces its part of the graph: from each tensor that it has sent
-down to the tensors that it has received (`Tracer`). If the pass begins here, these parts are put
+down to the tensors that it has received (`Tracer`). The worker that begins the pass puts these parts
 together (`UsedTensors`).
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,10 +12,7 @@ from zrpc.services.autograd.accumulation import Accumulation
 from zrpc.services.autograd.nodes import empty_token
 from zrpc.services.autograd.state import ContextState
 
-__all__ = ["check_roots", "guard_hooks", "run"]
-
-# Guards the replacement of tensor hooks.
-_hooks_lock = threading.Lock()
+__all__ = ["check_roots", "run"]
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -62,8 +58,6 @@ def run(
         return
     accumulators = [node for node in _accumulators(outputs) if node.variable is not start]
     leaves = [node.variable for node in accumulators]
-    for leaf in leaves:
-        guard_hooks(leaf)
     # With the start among the inputs the engine also runs the parts that lead to no leaf: the
     # gradients of each tensor that was received must be sent.
     inputs = [*leaves, start]
@@ -76,31 +70,6 @@ def run(
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
         unshared = _is_unshared(gradient, uses)
         state.add_gradient(node.variable, gradient.detach() if unshared else gradient.clone())
-
-
-class _Hook:
-    """A tensor hook that is called with gradients only.
-
-    It is not called with None: that a sent tensor leads to no root can't be known before the
-    engine runs.
-    """
-
-    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, gradient: torch.Tensor | None) -> Any:
-        return None if gradient is None else self._hook(gradient)
-
-
-def guard_hooks(tensor: torch.Tensor) -> None:
-    """Makes a tensor's hooks `_Hook` objects, permanently: handles remove them by their keys."""
-    hooks = tensor._backward_hooks
-    if not hooks:
-        return
-    with _hooks_lock:
-        for key, hook in list(hooks.items()):
-            if not isinstance(hook, _Hook):
-                hooks[key] = _Hook(hook)
 
 
 def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:

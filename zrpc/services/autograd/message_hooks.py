@@ -13,7 +13,7 @@ import torch
 
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
-from zrpc.services.autograd import ddp, engine
+from zrpc.services.autograd import ddp
 from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
 from zrpc.services.autograd.nodes import Receive, Send
@@ -36,6 +36,23 @@ class Graph(NamedTuple):
     sender: MemberId
     send_id: int
     indices: list[int]
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor to give to a Function instead of one that other threads may use.
+
+    A Function looks up the node of its input under a lock of that tensor, and keeps the
+    interpreter's lock meanwhile. An operator of torch in another thread may hold the first lock,
+    without the second, and need the second to make the node. So if both have the same leaf or
+    view, the process stops. An operator that gives up the interpreter's lock avoids that.
+    """
+    if not (tensor.is_leaf or tensor._is_view()):
+        return tensor
+    if tensor.layout is torch.strided:
+        # Not `view_as`, whose backward refuses a sparse gradient.
+        own: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return own
+    return tensor.clone()  # other layouts have no views
 
 
 def _graph_of(message: Message) -> Graph | None:
@@ -106,8 +123,8 @@ class Crossing(MessageHooks):
         send_id = next(self._send_ids)
         exits = {}
         for index, tensor in enumerate(tensors):
-            engine.guard_hooks(tensor)
-            exits[index] = Send.apply(tensor, self._take_gradient, send_id, index)  # type: ignore[no-untyped-call]
+            own = _alone(tensor)
+            exits[index] = Send.apply(own, self._take_gradient, send_id, index)  # type: ignore[no-untyped-call]
         message = SentMessage(send_id, to, next(state.positions), exits)
         with state.lock:
             state.sends[send_id] = message

@@ -1,0 +1,152 @@
+"""How a run of the engine lends ``.grad`` to a context, and puts it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from zrpc.errors import RpcError
+from zrpc.services.autograd import accumulation, engine
+from zrpc.services.autograd.accumulation import Accumulation
+from zrpc.services.autograd.state import ContextState
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise ValueError("in a node")
+
+
+@pytest.fixture
+def leaf() -> torch.Tensor:
+    leaf = torch.rand(3, requires_grad=True)
+    leaf.grad = torch.full((3,), 7.0)
+    return leaf
+
+
+@pytest.fixture
+def other() -> torch.Tensor:
+    """A parameter of the leaf's DDP module that this process does not use."""
+    return torch.rand(2, requires_grad=True)
+
+
+@pytest.fixture
+def _reduced(monkeypatch: pytest.MonkeyPatch, leaf: torch.Tensor, other: torch.Tensor) -> None:
+    monkeypatch.setattr(accumulation.ddp, "reduced_with", lambda leaves: [leaf, other])
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]
+
+
+def run(state: ContextState, root: torch.Tensor) -> None:
+    engine.run([root], state.start, False, state)
+
+
+@pytest.mark.usefixtures("_reduced")
+def test_two_runs_at_once_over_a_ddp_module_are_an_error(leaf: torch.Tensor) -> None:
+    before, node = leaf.grad, accumulator_of(leaf)
+    with Accumulation(ContextState(1), [node]):
+        assert leaf.grad is None
+        with pytest.raises(RpcError, match="one backward pass at a time"):
+            run(ContextState(2), (leaf * 2).sum())
+        assert leaf.grad is None  # lent to the first
+    assert leaf.grad is before
+    state = ContextState(3)
+    run(state, (leaf * 2).sum())
+    torch.testing.assert_close(state.gradients, {leaf: torch.full((3,), 2.0)})
+
+
+@pytest.mark.usefixtures("_reduced")
+def test_a_run_keeps_what_a_reducer_writes_to_unused_parameters(
+    leaf: torch.Tensor, other: torch.Tensor
+) -> None:
+    def reduce(_: Any) -> None:
+        def end() -> None:
+            other.grad = torch.ones(2)
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    leaf.register_post_accumulate_grad_hook(reduce)
+    state = ContextState(1)
+    run(state, (leaf * 2).sum())
+    torch.testing.assert_close(state.gradients[other], torch.ones(2))
+    assert other.grad is None
+
+
+@pytest.mark.usefixtures("_reduced")
+def test_a_gradient_in_a_bucket_that_the_reducer_overwrites(leaf: torch.Tensor) -> None:
+    """DDP makes ``.grad`` a view of its bucket if it is asked to."""
+    bucket = leaf.grad
+    assert bucket is not None
+
+    def reduce(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        bucket.copy_(parameter.grad)
+        parameter.grad = bucket
+
+    leaf.register_post_accumulate_grad_hook(reduce)
+    state = ContextState(1)
+    run(state, (leaf * 2).sum())
+    torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 2.0))
+    torch.testing.assert_close(leaf.grad, torch.full((3,), 7.0))
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_a_run_that_fails_puts_the_gradient_back(
+    request: pytest.FixtureRequest, leaf: torch.Tensor, reduced: bool
+) -> None:
+    if reduced:
+        request.getfixturevalue("_reduced")
+    before = leaf.grad
+
+    def accumulated(_: torch.Tensor) -> None: ...
+
+    leaf.register_post_accumulate_grad_hook(accumulated)
+    failing = torch.rand(3, requires_grad=True)
+    state = ContextState(1)
+    with pytest.raises(ValueError, match="in a node"):
+        run(state, (leaf * Failing.apply(failing)).sum())
+    assert leaf.grad is before
+    torch.testing.assert_close(before, torch.full((3,), 7.0))
+    run(state, (leaf * 2).sum())
+    assert leaf in state.gradients
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_that_removes_itself(leaf: torch.Tensor, register: str) -> None:
+    calls = []
+
+    def once(_: torch.Tensor) -> None:
+        calls.append(1)
+        handle.remove()
+
+    add: Callable[..., Any] = getattr(leaf, register)
+    handle = add(once)
+    state = ContextState(1)
+    for _ in range(2):
+        run(state, (leaf * 2).sum())
+    assert calls == [1]
+    torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 4.0))
+
+
+def test_no_hooks_of_a_run_stay_on_a_node(leaf: torch.Tensor) -> None:
+    node = accumulator_of(leaf)
+    for fails in (False, True):
+        root = (leaf * 2).sum()
+        if fails:
+            with pytest.raises(ValueError, match="in a node"):
+                run(ContextState(1), Failing.apply(root))
+        else:
+            run(ContextState(1), root)
+        for register in (node.register_prehook, node.register_hook):
+            handle = register(lambda *_: None)
+            assert len(handle.hooks_dict_ref()) == 1
+            handle.remove()
