@@ -12,12 +12,10 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed import Store
 
-__all__ = ["QuietStore", "without_warnings"]
+__all__ = ["without_warnings"]
 
 _ERROR = 2  # torch's levels: 0 is INFO, 1 is WARNING
 
@@ -62,19 +60,3 @@ def without_warnings() -> Iterator[None]:
             _users -= 1
             if not _users:
                 _level.value = _before
-
-
-class QuietStore:
-    """A store whose methods log no C++ warnings; it has the methods of ``store``."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-
-        def call(*args: Any) -> Any:
-            with without_warnings():
-                return method(*args)
-
-        return call

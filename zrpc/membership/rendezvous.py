@@ -93,8 +93,9 @@ def meet(
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
+    entries = SignedStore(store, secret, time.monotonic() + timeout)
     with store_errors():
-        return _Rendezvous(SignedStore(store, secret), record, timeout, timing).run()
+        return _Rendezvous(entries, record, timeout, timing).run()
 
 
 @contextlib.contextmanager
@@ -377,11 +378,12 @@ def exchange(
         AuthenticationError: a value is not from the worker that it claims to be from.
         RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
     """
-    entries = SignedStore(store, secret)
+    deadline = time.monotonic() + timeout
+    entries = SignedStore(store, secret, deadline)
     with store_errors(records):
         keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
         entries.set(keys[own_id], value)
-        if not _wait_for(lambda: entries.check(keys), time.monotonic() + timeout):
+        if not _wait_for(lambda: entries.check(keys), deadline):
             missing = [
                 record.info
                 for key, record in zip(keys, records, strict=True)

@@ -10,16 +10,21 @@ An entry is ``signature SPACE value``; without a secret the signature is ``-``.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from zrpc.errors import AuthenticationError
-from zrpc.membership.cpp_log import QuietStore
+from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.store_request import request
 from zrpc.wire.member_id import RANKS
 
 __all__ = ["SignedStore", "take_ranks"]
+
+T = TypeVar("T")
 
 _PREFIX = "zrpc"
 _UNSIGNED = b"-"
@@ -36,21 +41,29 @@ class SignedStore:
     Args:
         store: any kind of store.
         secret: signs them; without one, only entries without a signature are accepted.
+        deadline: until when to wait for the store's answers, on the clock of ``time.monotonic``;
+            None for no limit, in a thread for which nobody waits. It may be changed at any time.
+
+    Raises:
+        RendezvousError: the store does not answer in time. Any method may raise it.
     """
 
-    def __init__(self, store: Store, secret: ClusterSecret | None) -> None:
-        self._store = QuietStore(PrefixStore(_PREFIX, store))
+    def __init__(
+        self, store: Store, secret: ClusterSecret | None, deadline: float | None = None
+    ) -> None:
+        self._store = PrefixStore(_PREFIX, store)
         self._secret = secret
+        self.deadline = deadline
         self._can_delete: bool | None = None  # not known yet
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
-        self._store.set(key, self._signed(key, value))
+        self._ask(self._store.set, key, self._signed(key, value))
 
     def claim(self, key: str, value: str) -> bool:
         """Writes an entry unless there is one under this key; returns whether it was written."""
         entry = self._signed(key, value)
-        return bytes(self._store.compare_set(key, "", entry)) == entry.encode()
+        return self._compare_set(key, "", entry) == entry.encode()
 
     def get_or_set(self, key: str, value: str, max_bytes: int = _MAX_BYTES) -> str:
         """Writes an entry unless there is one; returns the value of the one that is there.
@@ -58,19 +71,19 @@ class SignedStore:
         Raises:
             AuthenticationError: its signature is wrong, or it has more than ``max_bytes`` bytes.
         """
-        entry = self._store.compare_set(key, "", self._signed(key, value))
-        return self.verified(key, bytes(entry), max_bytes)
+        entry = self._compare_set(key, "", self._signed(key, value))
+        return self.verified(key, entry, max_bytes)
 
     def replace(self, key: str, before: bytes, value: str) -> None:
         """Replaces an entry that was found before; b"" stands for no entry.
 
         Does nothing if it has changed since.
         """
-        self._store.compare_set(key, before.decode(), self._signed(key, value))
+        self._compare_set(key, before.decode(), self._signed(key, value))
 
     def delete(self, key: str) -> None:
         """Removes an entry, if there is one."""
-        self._store.delete_key(key)
+        self._ask(self._store.delete_key, key)
 
     @property
     def can_delete(self) -> bool:
@@ -80,15 +93,17 @@ class SignedStore:
         """
         if self._can_delete is None:
             try:
-                self._store.delete_key(_NOTHING)
+                self.delete(_NOTHING)
                 self._can_delete = self._peek(_NOTHING) is None
+            except RendezvousError:
+                raise
             except RuntimeError:  # or the store is gone, which its next use shows
                 self._can_delete = False
         return self._can_delete
 
     def increment(self, key: str, amount: int) -> int:
         """Adds to a number, which begins at 0 and is not signed; returns the sum."""
-        return int(self._store.add(key, amount))
+        return int(self._ask(self._store.add, key, amount))
 
     def get(self, key: str) -> str:
         """Returns the value of an entry that exists.
@@ -100,7 +115,7 @@ class SignedStore:
 
     def get_raw(self, key: str) -> bytes:
         """Returns an entry that exists, unverified."""
-        return bytes(self._store.get(key))
+        return bytes(self._ask(self._store.get, key))
 
     def peek(self, key: str) -> bytes | None:
         """Returns an entry, unverified; None if there is none. It may be deleted at any time."""
@@ -111,7 +126,7 @@ class SignedStore:
     def _peek(self, key: str) -> bytes | None:
         # A get would wait for it. This compares it with a value that no entry has: nothing is
         # written.
-        entry = bytes(self._store.compare_set(key, _NOTHING, _NOTHING))
+        entry = self._compare_set(key, _NOTHING, _NOTHING)
         return None if entry == _NOTHING.encode() else entry
 
     def verified(self, key: str, entry: bytes, max_bytes: int = _MAX_BYTES) -> str:
@@ -151,11 +166,20 @@ class SignedStore:
 
     def get_all_raw(self, keys: Sequence[str]) -> list[bytes]:
         """Returns entries that exist, unverified: with one request if the store can do that."""
-        return [bytes(entry) for entry in self._store.multi_get(list(keys))]
+        return [bytes(entry) for entry in self._ask(self._store.multi_get, list(keys))]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether there are entries under all these keys, signed or not."""
-        return bool(self._store.check(list(keys)))
+        return bool(self._ask(self._store.check, list(keys)))
+
+    def _compare_set(self, key: str, expected: str, entry: str) -> bytes:
+        return bytes(self._ask(self._store.compare_set, key, expected, entry))
+
+    def _ask(self, method: Callable[..., T], *arguments: Any) -> T:
+        with without_warnings():
+            if self.deadline is None:
+                return method(*arguments)
+            return request(partial(method, *arguments), self.deadline)
 
 
 def take_ranks(entries: SignedStore, count: int) -> int:

@@ -1,8 +1,8 @@
 """Which tensors that crossed between workers lead to the roots of a backward pass.
 
 Before a pass runs, each worker traces its part of the graph: from each tensor that it has sent
-down to the tensors that it has received (`Tracer`). The worker that begins the pass puts these parts
-together (`UsedTensors`).
+down to the tensors that it has received (`Tracer`). The worker that begins the pass puts these
+parts together (`UsedTensors`).
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ def join_running(
     """
     deadline = time.monotonic() + meeting.options.init_timeout
     state = MembershipState(limits)
+    entries = SignedStore(meeting.store, meeting.secret, deadline)
     with store_errors():
-        log = MembershipLog(SignedStore(meeting.store, meeting.secret))
+        log = MembershipLog(entries)
         record = claim(log, state, record, deadline)
     network.connect_itself(record.member_id)
     if record.endpoint:
@@ -52,10 +53,12 @@ def join_running(
     try:
         agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
         service = agent.service(ElasticMembership)
+        entries.deadline = None  # the follower may wait
         service.follower.start()
         service.await_admission(deadline, meeting.options.init_timeout)
     except BaseException:
         agent.close()
+        entries.deadline = time.monotonic()
         with contextlib.suppress(RuntimeError, OSError):
             log.append(MembershipEvent(Verb.GONE, record.token, why=Departure.LEFT))
         raise
