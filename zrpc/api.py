@@ -82,7 +82,7 @@ def init_rpc(
     Args:
         name: this worker's name, unique in the mesh: letters, digits, ``-``, ``_`` and ``:``, at
             most 127 characters. Default: the environment variable ``ZRPC_WORKER_NAME``, which
-            `zrpc launch` sets; without it, ``worker`` and the rank.
+            ``zrpc launch`` sets; without it, ``worker`` and the rank.
         backend: there is only one; accepted for existing scripts.
         rank: this worker's number, from 0. Default: the environment variable ``RANK``. An elastic
             mesh picks any free rank if that isn't set.

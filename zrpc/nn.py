@@ -47,7 +47,7 @@ class RemoteModule(torch.nn.Module):
     be made from any thread.
 
     It can be part of another module, such as ``nn.Sequential``. That module's `train`, `eval`,
-    `to`, `apply` and `state_dict` include this one. Its `parameters`, and what is done with them
+    `to`, `apply` and `state_dict` include this one. Its ``parameters``, and what is done with them
     (`zero_grad`, `requires_grad_`), include only parameters of this process.
 
     Example:

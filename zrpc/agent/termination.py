@@ -16,7 +16,7 @@ to a third one. So a leader says whom it has lost, and its word covers only the 
 leaves when leaders that it has joined have let it go, and cover all members that it counts itself.
 Until then it joins further leaders. A worker that is sent JOIN leads, whether or not it is the
 lowest rank, and invites those that may not know it. Two workers that have lost each other both know
-that (see `zrpc.agent.peers`), so each leader is joined by all that it counts.
+that (see ``zrpc.agent.peers``), so each leader is joined by all that it counts.
 
 Messages may be lost too, with the connection that carried them. So each worker repeats its JOIN
 from time to time until it may go. If the leader still waits for the worker's counts, it asks again.
