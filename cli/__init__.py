@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import version
 
 import click
 
@@ -25,7 +24,7 @@ class _LazyGroup(click.Group):
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(version("torch-zrpc"), prog_name="zrpc")
+@click.version_option(package_name="torch-zrpc", prog_name="zrpc")  # looked up when asked for
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Remote calls, remote objects and distributed autograd for PyTorch, on ZeroMQ."""

@@ -64,8 +64,9 @@ SUITES = {
     cls.__name__: type(cls.__name__, (cls, TensorPipeRpcAgentTestFixture, _ForkedWorkers), {})
     for cls in _CLASSES
 }
-for _suite in SUITES.values():
+for _name, _suite in SUITES.items():
     _suite.__module__ = __name__
+    globals()[_name] = _suite  # a test sends a method of its own
 common_distributed.TIMEOUT_DEFAULT = _TEST_SECONDS
 
 

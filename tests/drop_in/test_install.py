@@ -138,3 +138,42 @@ def test_private_names_that_libraries_use(programs: Programs) -> None:
         """
     (ended,) = programs.run(source, 1)
     assert ended.code == 0, ended.output
+
+
+def test_waits_of_torch_end_with_the_first_error_of_our_futures(programs: Programs) -> None:
+    source = """
+        import threading
+        import torch
+        from torch.futures import wait_all
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        import torch.distributed.rpc as rpc
+
+        def fail():
+            raise KeyError("wrong")
+
+        release = threading.Event()
+
+        def run():
+            return release.wait(60)
+
+        def waits(wait):
+            slow, quick = rpc.rpc_async("worker0", run), rpc.rpc_async("worker0", fail)
+            try:
+                wait([slow, quick])
+            except KeyError:
+                return not slow.done()
+
+        plain = torch.futures.Future()
+        plain.set_result(1)
+        assert wait_all([plain]) == torch.futures.wait_all([plain]) == [1]
+        assert [done.wait() for done in torch.futures.collect_all([plain]).wait()] == [1]
+        rpc.init_rpc("worker0", rank=0, world_size=1)
+        assert waits(wait_all)
+        assert waits(torch.futures.wait_all)
+        assert waits(lambda futures: torch.futures.collect_all(futures).wait())
+        release.set()
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output

@@ -99,8 +99,9 @@ def _check_that_nothing_runs() -> None:
 
 
 def _replace_in_loaded_modules() -> None:
-    from zrpc.drop_in.replacement import replace_names
+    from zrpc.drop_in.replacement import replace_names, replace_waits
 
+    replace_waits(sys.modules["torch.futures"])
     for module in _loaded_modules():
         replace_names(module)
 

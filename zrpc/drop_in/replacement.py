@@ -7,6 +7,7 @@ process that uses none of them doesn't load zrpc.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS, advice
 
 # What was removed from each module.
 _removed: dict[str, dict[str, Any]] = {}
+_WAITS = ("collect_all", "wait_all")
 # Modules of torch that have names of `torch.distributed.rpc` since they were imported. They get
 # ours when a program first uses zrpc. DDP looks for tensors in the RRefs that a module returns.
 _keepers = ["torch.nn.parallel.distributed"]
@@ -43,6 +45,29 @@ def replace_names(module: ModuleType) -> None:
 
     names["__getattr__"] = find
     names["__dir__"] = lambda: offered
+
+
+def replace_waits(futures: ModuleType) -> None:
+    """Has functions of ``torch.futures`` end with the first error of zrpc's futures, too.
+
+    Python code can't report an error to torch's own functions, which are in C++. They still get
+    calls without zrpc's futures.
+    """
+    if futures.__name__ not in _removed:
+        _removed[futures.__name__] = {name: getattr(futures, name) for name in _WAITS}
+        for name, function in _removed[futures.__name__].items():
+            setattr(futures, name, _ending_early(name, function))
+
+
+def _ending_early(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wait(futures: list[Any]) -> Any:
+        own = getattr(sys.modules.get("zrpc.calls.future"), "Future", ())
+        if any(isinstance(future, own) for future in futures):
+            return getattr(importlib.import_module("zrpc.calls.future_group"), name)(futures)
+        return function(futures)
+
+    return wait
 
 
 def rebind(module: ModuleType) -> None:
