@@ -50,6 +50,7 @@ class Tracer:
     def __init__(self) -> None:
         self._bits: dict[Arrived, int] = {}
         self._sets: dict[Any, int] = {}
+        self._receives: set[Any] = set()
 
     @property
     def arrived(self) -> list[Arrived]:
@@ -62,35 +63,38 @@ class Tracer:
         if node is None:
             return 0
         self._walk(node)
-        return self._set_of(node, tensor.output_nr)
+        return (
+            self._output_of(node, tensor.output_nr) if node in self._receives else self._sets[node]
+        )
 
-    def _set_of(self, node: Any, output: int) -> int:
-        if not isinstance(node, RECEIVE_NODE):
-            return self._sets[node]
-        sender, send_id = node.origin
-        arrived = Arrived(sender, send_id, output)
-        return 1 << self._bits.setdefault(arrived, len(self._bits))
+    def _output_of(self, receive: Any, output: int) -> int:
+        sender, send_id = receive.origin
+        return 1 << self._bits.setdefault(Arrived(sender, send_id, output), len(self._bits))
 
     def _walk(self, node: Any) -> None:
         """Finds the sets of a node and of all nodes below it."""
-        sets, stack = self._sets, [node]
+        sets, receives = self._sets, self._receives
+        stack = [node]
         while stack:
-            node = stack[-1]
+            node = stack.pop()
             if node in sets:
-                stack.pop()
                 continue
-            edges = () if isinstance(node, RECEIVE_NODE) else node.next_functions
+            edges = node.next_functions
             below = [each for each, _ in edges if each is not None and each not in sets]
             if below:
+                stack.append(node)
                 stack += below
                 continue
-            stack.pop()
             found = 0
             for each, output in edges:
-                if each is not None:
-                    found |= self._set_of(each, output)
+                if each in receives:
+                    found |= self._output_of(each, output)
+                elif each is not None:
+                    found |= sets[each]
             sets[node] = found
-            if node._sequence_nr() == 0:
+            if node.__class__ is RECEIVE_NODE:
+                receives.add(node)
+            if not node._sequence_nr():
                 node._set_sequence_nr(1)
 
 

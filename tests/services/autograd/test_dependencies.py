@@ -1,0 +1,106 @@
+"""Which tensors lead to the roots: found from the parts of all workers, in any order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrpc.errors import RpcError
+from zrpc.services.autograd.dependencies import Arrived, Dependencies, Tracer, UsedTensors
+from zrpc.services.autograd.nodes import Receive, empty_token
+from zrpc.wire.member_id import MemberId
+
+START = empty_token(requires_grad=True)
+
+
+def receive(sender: int, send_id: int, count: int = 1) -> Any:
+    tensors = [torch.ones(2) for _ in range(count)]
+    return Receive.apply(START, lambda *_: None, MemberId(sender), send_id, tensors)
+
+
+def names(tracer: Tracer, found: int) -> set[tuple[int, int, int]]:
+    return {tuple(each) for bit, each in enumerate(tracer.arrived) if found >> bit & 1}
+
+
+def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
+    tracer = Tracer()
+    (a, b), (c,) = receive(1, 7, 2), receive(2, 7)
+    leaf = torch.ones(2, requires_grad=True)
+    x = a * leaf
+    y = x + c.sin()
+    assert names(tracer, tracer.trace(x)) == {(1, 7, 0)}
+    assert names(tracer, tracer.trace(y)) == {(1, 7, 0), (2, 7, 0)}
+    assert names(tracer, tracer.trace(b)) == {(1, 7, 1)}
+    assert names(tracer, tracer.trace(leaf * 2)) == set()
+    assert names(tracer, tracer.trace(leaf)) == set()
+
+
+def test_a_long_graph_is_walked_once() -> None:
+    tracer = Tracer()
+    [x] = receive(1, 1)
+    found = set()
+    for _ in range(20):
+        for _ in range(500):
+            x = x + x
+        found.add(tracer.trace(x))
+    assert found == {1}
+    assert len(tracer._sets) < 20 * 500 + 10
+
+
+# A mesh in which tensor n was sent by worker n % 3, and may depend on tensors with lower numbers
+# that this worker has received.
+
+
+def part(member: int, edges: list[set[int]]) -> Dependencies:
+    arrived = [Arrived(MemberId(n % 3), n, 0) for n in range(len(edges))]
+    sent = {
+        (n, 0): sum(1 << source for source in edges[n])
+        for n in range(len(edges))
+        if n % 3 == member
+    }
+    return Dependencies(arrived, sent)
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
+    st.sets(st.integers(0, 29), max_size=3),
+)
+def test_what_is_used_is_what_the_roots_depend_on(drawn: list[set[int]], roots: set[int]) -> None:
+    edges = [{source for source in each if source < n} for n, each in enumerate(drawn)]
+    roots = {root for root in roots if root < len(edges)}
+    expected, pending = set(), list(roots)
+    while pending:
+        tensor = pending.pop()
+        if tensor not in expected:
+            expected.add(tensor)
+            pending += edges[tensor]
+
+    used = UsedTensors()
+    used.learn(MemberId(0), part(0, edges))
+    used.use(MemberId(0), sum(1 << root for root in roots))
+    asked = {0}
+    while unknown := used.unknown():
+        member = min(unknown)
+        assert member not in asked
+        asked.add(member)
+        used.learn(member, part(member, edges))
+
+    found = [send_id for member in used.members() for send_id in used.sent_by(member)]
+    assert sorted(found) == sorted(expected)
+    for member in used.members():
+        sources = {s for n in expected if n % 3 == member for s in edges[n]}
+        if member == 0:
+            sources |= roots
+        assert used.arrived_at(member) == {(s % 3, s) for s in sources}
+
+
+def test_a_used_tensor_that_its_sender_has_no_more() -> None:
+    used = UsedTensors()
+    used.learn(MemberId(0), Dependencies([Arrived(MemberId(1), 5, 0)], {}))
+    used.use(MemberId(0), 1)
+    with pytest.raises(RpcError, match="retain_graph=True"):
+        used.learn(MemberId(1), Dependencies([], {}))
