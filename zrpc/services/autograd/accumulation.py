@@ -96,9 +96,11 @@ class Accumulation:
     def _hook(self, node: Any) -> None:
         """Adds this run's hooks to a node."""
         with _locks_lock:
-            if not _has_hooks(node):
-                self._handles.append(node.register_prehook(_Take(self, node)))
+            take = node.register_prehook(_Take(self, node))
+            if not _has_hooks(node, take):
+                self._handles.append(take)
                 return
+            take.remove()
             loan = _Loan(self._state, node.variable)
             self._hooked.append(loan)
             self._handles.append(node.register_prehook(_Borrow(self, loan)))
@@ -222,15 +224,19 @@ def _lock_of(leaf: torch.Tensor) -> threading.Lock:
         return lock
 
 
-def _has_hooks(accumulator: Any) -> bool:
-    """Returns whether a user's hooks run with an AccumulateGrad node; under _locks_lock."""
+def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
+    """Returns whether a user's hooks run with an AccumulateGrad node; under _locks_lock.
+
+    A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
+    ``prehook`` is one that was added.
+    """
     if getattr(accumulator.variable, "_post_accumulate_grad_hooks", None):
         return True
-    # A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
-    for register in (accumulator.register_hook, accumulator.register_prehook):
-        handle = register(lambda *_: None)
-        hooks = handle.hooks_dict_ref()
-        handle.remove()
-        if any(not isinstance(hook, _RunHook) for hook in list(hooks.values())):
-            return True
-    return False
+    hook = accumulator.register_hook(_nothing)
+    hooks = hook.hooks_dict_ref()
+    hook.remove()
+    prehooks = prehook.hooks_dict_ref() or {}
+    return not all(isinstance(each, _RunHook) for each in [*hooks.values(), *prehooks.values()])
+
+
+def _nothing(*_: Any) -> None: ...
