@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import zrpc as rpc
 from tests.support.targets import echo
 from tests.support.waiting import until
+from zrpc.membership.failure_detector import Reason
 from zrpc.services.collectives import Collectives
 from zrpc.testing import Mesh, faults
 
@@ -148,6 +150,21 @@ def test_two_that_have_lost_each_other(mesh: Mesh, pair: tuple[int, int]) -> Non
         with pytest.raises(rpc.WorkerDied, match="is gone"):
             end.result(SOON)
     assert left(mesh) == [0, 0, 0]
+
+
+@pytest.mark.zrpc(faults=True, options={"heartbeat_timeout": 1.0})
+def test_one_that_was_declared_dead_and_has_ended_is_not_counted(mesh: Mesh) -> None:
+    mesh.run(0, rpc.rpc_sync, 2, echo, (1,))
+    with faults.cut(mesh, 0, 2):
+        until(lambda: 2 in mesh.agent(0).membership.lost)
+    with pytest.raises(rpc.WorkerDied, match="worker2 is gone"):
+        mesh.run(0, gather, "value")
+    agents = [mesh.agent(rank) for rank in (0, 1)]
+    for agent in agents:  # as the log of an elastic mesh reports it
+        agent.receiver.in_io_thread(partial(agent.peers.remove, 2, Reason.ENDED))
+    until(lambda: all(agent.liveness.reason(2) is Reason.ENDED for agent in agents))
+    futures = [mesh.submit(rank, gather, rank) for rank in (0, 1)]
+    assert [f.result(SOON) for f in futures] == [{"worker0": 0, "worker1": 1}] * 2
 
 
 def test_without_an_agent() -> None:

@@ -26,6 +26,9 @@ _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 1.0
 # After this time the leader of a shutdown monitors also the workers that it hears nothing of.
 _LEADER_WAIT_SECONDS = 1.0
+# Why a worker is lost whose process may still run; and reasons that are also learned later.
+_MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
+_FINAL = (Reason.ENDED, Reason.LEFT, Reason.REPLACED)
 _NO_WAY_THERE = (
     "no connection to it at {endpoint} could be made: a firewall or the network is in the way, or "
     "its process is stopped"
@@ -48,8 +51,8 @@ class LivenessMonitor:
     Attributes:
         expected: workers to monitor before any message was exchanged with them.
 
-    For one thread at a time, the one that receives; but `describe_loss`, `explain` and `reason` may
-    be called from any.
+    For one thread at a time, the one that receives; but `describe_loss`, `explain`, `reason` and
+    `may_live` may be called from any.
     """
 
     def __init__(
@@ -152,7 +155,13 @@ class LivenessMonitor:
         loss = self._detector.declare_lost(member, reason, time.monotonic())
         if loss is not None:
             self._record_loss(loss, tried)
+        elif self.may_live(member) and reason in _FINAL:
+            self._losses[member] = (reason, reason.value)
         return loss
+
+    def may_live(self, member: MemberId) -> bool:
+        """Whether a worker is lost, and its process may still run for all that is known here."""
+        return self.reason(member) in _MAY_LIVE
 
     def _complete_leaves(self, now: float) -> list[Loss]:
         """Declares workers lost that have left and whose messages are all in."""

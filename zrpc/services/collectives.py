@@ -25,7 +25,6 @@ from zrpc.agent.service import Service
 from zrpc.calls.future import Future
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.functions import async_execution
-from zrpc.membership.failure_detector import Reason
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
@@ -34,8 +33,6 @@ __all__ = ["Collectives"]
 Names = frozenset[str]
 
 _EXPECTED = "expected the values of all workers, but {why}"
-# Why a worker is lost whose process may still run.
-_MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
 
 
 @dataclass(slots=True)
@@ -168,8 +165,8 @@ class Collectives(Service):
 
     def _all_workers(self) -> Names:
         agent = self.agent
-        lost = [m for m in agent.membership.lost if agent.membership.was_found(m)]
-        silent = [m for m in lost if agent.liveness.reason(m) in _MAY_LIVE]
+        lost = [m for m in list(agent.membership.lost) if agent.membership.was_found(m)]
+        silent = filter(agent.liveness.may_live, lost)
         return self._living().union(agent.membership.infos[member].name for member in silent)
 
     def on_member_lost(self, member: MemberId) -> None:

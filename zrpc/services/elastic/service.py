@@ -70,7 +70,7 @@ class ElasticMembership(Service):
         reason = self.agent.liveness.reason(member)
         self._leaving.pop(member, None)
         self.agent.joined.forget(member)
-        if reason not in (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK):
+        if not self.agent.liveness.may_live(member):
             self.agent.network.dismiss(member)
         if reason is Reason.ENDED:
             self.follower.report_loss(member, Departure.ENDED)
