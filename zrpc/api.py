@@ -137,7 +137,7 @@ def _checked(options: object | None) -> ZmqRpcBackendOptions:
     if not isinstance(options, ZmqRpcBackendOptions):
         raise TypeError(
             f"Could not infer backend for options {options!r}: `rpc_backend_options` must be a "
-            "`ZmqRpcBackendOptions`, which is also zrpc's `TensorPipeRpcBackendOptions`"
+            "`TensorPipeRpcBackendOptions`, which is another name of `ZmqRpcBackendOptions`"
         )
     return options
 

@@ -55,7 +55,10 @@ class RpcBackendOptions:
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
     ) -> None:
-        self.rpc_timeout = rpc_timeout
+        try:
+            self.rpc_timeout = rpc_timeout
+        except TypeError as error:
+            raise TypeError(f"incompatible constructor arguments: {error}") from None
         self.init_method = init_method
 
     @property

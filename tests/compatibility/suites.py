@@ -49,7 +49,7 @@ _CLASSES = (
     ParameterServerTest,
     ReinforcementLearningRpcTest,
 )
-_TEST_SECONDS = 120  # more than torch's tests take on a busy machine
+_TEST_SECONDS = 60  # more than torch's tests take on a busy machine
 
 
 class _ForkedWorkers(common_distributed.MultiProcessTestCase):

@@ -94,7 +94,7 @@ def test_the_command_lists_names_and_places(write: Write, commands: Commands) ->
         import torch.distributed.rpc as rpc
         from torch.distributed.rpc import no_such_name
         rpc.init_rpc("a")
-        rpc.TensorPipeAgent
+        rpc.RemoteProfilerManager
         rpc.constants.UNSET_RPC_TIMEOUT
         rpc.init_rpc("b")
         """,
@@ -102,7 +102,7 @@ def test_the_command_lists_names_and_places(write: Write, commands: Commands) ->
     ended = commands("-m", "zrpc.cli", "run", "--check", "-m", "package")
     path = next(line for line in ended.stdout.splitlines() if line.endswith(":4")).strip()[:-2]
     assert ended.stdout == dedent(f"""\
-        torch.distributed.rpc.TensorPipeAgent: NOT SUPPORTED; zrpc has one kind of agent; call init_rpc and get_worker_info
+        torch.distributed.rpc.RemoteProfilerManager: NOT SUPPORTED; zrpc can't profile calls; `zrpc stacks` shows what workers do
             {path}:5
         torch.distributed.rpc.constants.UNSET_RPC_TIMEOUT: supported
             {path}:6

@@ -118,6 +118,7 @@ def test_private_names_that_libraries_use(programs: Programs) -> None:
         rpc.init_rpc("worker0", backend_registry.BackendType["TENSORPIPE"], 0, 1, made)
         assert name() == "worker0" and _is_current_rpc_agent_set()
         assert api._get_current_rpc_agent().get_worker_info().name == "worker0"
+        assert isinstance(api._get_current_rpc_agent(), rpc.TensorPipeAgent)
         with api._wait_all():
             future = rpc.rpc_async("worker0", max, args=(1, 2))
         assert future.done()

@@ -66,7 +66,9 @@ _own.__module__ = "torch.distributed.rpc.api"
 
 def module_like_torch(name: str) -> ModuleType:
     module = ModuleType(name)
-    vars(module).update(rpc_sync=_own, RpcAgent=_Own, method=_own, serialize=_own, os=os, limit=3)
+    vars(module).update(
+        rpc_sync=_own, ProfilerManager=_Own, method=_own, serialize=_own, os=os, limit=3
+    )
     return module
 
 
@@ -75,7 +77,7 @@ def test_names_are_replaced_and_others_stay() -> None:
     replace_names(module)
     assert module.rpc_sync is zrpc.rpc_sync
     assert (module.serialize, module.os, module.limit) == (_own, os, 3)
-    assert set(dir(module)) >= {"rpc_sync", "RpcAgent", "method", "limit"}
+    assert set(dir(module)) >= {"rpc_sync", "ProfilerManager", "method", "limit"}
     with pytest.raises(AttributeError, match="module 'one' has no attribute 'rpc_snyc'"):
         module.rpc_snyc  # noqa: B018
 
@@ -85,10 +87,10 @@ def test_a_name_that_is_not_supported_raises_when_it_is_used() -> None:
     replace_names(module)
     with pytest.raises(NotImplementedError, match=r"but got two\.method: "):
         module.method(1)
-    with pytest.raises(NotImplementedError, match=r"two\.RpcAgent: zrpc has one kind of agent"):
-        module.RpcAgent()
-    assert not isinstance(3, module.RpcAgent)
-    assert issubclass(type("Mine", (module.RpcAgent,), {}), module.RpcAgent)
+    with pytest.raises(NotImplementedError, match=r"two\.ProfilerManager: zrpc can't profile"):
+        module.ProfilerManager()
+    assert not isinstance(3, module.ProfilerManager)
+    assert issubclass(type("Mine", (module.ProfilerManager,), {}), module.ProfilerManager)
 
 
 def test_a_module_that_imported_names_before_gets_the_new_ones() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -50,6 +52,41 @@ def test_some_of_the_workers(mesh: Mesh) -> None:
     assert mesh.run_all(gather, None) == [dict.fromkeys(NAMES)] * 3
 
 
+class SlowToPack:
+    """A value that is packed when the test lets it."""
+
+    def __init__(self, begun: threading.Event, may_go_on: threading.Event) -> None:
+        self.begun = begun
+        self.may_go_on = may_go_on
+
+    def __reduce__(self) -> Any:
+        self.begun.set()
+        assert self.may_go_on.wait(SOON)
+        return int, (0,)
+
+
+def test_several_threads_of_a_worker_gather_at_once(mesh: Mesh) -> None:
+    """A later gathering doesn't mean that the worker has abandoned an earlier one."""
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def both() -> list[Any]:
+        context = contextvars.copy_context()
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(context.run, gather, SlowToPack(begun, may_go_on))
+            assert begun.wait(SOON)
+            return [gather(1), first.result(SOON)]
+
+    ours = mesh.submit(1, both)
+    others = [mesh.submit(rank, lambda: [gather(2), gather(3)]) for rank in (0, 2)]
+    until(lambda: left(mesh)[0] == 2, "the second value has come, and the others' first")
+    may_go_on.set()
+    second = {"worker0": 3, "worker1": 1, "worker2": 3}
+    first = {"worker0": 2, "worker1": 0, "worker2": 2}
+    assert ours.result(SOON) == [second, first]
+    assert [other.result(SOON) for other in others] == [[first, second]] * 2
+    assert left(mesh) == [0, 0, 0]
+
+
 def test_one_that_takes_no_part(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"worker0.*to be one of \['worker1'\]"):
         mesh.run(0, gather, 1, ["worker1"])
@@ -85,7 +122,7 @@ def test_one_that_comes_too_late(mesh: Mesh) -> None:
         # They have come to the next one: only then is it known that they gave this one up.
         layer = mesh.agent(0).service(Collectives)
         names = frozenset(NAMES)
-        until(lambda: list(layer._latest.get(names, {}).values()) == [1, 1], within=SOON)
+        until(lambda: list(layer._oldest.get(names, {}).values()) == [1, 1], within=SOON)
         with pytest.raises(rpc.RpcError, match="worker0 has gone on to a later one"):
             gather("late")
         return gather("again")
@@ -129,7 +166,7 @@ def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
     mesh.run(there[1], rpc.api._barrier, NAMES)
     # Should another worker come under that name, all begin with it at the same number.
     layers = [mesh.agent(rank).service(Collectives) for rank in there]
-    until(lambda: not any(layer._begun or layer._latest for layer in layers))
+    until(lambda: not any(layer._begun or layer._oldest for layer in layers))
 
 
 @pytest.mark.zrpc(faults=True, options={"heartbeat_timeout": 1.0})

@@ -27,8 +27,9 @@ _NAMES = {
         remote rpc_async rpc_sync shutdown""",
     "zrpc.autograd": "backward context get_gradients",
     "zrpc.backend_registry": "BackendType construct_rpc_backend_options",
-    "zrpc.drop_in.private": """_TensorPipeRpcBackendOptionsBase _current_context
-        _is_valid_context _require_initialized _retrieve_context backend_registered""",
+    "zrpc.drop_in.private": """RpcAgent TensorPipeAgent _TensorPipeRpcBackendOptionsBase
+        _current_context _is_valid_context _require_initialized _retrieve_context
+        backend_registered""",
     "zrpc.functions": "async_execution",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.nn": "RemoteModule",
@@ -61,7 +62,6 @@ _ADVICE = {
     "rofil": "zrpc can't profile calls; `zrpc stacks` shows what workers do",
     "debug": "`zrpc stacks` shows what workers do and wait for",
     "backend": "zrpc has one back end; call init_rpc",
-    "Agent": "zrpc has one kind of agent; call init_rpc and get_worker_info",
     "agent": "zrpc has one kind of agent; call init_rpc and shutdown",
     "_invoke": "call rpc_sync, rpc_async or remote",
     "pickle": "zrpc pickles by itself; register a reducer with copyreg.pickle",

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent, find_agent
 from zrpc.backend_registry import BackendType
 from zrpc.errors import not_initialized
@@ -15,6 +16,8 @@ from zrpc.services.autograd.service import AutogradService
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _TensorPipeRpcBackendOptionsBase = ZmqRpcBackendOptions
+# For `isinstance`. Programs get an agent by `init_rpc`.
+RpcAgent = TensorPipeAgent = Agent
 
 
 def _require_initialized(func: _F) -> _F:

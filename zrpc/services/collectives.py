@@ -56,10 +56,12 @@ class Collectives(Service):
         # Guards what follows; no other lock is taken with it.
         self._lock = threading.Lock()
         self._begun: Counter[Names] = Counter()
+        # The gatherings that this worker waits for: several threads may gather at once.
+        self._waiting: dict[object, tuple[Names, int]] = {}
         # At the worker that collects: the gatherings in progress, by their workers and number, and
-        # the latest number of each worker.
+        # the oldest number that each worker still waits for, as far as is known.
         self._collected: dict[tuple[Names, int], _Gathering] = {}
-        self._latest: dict[Names, dict[str, int]] = {}
+        self._oldest: dict[Names, dict[str, int]] = {}
         # Also there: the workers that take no part, and why.
         self._declined: dict[Names, dict[str, str]] = {}
 
@@ -93,14 +95,26 @@ class Collectives(Service):
                 with contextlib.suppress(RpcError):  # the collector is lost, or its answer
                     self.agent.caller.call(collector, Kind.CALL, body, timeout)
             raise WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone"))
+        call = object()
         with self._lock:
             number = self._begun[names]
             self._begun[names] += 1
-        body = (_contribute, (names, number, own, value), {})
-        return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+            self._waiting[call] = names, number
+            oldest = min(other for waits, other in self._waiting.values() if waits == names)
+        try:
+            body = (_contribute, (names, number, oldest, own, value), {})
+            return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
+        finally:
+            with self._lock:
+                self._waiting.pop(call, None)
 
-    def contribute(self, names: Names, number: int, name: str, value: Any) -> Future[Any]:
-        """Takes a value, at the worker that collects; returns a future of all values."""
+    def contribute(
+        self, names: Names, number: int, oldest: int, name: str, value: Any
+    ) -> Future[Any]:
+        """Takes a value, at the worker that collects; returns a future of all values.
+
+        That worker waits for no gathering of these workers before the ``oldest``.
+        """
         answer: Future[Any] = Future()
         ended: list[tuple[_Gathering, Names]] = []
         with self._lock:
@@ -108,7 +122,8 @@ class Collectives(Service):
             gone = names - self._living()
             why = f"{min(gone)} is gone" if gone else self._why_declined(names, name)
             if not why:
-                self._latest.setdefault(names, {})[name] = number
+                known = self._oldest.setdefault(names, {})
+                known[name] = max(oldest, known.get(name, 0))
                 gathering = self._collected.setdefault((names, number), _Gathering())
                 gathering.values[name] = value
                 gathering.answers[name] = answer
@@ -146,11 +161,11 @@ class Collectives(Service):
         Returns each with the workers whose values will never come: they have gone on to a later
         gathering, since their value could not be sent or they timed out.
         """
-        latest = self._latest[names]
+        oldest = self._oldest[names]
         ended = []
         for key in [key for key in self._collected if key[0] == names]:
             gathering = self._collected[key]
-            beyond = {name for name, number in latest.items() if number > key[1]}
+            beyond = {name for name, number in oldest.items() if number > key[1]}
             for name in beyond & gathering.answers.keys():
                 del gathering.answers[name]  # it has timed out, and no longer waits
             missing = names - gathering.values.keys()
@@ -178,9 +193,11 @@ class Collectives(Service):
         with self._lock:
             keys = [key for key in self._collected if name in key[0]]
             failed = [self._collected.pop(key) for key in keys]
-            for counts in (self._begun, self._latest, self._declined):
+            for counts in (self._begun, self._oldest, self._declined):
                 for names in [names for names in counts if name in names]:
                     del counts[names]
+            for call in [call for call, (names, _) in self._waiting.items() if name in names]:
+                del self._waiting[call]
         error = WorkerDied(_EXPECTED.format(why=f"{name} is gone"))
         for gathering in failed:
             self.agent.completions.submit(partial(gathering.fail, error))
@@ -193,8 +210,8 @@ class Collectives(Service):
 
 
 @async_execution
-def _contribute(names: Names, number: int, name: str, value: Any) -> Future[Any]:
-    return current_agent().service(Collectives).contribute(names, number, name, value)
+def _contribute(names: Names, number: int, oldest: int, name: str, value: Any) -> Future[Any]:
+    return current_agent().service(Collectives).contribute(names, number, oldest, name, value)
 
 
 def _decline(names: Names, name: str, why: str) -> None:

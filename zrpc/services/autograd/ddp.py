@@ -1,41 +1,42 @@
 """Which leaves DistributedDataParallel reduces: its reducer hangs on their AccumulateGrad nodes.
 
 Nothing in Python leads from a parameter to the DDP module that reduces it. So the modules are
-noted as they run, by a hook that all modules have while it is installed. It is installed when a
-context is entered in a process that has a process group.
+noted as they run, by a wrapper around the class's ``forward``: a hook would miss programs that
+call ``forward`` themselves. It is installed when a context is entered in a process that has a
+process group.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["reduced_with", "watch"]
 
 # Guards the two that follow.
 _lock = threading.Lock()
-_hook: RemovableHandle | None = None
+_watches = False
 # The DDP modules that reduce a parameter.
 _modules = WeakIdKeyDictionary()
 
 
 def watch() -> None:
     """Notes from now on which parameters DDP modules reduce, if this process can have any."""
-    global _hook
-    if _hook is not None or not (dist.is_available() and dist.is_initialized()):
+    global _watches
+    if _watches or not (dist.is_available() and dist.is_initialized()):
         return
     with _lock:
-        if _hook is None:
-            _hook = register_module_forward_pre_hook(_note_parameters)
+        if not _watches:
+            DistributedDataParallel.forward = _noting(DistributedDataParallel.forward)  # type: ignore[method-assign]
+            _watches = True
 
 
 def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,10 +51,14 @@ def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(each): each for each in parameters if each.requires_grad}.values())
 
 
-def _note_parameters(module: torch.nn.Module, _: Any) -> None:
-    if isinstance(module, DistributedDataParallel):
+def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         with _lock:
-            for parameter in module.parameters():
+            for parameter in self.parameters():
                 if parameter not in _modules:
                     _modules[parameter] = WeakSet()
-                _modules[parameter].add(module)
+                _modules[parameter].add(self)
+        return forward(self, *args, **kwargs)
+
+    return wrapper
