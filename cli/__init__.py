@@ -8,7 +8,7 @@ from importlib.metadata import version
 import click
 
 # In the order in which they are shown.
-_COMMANDS = ("launch", "run", "stacks", "secret", "bench")
+_COMMANDS = ("launch", "env", "run", "stacks", "secret", "bench")
 
 
 class _LazyGroup(click.Group):
