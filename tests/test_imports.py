@@ -66,6 +66,7 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
     "zrpc.transport": {"address", "chunks", "curve", "listener_probe", "network"},
     "zrpc.membership": {
+        "cluster_environment",
         "endpoints",
         "failure_detector",
         "hooks",
@@ -357,6 +358,8 @@ def in_package(package: str) -> list[str]:
             {"zmq", "socket", "threading", "time", "torch", "pickle"},
         ),
         ("zrpc.services.inspection.listener", {"zmq", "threading", "torch", "pickle"}),
+        ("zrpc.membership.cluster_environment", {"zmq", "socket", "os", "threading", "torch"}),
+        ("zrpc.membership.node_list", {"zmq", "socket", "os", "threading", "torch"}),
         ("zrpc.agent.termination", {"zmq", "socket", "threading", "time", "torch", "pickle"}),
         ("zrpc.wire.message", {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"}),
         ("zrpc.errors", {"zmq", "torch"}),

@@ -84,12 +84,14 @@ def init_rpc(
             most 127 characters. Default: the environment variable ``ZRPC_WORKER_NAME``, which
             ``zrpc launch`` sets; without it, ``worker`` and the rank.
         backend: there is only one; accepted for existing scripts.
-        rank: this worker's number, from 0. Default: the environment variable ``RANK``. An elastic
-            mesh picks any free rank if that isn't set.
-        world_size: the number of workers. Default: ``WORLD_SIZE``. Without either, the mesh is
-            elastic.
+        rank: this worker's number, from 0. Default: the environment variable ``RANK``, or that of
+            Open MPI, Slurm, PMI or a Kubernetes indexed Job; ``zrpc env`` shows it. An elastic
+            mesh picks any free rank if none is set.
+        world_size: the number of workers. Default: ``WORLD_SIZE``, or that engine's variable.
+            Without either, or if ``WORLD_SIZE`` is empty, the mesh is elastic.
         rpc_backend_options: threads, timeouts, and where the workers meet. Default:
-            `ZmqRpcBackendOptions`, which uses ``MASTER_ADDR`` and ``MASTER_PORT``.
+            `ZmqRpcBackendOptions`, which uses ``MASTER_ADDR`` and ``MASTER_PORT``, or what that
+            engine says.
 
     Raises:
         RendezvousError: within ``init_timeout`` seconds, the master can't be reached, ranks are

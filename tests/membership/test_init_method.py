@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.membership.test_cluster_environment import SLURM
 from zrpc.errors import RendezvousError
-from zrpc.membership.init_method import master_host, resolve_rank, restart_count
+from zrpc.membership.init_method import master, master_host, resolve_rank, restart_count
 
 
 @pytest.fixture
@@ -29,8 +30,30 @@ def test_arguments_come_first(environment: Callable[[str, str], None]) -> None:
     assert resolve_rank("tcp://h:1?rank=2&world_size=5", 1, 4) == (1, 4)
 
 
+def test_the_variables_of_slurm_are_taken(environment: Callable[[str, str], None]) -> None:
+    for name, value in SLURM.items():
+        environment(name, value)
+    assert resolve_rank("env://", -1, None) == (2, 4)
+    assert resolve_rank("env://", 1, None) == (1, 4)
+    assert resolve_rank("tcp://h:1?rank=3&world_size=5", -1, None) == (3, 5)
+    assert master("env://") == ("n1", 20291)
+    environment("MASTER_ADDR", "elsewhere")
+    assert master("env://") == ("elsewhere", 20291)
+
+
+def test_a_missing_master_says_what_was_looked_for(
+    environment: Callable[[str, str], None],
+) -> None:
+    environment("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(
+        RendezvousError,
+        match=r"looked for MASTER_ADDR.*SLURM_STEP_NODELIST.*found OMPI_COMM_WORLD_RANK='1'$",
+    ):
+        master("env://")
+
+
 def test_a_missing_rank_is_named(environment: Callable[[str, str], None]) -> None:
-    with pytest.raises(RendezvousError, match="RANK"):
+    with pytest.raises(RendezvousError, match=r"looked for RANK, .*; found none"):
         resolve_rank("env://", -1, 2)
 
 

@@ -1,7 +1,7 @@
 """Where the workers of a mesh meet, and which rank and name this worker has.
 
-They come from the arguments of ``init_rpc``, from the URL ``init_method``, or else from environment
-variables, which `zrpc launch` and torchrun set.
+They come from the arguments of ``init_rpc``, from the URL ``init_method``, or else from the
+environment variables of what started this worker: see `zrpc.membership.cluster_environment`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,24 @@ from typing import SupportsIndex
 from urllib.parse import urlsplit
 
 from zrpc.errors import RendezvousError
+from zrpc.membership.cluster_environment import (
+    FULL_HOST_NAME,
+    Setting,
+    find_settings,
+    looked_for,
+)
 from zrpc.wire.member_id import RANKS
 
-__all__ = ["agent_store", "master", "master_host", "resolve_name", "resolve_rank", "restart_count"]
+__all__ = [
+    "agent_store",
+    "master",
+    "master_host",
+    "own_settings",
+    "own_variables",
+    "resolve_name",
+    "resolve_rank",
+    "restart_count",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +42,19 @@ _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # Set by `zrpc launch` alone: how often a worker may be restarted while the others go on.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
+
+
+def own_variables() -> dict[str, str]:
+    """Returns the environment of this process, and the host's full name if that may be needed."""
+    variables = dict(os.environ)
+    if variables.get("JOB_COMPLETION_INDEX"):  # only then, as it may ask a name server
+        variables[FULL_HOST_NAME] = socket.getfqdn()
+    return variables
+
+
+def own_settings() -> dict[str, Setting]:
+    """Returns what the environment says of this worker's rank and of the master."""
+    return find_settings(own_variables())
 
 
 def resolve_rank(
@@ -44,6 +72,7 @@ def resolve_rank(
     query = dict(
         part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
     )
+    settings = own_settings()
     values: dict[str, int | None] = {}
     for name, given in (("rank", rank), ("world_size", world_size)):
         if not (given is None or isinstance(given, SupportsIndex)):
@@ -52,17 +81,22 @@ def resolve_rank(
                 "leave it out if it is in the environment, or convert it by int()"
             )
         if given is None or given < 0:
-            text = query.get(name, os.environ.get(name.upper(), "")).strip()
+            found_in = settings.get(name, Setting("", name.upper()))
+            if name in query:
+                found_in = Setting(query[name].strip(), init_method)
             try:
-                given = int(text) if text else None
+                given = int(found_in.value) if found_in.value else None
             except ValueError:
-                raise RendezvousError(f"expected a number as {name}, found {text!r}") from None
+                raise RendezvousError(
+                    f"expected a number as {name}, found {found_in.value!r} in {found_in.source}"
+                ) from None
         values[name] = None if given is None else operator.index(given)
     found, size = values["rank"], values["world_size"]
     if size is not None and found is None:
         raise RendezvousError(
             "expected a rank, found none: pass rank= to init_rpc, or set the environment variable "
-            "RANK (`zrpc launch` and torchrun do)"
+            "RANK (`zrpc launch` and torchrun do), or start it by srun or mpirun; "
+            + looked_for(own_variables(), "rank")
         )
     limit = RANKS if size is None else size
     if limit < 1 or not 0 <= (found or 0) < limit:
@@ -70,10 +104,11 @@ def resolve_rank(
             f"expected a rank from 0 to {'world_size' if size is not None else RANKS} - 1, but got "
             f"rank={found} and world_size={size}"
         )
-    if size is None and os.environ.get("RANK") and not agent_store():
+    if size is None and "rank" in settings and not agent_store():
         logger.warning(
-            "RANK is set and WORLD_SIZE is not, so this mesh is elastic: workers join and leave, "
-            "and none waits for the others. If their number is fixed, set WORLD_SIZE"
+            f"{settings['rank'].source} is set and WORLD_SIZE is not, so this mesh is elastic: "
+            "workers join and leave, and none waits for the others. If their number is fixed, set "
+            "WORLD_SIZE"
         )
     return found, size
 
@@ -88,8 +123,8 @@ def resolve_name(name: str | None, rank: int | None) -> str:
     if found is None and rank is None:
         raise RendezvousError(
             "expected a name or a rank, found neither: start the program with `zrpc launch -n 2 "
-            f"SCRIPT` or torchrun, set RANK and WORLD_SIZE or {_WORKER_NAME}, or pass a name to "
-            "init_rpc"
+            f"SCRIPT`, torchrun, srun or mpirun, set RANK and WORLD_SIZE or {_WORKER_NAME}, or "
+            "pass a name to init_rpc; " + looked_for(own_variables(), "rank", "world_size")
         )
     return f"worker{rank}" if found is None else found
 
@@ -131,12 +166,17 @@ def master(init_method: str) -> tuple[str, int]:
         host, port = parts.hostname or "", str(parts.port or "")
         source = init_method
     else:
-        host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-        source = f"MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
+        settings = own_settings()
+        host, port = (
+            settings[name].value if name in settings else ""
+            for name in ("master_addr", "master_port")
+        )
+        source = f"host {host!r} and port {port!r}"
     if not host or not port.isdecimal():
+        text = looked_for(own_variables(), "master_addr", "master_port")
         raise RendezvousError(
             f"expected the host and port of the master, found {source}: set the environment "
             "variables MASTER_ADDR and MASTER_PORT (`zrpc launch` and torchrun do), or use "
-            "init_method='tcp://host:port'"
+            "init_method='tcp://host:port'" + ("" if parts.scheme == "tcp" else f"; {text}")
         )
     return host, int(port)

@@ -1,0 +1,58 @@
+"""zrpc env prints what a worker would take, and from where."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from click.testing import CliRunner, Result
+from zrpc.cli import main
+
+from tests.membership.test_cluster_environment import BATCH_SCRIPT, KUBERNETES, SLURM
+
+
+@pytest.fixture(autouse=True)
+def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "PMI", "MPI_", "JOB_", "MASTER_")) or name in (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+        ):
+            monkeypatch.delenv(name)
+
+
+def run(variables: dict[str, str]) -> Result:
+    return CliRunner().invoke(main, ["env"], env=variables)
+
+
+def test_each_value_is_shown_with_its_source() -> None:
+    done = run({**SLURM, "MASTER_PORT": "29500"})
+    assert done.exit_code == 0
+    assert done.output.splitlines() == [
+        "rank=2 from SLURM_PROCID",
+        "world_size=4 from SLURM_STEP_NUM_TASKS",
+        "local_rank=1 from SLURM_LOCALID",
+        "master_addr=n1 from SLURM_STEP_NODELIST",
+        "master_port=29500 from MASTER_PORT",
+    ]
+
+
+def test_the_host_name_of_a_pod_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.getfqdn", lambda: "train-3.mesh.default.svc")
+    done = run({"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": KUBERNETES["WORLD_SIZE"]})
+    assert done.exit_code == 0
+    assert "master_addr=train-0.mesh.default.svc from JOB_COMPLETION_INDEX and" in done.output
+
+
+def test_what_is_missing_is_shown_with_what_was_found() -> None:
+    done = run(BATCH_SCRIPT)
+    assert done.exit_code == 1
+    assert "rank not found" in done.output
+    assert "the mesh is elastic" in done.output
+    assert (
+        "rank, master_addr, master_port: looked for RANK, MASTER_ADDR, MASTER_PORT" in done.output
+    )
+    looked_for, _, found = done.output.partition("; found ")
+    assert "SLURM_STEP_ID" in looked_for
+    assert "SLURM_PROCID='0'" in found

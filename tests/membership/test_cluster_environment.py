@@ -1,0 +1,191 @@
+"""Which place in a mesh the variables of torchrun, Slurm, MPI and Kubernetes give a worker."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrpc.membership.cluster_environment import (
+    ENGINES,
+    FULL_HOST_NAME,
+    SETTINGS,
+    find_settings,
+    looked_for,
+)
+
+# As Slurm 22.05 sets them in a task of `srun -N2 -n4`.
+SLURM = {
+    "SLURM_JOB_ID": "3",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_NUM_TASKS": "4",
+}
+# And in the script of `sbatch -N2 -n4`.
+BATCH_SCRIPT = {
+    "SLURM_JOB_ID": "4",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+}
+# As Open MPI 4.1 sets them in a process of `mpirun -np 4`.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMIX_NAMESPACE": "657915905",
+}
+PMI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+KUBERNETES = {
+    "JOB_COMPLETION_INDEX": "12",
+    "WORLD_SIZE": "16",
+    FULL_HOST_NAME: "train-12.mesh.default.svc.cluster.local",
+}
+TORCH = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29400",
+}
+
+
+def values(variables: dict[str, str]) -> dict[str, str]:
+    return {name: setting.value for name, setting in find_settings(variables).items()}
+
+
+def all_of(*texts: str) -> dict[str, str]:
+    return dict(zip(SETTINGS, texts, strict=True))
+
+
+def test_torchs_variables() -> None:
+    assert values(TORCH) == all_of("5", "8", "1", "10.0.0.1", "29400")
+
+
+def test_a_step_of_slurm() -> None:
+    assert values(SLURM) == all_of("2", "4", "1", "n1", str(20000 + 3 * 97))
+    sources = {name: setting.source for name, setting in find_settings(SLURM).items()}
+    assert sources["rank"] == "SLURM_PROCID"
+    assert sources["master_port"] == "SLURM_JOB_ID and SLURM_STEP_ID"
+
+
+def test_a_step_on_some_hosts_of_a_job_meets_on_its_own_first_host() -> None:
+    assert values({**SLURM, "SLURM_STEP_NODELIST": "n2"})["master_addr"] == "n2"
+
+
+def test_a_batch_script_is_not_a_worker() -> None:
+    assert values(BATCH_SCRIPT) == {}
+    assert "SLURM_PROCID='0'" in looked_for(BATCH_SCRIPT, "rank").partition("; found ")[2]
+
+
+def test_processes_of_mpirun() -> None:
+    found = values(OPEN_MPI)
+    assert found == all_of("3", "4", "3", "127.0.0.1", found["master_port"])
+    other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-vm-77@1"}
+    assert values(other)["master_port"] != found["master_port"]
+
+
+def test_mpirun_on_several_hosts_does_not_say_where_rank_0_is() -> None:
+    assert "master_addr" not in values({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
+
+
+def test_mpirun_in_a_job_of_slurm() -> None:
+    """On the first host it runs in the batch script, on the others in a step of its daemons."""
+    process = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    daemon = {**BATCH_SCRIPT, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n2"}
+    daemon |= {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+    here, there = values(BATCH_SCRIPT | process), values(daemon | process)
+    assert here == there
+    assert (here["rank"], here["world_size"], here["master_addr"]) == ("3", "4", "n1")
+
+
+def test_pmi() -> None:
+    assert values(PMI) == {
+        "rank": "1",
+        "world_size": "2",
+        "local_rank": "1",
+        "master_addr": "127.0.0.1",
+    }
+
+
+def test_a_step_of_slurm_with_pmi_is_slurms() -> None:
+    assert values({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}) == values(SLURM)
+    # But mpiexec starts a daemon on each host, and inherits what is the daemon's.
+    assert values({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "16"})["rank"] == "7"
+
+
+def test_a_pod_of_an_indexed_job() -> None:
+    host = "train-0.mesh.default.svc.cluster.local"
+    assert values(KUBERNETES) == {
+        "rank": "12",
+        "world_size": "16",
+        "master_addr": host,
+        "master_port": "29500",
+    }
+    for name in ("train-12", "train-13.mesh", "12.mesh", "trainer"):
+        assert "master_addr" not in values({**KUBERNETES, FULL_HOST_NAME: name})
+
+
+@pytest.mark.parametrize("engine", [SLURM, OPEN_MPI, PMI, KUBERNETES], ids=lambda e: min(e))
+def test_torchs_variables_come_first(engine: dict[str, str]) -> None:
+    assert find_settings({**engine, **TORCH}) == find_settings(TORCH)
+    given = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert values({**engine, **given}) == {
+        **values(engine),
+        "master_addr": "h",
+        "master_port": "1",
+    }
+
+
+def test_a_worker_of_an_elastic_launch_in_a_step_has_no_world_size() -> None:
+    found = values({**SLURM, "RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert found == {"rank": "1", "master_addr": "h", "master_port": "1"}
+
+
+def test_an_empty_world_size_means_an_elastic_mesh() -> None:
+    found = values({**SLURM, "WORLD_SIZE": ""})
+    assert "world_size" not in found
+    assert found["rank"] == "2"
+
+
+@given(st.integers(0, 10**9), st.integers(0, 90))
+def test_steps_of_consecutive_jobs_meet_at_different_ports(job: int, step: int) -> None:
+    def port(job: int, step: int) -> int:
+        variables = {**SLURM, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        return int(values(variables)["master_port"])
+
+    assert 20000 <= port(job, step) < 32000
+    assert len({port(job, step), port(job, step + 1), port(job + 1, 0), port(job + 1, step)}) == (
+        3 if step == 0 else 4
+    )
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted({*TORCH, *SLURM, *OPEN_MPI, *PMI, *KUBERNETES})),
+        st.sampled_from(["", " ", "0", "1", "4", "x", "n[1-2]", "n[", "a-4.b", "²"]),
+    )
+)
+def test_any_variables_give_settings_that_are_not_empty(variables: dict[str, str]) -> None:
+    for setting in find_settings(variables).values():
+        assert setting.value.strip() == setting.value != ""
+        assert all(variables[name].strip() for name in setting.source.split(" and "))
+    looked_for(variables, "rank")
+
+
+def test_an_error_says_which_variables_were_looked_for_and_found() -> None:
+    text = looked_for({"WORLD_SIZE": "4", "HOME": "/"}, "rank")
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "SLURM_STEP_ID", "PMI_RANK"):
+        assert name in text.partition("; found ")[0]
+    assert text.endswith("; found WORLD_SIZE='4'")
+    assert looked_for({}, "rank").endswith("found none of these variables")
+
+
+def test_each_engine_but_torchs_has_a_mark() -> None:
+    assert [engine.name for engine in ENGINES if not engine.marks] == ["torch"]
