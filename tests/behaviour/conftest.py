@@ -11,7 +11,9 @@ import pytest
 
 import zrpc
 from tests.support.programs import Ended, Programs
+from tests.support.targets import echo
 from tests.support.waiting import until
+from tests.support.watched import Watched
 from zrpc.agent.current import set_default_agent
 from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.processes import warm_server
@@ -91,3 +93,16 @@ def alone(free_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     if zrpc.is_initialized():
         zrpc.shutdown(graceful=False)
     set_default_agent(None)  # as in a process that never had one
+
+
+@pytest.fixture
+def goes_on(shared: Mesh) -> Iterator[None]:
+    """Whatever a test does, the worker goes on afterwards."""
+    yield
+    assert zrpc.rpc_sync(1, echo, ("still there",), timeout=10) == "still there"
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    with Watched() as watched:
+        yield watched

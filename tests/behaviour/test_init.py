@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +14,10 @@ import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
-from tests.support.programs import Programs
 from zrpc.bootstrap import join_mesh
 from zrpc.membership.init_method import resolve_rank
 from zrpc.testing.leaks import lasting, no_leaks
 
-Succeed = Callable[..., list[str]]
 # Where a rendezvous must fail by its timeout; the others fail or succeed at once.
 SHORT = 0.3
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -409,148 +403,9 @@ def test_the_init_timeout_is_by_default_the_timeout_of_calls() -> None:
 
 # -- in processes of their own ---------------------------------------------------------------
 
-HEAD = """
-import os, sys
-import torch
-import zrpc as rpc
-
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-other = f"w{1 - rank}"
-
-def again(options=None):
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    assert rpc.rpc_sync(other, torch.add, (torch.ones(1), rank)).item() == 1 + rank
-    assert rpc.rpc_sync(other, rpc.get_worker_info).name == other
-    rpc.shutdown()
-
-"""
-
-
-@pytest.mark.parametrize("init_method", ["env://", "tcp", "file", None])
-def test_three_meshes_one_after_another(
-    succeed: Succeed, programs: Programs, tmp_path: Path, init_method: str | None
-) -> None:
-    methods = {"tcp": f"tcp://127.0.0.1:{programs.port}", "file": f"file://{tmp_path}/store"}
-    url = methods.get(str(init_method), init_method)
-    made = f"rpc.ZmqRpcBackendOptions(init_method={url!r}, init_timeout=20)" if url else "None"
-    succeed(HEAD + f"for _ in range(3): again({made})\n")
-
 
 def test_rank_and_world_size_in_the_url(alone: int, tmp_path: Path) -> None:
     for url in [f"tcp://127.0.0.1:{alone}?rank=0&world_size=1", f"file://{tmp_path}/f"]:
         rpc.init_rpc("me", rpc_backend_options=options(init_method=url))
         assert rpc.rpc_sync("me", max, (1, 2)) == 2
         rpc.shutdown()
-
-
-def test_a_retry_after_a_failure_finds_the_others(succeed: Succeed) -> None:
-    """Rank 1 comes when rank 0 has failed once already."""
-    succeed(
-        HEAD
-        + """
-from pathlib import Path
-short = rpc.ZmqRpcBackendOptions(init_timeout=0.5)
-if rank == 0:
-    try:
-        again(short)
-    except rpc.RendezvousError as error:
-        assert "ranks [1] are missing" in str(error)
-        Path("failed").touch()
-    else:
-        sys.exit("nobody was missing")
-else:
-    import time
-    while not Path("failed").exists():
-        time.sleep(0.01)
-again(rpc.ZmqRpcBackendOptions(init_timeout=20))
-"""
-    )
-
-
-@pytest.mark.parametrize("init_method", ["env://", "file"])
-def test_both_get_an_error_for_a_duplicate_name(
-    succeed: Succeed, tmp_path: Path, init_method: str
-) -> None:
-    """Also the one that does not host the store, though the host's program may end at once."""
-    url = f"file://{tmp_path}/store" if init_method == "file" else init_method
-    made = f"rpc.ZmqRpcBackendOptions(init_timeout=8, init_method={url!r})"
-    succeed(
-        HEAD
-        + f"""
-try:
-    rpc.init_rpc("same", rpc_backend_options={made})
-except rpc.RendezvousError as error:
-    assert "is not unique" in str(error), error
-else:
-    sys.exit("the name was not refused")
-"""
-    )
-
-
-def test_the_file_of_a_gloo_group_serves_too(succeed: Succeed, tmp_path: Path) -> None:
-    succeed(
-        HEAD
-        + f"""
-import torch.distributed as dist
-url = "file://{tmp_path}/shared"
-dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
-rpc.init_rpc(f"w{{rank}}", rank=rank, world_size=world_size,
-             rpc_backend_options=rpc.ZmqRpcBackendOptions(init_method=url, init_timeout=20))
-value = torch.ones(1)
-dist.all_reduce(value)
-assert value.item() == 2
-assert rpc.rpc_sync(other, max, (1, 2)) == 2
-rpc.shutdown()
-dist.destroy_process_group()
-"""
-    )
-
-
-def test_beside_a_gloo_group_of_the_same_variables(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-again(rpc.ZmqRpcBackendOptions(init_timeout=20))
-value = torch.ones(1)
-dist.all_reduce(value)
-assert value.item() == 2
-dist.destroy_process_group()
-"""
-    )
-
-
-# -- imports ---------------------------------------------------------------------------------
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("also", ["", "; rpc.ProtocolError; rpc.RpcError", "; dir(rpc)"])
-def test_import_zrpc_imports_neither_torch_nor_zmq(also: str) -> None:
-    code = (
-        f"import sys; import zrpc as rpc{also}; "
-        "sys.exit(str(sorted({'torch', 'zmq', 'numpy', 'cloudpickle'} & set(sys.modules))))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False
-    )
-    assert done.stderr.strip() == "[]"
-
-
-def _imports(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
-
-
-def test_zrpc_never_imports_torchs_rpc() -> None:
-    sources = sorted(Path(rpc.__file__).parent.rglob("*.py"))
-    assert len(sources) > 20
-    for path in sources:
-        found = [name for name in _imports(path) if name.startswith("torch.distributed.rpc")]
-        # It is what the benchmarks compare with.
-        assert not found or "bench" in path.parts, path

@@ -1,4 +1,4 @@
-"""The end of a mesh: graceful, at once, forgotten, and after a death."""
+"""The end of a mesh: graceful, at once, and after a death."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.programs import Programs
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
-Succeed = Callable[..., list[str]]
 MakeMesh = Callable[..., Mesh]
 
 # How soon the end of a process on this host is to be noticed, with room for a busy machine.
@@ -379,176 +377,3 @@ def test_a_stopped_peer_is_not_dead(mesh: Mesh) -> None:
     finally:
         os.kill(mesh.pid(1), signal.SIGCONT)
     assert future.result(SOON) == 2
-
-
-# -- programs --------------------------------------------------------------------------------
-
-HEAD = """
-import os, sys, threading, time
-import torch
-import zrpc as rpc
-
-rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-def slow(x):
-    time.sleep(0.3)
-    open("slow-has-run", "w").close()
-    return x
-
-ready = threading.Event()
-
-def wait_there():
-    assert ready.wait(50)
-
-def begin():
-    threading.Timer(0.2, ready.set).start()
-
-rpc.init_rpc(f"w{rank}")
-assert rpc.rpc_sync(f"w{1 - rank}", torch.add, (torch.ones(1), rank)).item() == 1 + rank
-"""
-
-
-@pytest.mark.parametrize("cold", [False, True], ids=["forked", "fresh"])
-def test_forgotten(succeed: Succeed, programs: Programs, cold: bool) -> None:
-    """It is called at the interpreter's end, and waits for what is under way."""
-    outputs = succeed(HEAD + "if rank == 0: rpc.rpc_async('w1', slow, (1,))\n", cold=cold)
-    assert (programs.directory / "slow-has-run").exists()
-    assert not any("Traceback" in output for output in outputs), outputs
-
-
-def test_idempotent_in_a_program(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-for _ in range(2):
-    rpc.shutdown()
-    rpc.shutdown(graceful=False)
-threads = [threading.Thread(target=rpc.shutdown) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join(10)
-assert not any(thread.is_alive() for thread in threads)
-"""
-    )
-
-
-def test_what_is_left_in_a_program_that_goes_on(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-before = {t.name for t in threading.enumerate()}
-assert any(name.startswith("zrpc") for name in before)
-rpc.shutdown()
-assert [t.name for t in threading.enumerate() if t is not threading.main_thread()] == []
-links = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
-         if os.path.exists(f"/proc/self/fd/{n}")]
-assert not [link for link in links if "zrpc" in link or "memfd" in link], links
-"""
-    )
-
-
-def test_after_an_exception_nobody_waits(programs: Programs) -> None:
-    """A program that an exception ends does not wait for the others; they learn of it."""
-    ended = programs.run(
-        HEAD
-        + """
-if rank == 1:
-    assert ready.wait(50)
-    raise ValueError("the program's own")
-try:
-    rpc.rpc_sync("w1", begin)
-    rpc.rpc_sync("w1", time.sleep, (3600,), timeout=20)
-except (rpc.WorkerDied, rpc.RpcError) as error:
-    print("told:", type(error).__name__)
-rpc.shutdown(timeout=20)
-"""
-    )
-    assert [e.code for e in ended] == [0, 1], ended
-    assert "told: WorkerDied" in ended[0].output
-    assert "ValueError: the program's own" in ended[1].output
-    assert programs.left() == []
-
-
-def test_in_a_finally_clause(programs: Programs) -> None:
-    ended = programs.run(
-        HEAD
-        + """
-try:
-    if rank == 1:
-        raise ValueError("the program's own")
-finally:
-    rpc.shutdown()
-"""
-    )
-    assert [e.code for e in ended] == [0, 1], ended
-    assert programs.left() == []
-
-
-def test_an_exit_code_survives(programs: Programs) -> None:
-    ended = programs.run(HEAD + "rpc.shutdown()\nsys.exit(3 + rank)\n", stop_others=False)
-    assert [e.code for e in ended] == [3, 4], ended
-
-
-def test_an_interrupt_ends_a_wait(programs: Programs) -> None:
-    """Ctrl-C interrupts a call, a future and a graceful shutdown."""
-    source = (
-        HEAD
-        + """
-def interrupted(wait):
-    threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
-    try:
-        wait()
-    except KeyboardInterrupt:
-        return
-    sys.exit(f"{wait} was not interrupted")
-
-if rank == 0:
-    interrupted(lambda: rpc.rpc_sync("w1", wait_there))
-    interrupted(rpc.rpc_async("w1", wait_there).wait)
-    interrupted(rpc.shutdown)
-    open("interrupted", "w").close()
-    rpc.shutdown(graceful=False)
-else:
-    deadline = time.monotonic() + 50
-    while not os.path.exists("interrupted"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    ready.set()
-    rpc.shutdown(timeout=20)
-"""
-    )
-    ended = programs.run(source)
-    assert [e.code for e in ended] == [0, 0], ended
-
-
-def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
-    """Neither from the main thread nor from a handler; and its end disturbs nobody."""
-    succeed(
-        """
-def fork():
-    pid = os.fork()
-    if pid == 0:
-        try:
-            assert not rpc._is_current_rpc_agent_set()
-            try:
-                rpc.rpc_sync("w0", max, (1, 2), timeout=2)
-            except rpc.NotInitializedError:
-                sys.stdout.flush()
-                os._exit(7)
-        finally:
-            os._exit(8)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-"""
-        + HEAD
-        + """
-assert fork() == 7, "from the main thread"
-assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
-
-import multiprocessing
-child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
-child.start()
-child.join(20)
-assert child.exitcode == 0, child.exitcode
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-rpc.shutdown()
-"""
-    )

@@ -1,49 +1,17 @@
-"""Tensors and arrays: what arrives, how many bytes travel, and who shares memory with whom."""
+"""Tensors of every dtype, shape and kind: what arrives."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import ctypes
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 
 import zrpc as rpc
-from tests.support.targets import echo
-from tests.support.ways import by_async, by_remote, by_wait_all
+from tests.support.travel import LARGE, SMALL, assert_same, back, bits
 from zrpc.testing import Mesh
-from zrpc.wire.message import Message
-from zrpc.wire.pickling import Encoder
-
-# Sizes on both sides of the limit between the pickle and a frame of its own.
-SMALL, LARGE = 10, 100_000
-# For what a message has beside the elements: header, names, shapes.
-OVERHEAD_BYTES = 2_000
-
-
-def travel(obj: Any) -> int:
-    """How many bytes travel for an object."""
-    message = Message(1)
-    Encoder(None, 0, True).pack(obj, message)
-    buffers = sum(memoryview(buffer).nbytes for buffer in message.buffers)
-    return len(message.first_frame()) + buffers
-
-
-def back(value: Any, to: int = 1) -> Any:
-    return rpc.rpc_sync(to, echo, (value,))
-
-
-def bits(tensor: torch.Tensor) -> list[int]:
-    """The elements as bytes, whatever the dtype."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return list(ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()))
 
 
 def _can_be_made(dtype: torch.dtype) -> bool:
@@ -64,15 +32,6 @@ def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
     raw = bytes(i % 2 for i in range(count * tensor.element_size()))  # valid for bool as well
     ctypes.memmove(tensor.data_ptr(), raw, len(raw))
     return tensor
-
-
-def assert_same(received: torch.Tensor, sent: torch.Tensor) -> None:
-    assert type(received) is type(sent)
-    assert received.dtype == sent.dtype
-    assert received.shape == sent.shape
-    assert received.layout == sent.layout
-    assert received.requires_grad == sent.requires_grad
-    torch.testing.assert_close(received, sent, rtol=0, atol=0, equal_nan=True)
 
 
 # -- dtypes ----------------------------------------------------------------------------------
@@ -183,181 +142,6 @@ def test_strides_survive(shared: Mesh, make: Callable[[], torch.Tensor]) -> None
     assert back(sent).stride() == sent.stride()
 
 
-# -- what travels ----------------------------------------------------------------------------
-
-
-def big() -> torch.Tensor:
-    return torch.zeros(1000, 1000)
-
-
-@pytest.mark.parametrize(
-    ("make", "elements"),
-    [
-        (lambda: big()[0], 1000),
-        (lambda: big()[:, 0], 1000),
-        (lambda: big()[0, 0], 1),
-        (lambda: big()[::10, ::10], 10_000),
-        (lambda: big()[500:502, 3:5], 4),
-        (lambda: big().t()[0], 1000),
-        (lambda: big().diagonal(), 1000),
-        (lambda: big()[0:0], 0),
-        (lambda: torch.zeros(1).expand(1000, 1000), 1),
-        (lambda: big()[0].expand(1000, 1000), 1000),
-        (lambda: torch.zeros(2000).unfold(0, 1000, 1), 2000),
-        (lambda: torch.nn.Parameter(big()[0]), 1000),
-        (lambda: big().requires_grad_()[5], 1000),
-        (lambda: {"a": [big()[0]]}, 1000),
-        (lambda: torch.zeros(1000, 1000, dtype=torch.complex64).real[0], 1000),
-        (lambda: torch.eye(1000).to_sparse(), 1000 * 5),
-        (lambda: torch.eye(1000).to_sparse_csr(), 1000 * 5),
-        (lambda: [big()[0], big()[0]], 2000),
-    ],
-)
-def test_only_the_elements_of_a_view_travel(make: Callable[[], Any], elements: int) -> None:
-    assert travel(make()) <= 4 * elements + OVERHEAD_BYTES
-
-
-def test_a_shared_storage_travels_once() -> None:
-    tensor = big()
-    assert travel([tensor] * 10) <= tensor.nbytes + OVERHEAD_BYTES
-    assert (
-        travel([tensor, tensor.t(), tensor[5], tensor.view(-1)]) <= tensor.nbytes + OVERHEAD_BYTES
-    )
-
-
-def test_small_views_far_apart_do_not_bring_what_lies_between() -> None:
-    tensor = big()
-    assert travel([tensor[0], tensor[-1]]) <= 2 * 4000 + OVERHEAD_BYTES
-
-
-def test_the_same_array_travels_once() -> None:
-    array = np.zeros(LARGE)
-    assert travel([array] * 10) <= array.nbytes + OVERHEAD_BYTES
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_view_arrives_with_a_storage_of_its_elements(shared: Mesh, size: int) -> None:
-    received = back(torch.zeros(3, size)[1])
-    assert received.untyped_storage().nbytes() <= size * 4 + 16
-
-
-# -- sharing in one message ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-class TestShared:
-    def test_the_same_tensor_twice(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(size)
-        one, two = back([tensor, tensor])
-        assert one is two
-
-    def test_a_tensor_and_its_views(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(2, size)
-        whole, row, turned, flat = back([tensor, tensor[1], tensor.t(), tensor.view(-1)])
-        row.fill_(1)
-        assert whole.sum() == turned.sum() == flat.sum() == size
-        whole.fill_(2)
-        assert row.sum() == 2 * size
-        assert tensor.sum() == 0
-
-    def test_views_that_overlap(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(3 * size)
-        head, tail = back((tensor[: 2 * size], tensor[size:]))
-        head.fill_(1)
-        assert tail.sum() == size
-
-    def test_views_of_other_dtypes(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(size, dtype=torch.complex64)
-        whole, real, integers = back([tensor, tensor.real, tensor.view(torch.int32)])
-        real.fill_(1)
-        assert whole.sum() == size
-        assert integers.count_nonzero() == size
-
-    def test_a_parameter_and_its_data(self, shared: Mesh, size: int) -> None:
-        parameter = torch.nn.Parameter(torch.zeros(size))
-        received, data = back([parameter, parameter.data])
-        assert isinstance(received, torch.nn.Parameter)
-        data.fill_(1)
-        assert received.sum() == size
-
-    def test_across_args_and_kwargs(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(size)
-        assert rpc.rpc_sync(1, shares, (tensor, [tensor[1:]]), {"z": {"a": tensor}})
-
-    def test_tied_weights_of_a_module(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(size, 1), torch.nn.Linear(size, 1))
-        module[1].weight = module[0].weight
-        received = back(module)
-        assert received[0].weight is received[1].weight
-
-    def test_storages(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(size)
-        received, storage = back([tensor, tensor.untyped_storage()])
-        assert storage.nbytes() == 4 * size
-        received.fill_(1)
-        assert storage[2] == 128  # of the float 1.0
-
-    def test_not_across_messages(self, shared: Mesh, size: int) -> None:
-        tensor = torch.zeros(size)
-        one, two = back(tensor), back(tensor)
-        one.fill_(1)
-        assert two.sum() == tensor.sum() == 0
-
-
-def shares(x: torch.Tensor, y: list[torch.Tensor], z: dict[str, torch.Tensor]) -> bool:
-    x.fill_(1)
-    return bool(y[0].all() and z["a"].all())
-
-
-# -- private and writable --------------------------------------------------------------------
-
-
-def fill(tensor: Any) -> Any:
-    tensor[...] = 7
-    return tensor
-
-
-_kept = {size: torch.zeros(size) for size in (SMALL, LARGE)}
-_kept_arrays = {size: np.zeros(size) for size in (SMALL, LARGE)}
-
-
-def kept(size: int, array: bool) -> Any:
-    return (_kept_arrays if array else _kept)[size]
-
-
-@pytest.mark.parametrize("to", [0, 1])
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-@pytest.mark.parametrize("make", [torch.zeros, np.zeros])
-class TestPrivate:
-    def test_the_callee_writes(self, shared: Mesh, make: Any, size: int, to: int) -> None:
-        mine = make(size)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            received = rpc.rpc_sync(to, fill, (mine,))
-        assert (received == 7).all()
-        assert (mine == 0).all()
-
-    def test_the_caller_writes_the_result(
-        self, shared: Mesh, make: Any, size: int, to: int
-    ) -> None:
-        received = rpc.rpc_sync(to, kept, (size, make is np.zeros))
-        received[...] = 5
-        assert (received == 5).all()
-        assert (kept(size, make is np.zeros) == 0).all()
-
-    def test_the_caller_writes_after_the_call(
-        self, shared: Mesh, make: Any, size: int, to: int
-    ) -> None:
-        mine = make(size)
-        futures = []
-        for i in range(20):
-            mine[...] = i
-            futures.append(rpc.rpc_async(to, echo, (mine,)))
-        mine[...] = -1
-        for i, future in enumerate(futures):
-            assert (future.wait() == i).all()
-
-
 # -- gradients -------------------------------------------------------------------------------
 
 
@@ -424,91 +208,6 @@ class TestGradients:
         assert received.requires_grad
 
 
-# -- the receiver's own modes -----------------------------------------------------------------
-
-
-class Doubled:
-    """A value that torch computes on where it arrives."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Doubled._receive, (self.tensor,)
-
-    @classmethod
-    def _receive(cls, tensor: torch.Tensor) -> Doubled:
-        return cls(tensor * 2)
-
-
-MODES = {
-    "inference": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "inference with grad": lambda: _both(torch.inference_mode(), torch.enable_grad()),
-}
-
-
-@contextlib.contextmanager
-def _both(first: Any, second: Any) -> Iterator[None]:
-    with first, second:
-        yield
-
-
-@pytest.mark.parametrize("call", [rpc.rpc_sync, by_async, by_wait_all, by_remote])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_what_arrives_does_not_depend_on_modes(
-    shared: Mesh, call: Callable[..., Any], mode: str, size: int
-) -> None:
-    sent = torch.ones(size, requires_grad=True)
-    sparse = torch.ones(3).to_sparse()
-    with MODES[mode]():
-        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        plain, leaf, doubled, (values, coo) = call(
-            1, echo, (sent.detach(), sent, Doubled(sent), (sent[::2], sparse))
-        )
-        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
-    for tensor in (plain, leaf, doubled.tensor, values, coo):
-        assert not tensor.is_inference()
-    assert not plain.requires_grad
-    assert leaf.is_leaf
-    assert leaf.requires_grad
-    assert doubled.tensor.requires_grad
-    weight = torch.ones(size, requires_grad=True)
-    (plain * weight).sum().backward()  # which keeps what has arrived
-    assert weight.grad is not None
-
-
-def test_a_failure_to_read_a_value_leaves_the_modes(shared: Mesh) -> None:
-    with torch.inference_mode():
-        with pytest.raises(rpc.SerializationError):
-            rpc.rpc_sync(1, Unreadable)
-        assert torch.is_inference_mode_enabled()
-        assert not torch.is_grad_enabled()
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("x",)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_what_arrives_does_not_depend_on_default_device_and_dtype(shared: Mesh) -> None:
-    dense = torch.eye(3)
-    layouts = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()]
-    sent = [dense, torch.nn.Parameter(dense), dense.t()[:2], torch.ones(LARGE), *layouts]
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            received = back(sent)
-    finally:
-        torch.set_default_dtype(dtype)
-    for tensor, was in zip(received, sent, strict=True):
-        assert (tensor.device, tensor.dtype) == (was.device, was.dtype)
-        assert torch.equal(tensor.to_dense(), was.to_dense())
-
-
 # -- sparse ----------------------------------------------------------------------------------
 
 
@@ -572,79 +271,7 @@ def test_sparse(shared: Mesh, make: Callable[[], torch.Tensor], requires_grad: b
     torch.testing.assert_close(received.detach().to_dense(), sent.detach().to_dense())
 
 
-# -- containers ------------------------------------------------------------------------------
-
-
-class Point(NamedTuple):
-    x: torch.Tensor
-    label: str = "p"
-
-
-Old = collections.namedtuple("Old", ["x", "y"])
-
-
-@dataclass
-class Sample:
-    x: torch.Tensor
-    more: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: torch.Tensor
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-class TestContainers:
-    def test_named_tuples(self, shared: Mesh, size: int) -> None:
-        received = back(Point(torch.ones(size)))
-        assert type(received) is Point
-        assert (received.x.sum(), received.label) == (size, "p")
-        received = back(Old(1, torch.ones(size)))
-        assert type(received) is Old
-        assert received.y.sum() == size
-
-    def test_dataclasses(self, shared: Mesh, size: int) -> None:
-        received = back(Sample(torch.ones(size), {"a": [torch.ones(size)] * 2}))
-        assert type(received) is Sample
-        assert received.x.sum() == size
-        assert received.more["a"][0] is received.more["a"][1]
-        assert back(Frozen(torch.ones(size))).x.sum() == size
-
-    def test_local_dataclass(self, shared: Mesh, size: int) -> None:
-        @dataclass
-        class Local:
-            x: torch.Tensor
-
-        received = back(Local(torch.ones(size)))
-        assert type(received) is Local
-        assert received.x.sum() == size
-
-    def test_torchs_named_results(self, shared: Mesh, size: int) -> None:
-        received = rpc.rpc_sync(1, torch.max, (torch.ones(2, size), 0))
-        assert received.values.sum() == size
-        assert type(received) is torch.return_types.max
-
-    def test_module(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(size, 2), torch.nn.BatchNorm1d(2)).eval()
-        received = back(module)
-        x = torch.randn(3, size)
-        torch.testing.assert_close(received(x), module(x))
-        assert not received.training
-        received(x).sum().backward()
-
-    def test_state_dict_and_optimizer(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Linear(size, 1)
-        optimizer = torch.optim.Adam(module.parameters())
-        module(torch.ones(size)).backward()
-        optimizer.step()
-        received, state = back([optimizer.state_dict(), module.state_dict()])
-        assert received["state"][0]["exp_avg"].shape == (1, size)
-        torch.testing.assert_close(state["weight"], module.state_dict()["weight"])
-
-    def test_many_tensors(self, shared: Mesh, size: int) -> None:
-        received = back({i: torch.full((size // 10,), float(i)) for i in range(300)})
-        assert [received[i][0].item() for i in range(300)] == list(range(300))
+# -- other kinds -----------------------------------------------------------------------------
 
 
 class Tagged(torch.Tensor):
@@ -683,49 +310,6 @@ def test_nested_tensor(shared: Mesh) -> None:
     received = back(sent)
     assert received.is_nested
     assert [t.tolist() for t in received.unbind()] == [t.tolist() for t in sent.unbind()]
-
-
-# -- numpy -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: np.arange(SMALL),
-        lambda: np.arange(LARGE),
-        lambda: np.arange(LARGE).reshape(100, -1).T,
-        lambda: np.asfortranarray(np.arange(LARGE).reshape(100, -1)),
-        lambda: np.arange(LARGE)[::3],
-        lambda: np.float32(1.5),
-        lambda: np.array(5),
-        lambda: np.empty((0, 3)),
-        lambda: np.array(["a", "bc"] * LARGE),
-        lambda: np.array([1, "a", None], dtype=object),
-        lambda: np.array([(1, 2.0)] * LARGE, dtype=[("a", "i4"), ("b", "f8")]),
-        lambda: np.array(["2020-01-01"], dtype="datetime64[D]"),
-        lambda: np.arange(LARGE).astype(">i4"),
-        lambda: np.ma.masked_array([1, 2], [True, False]),
-    ],
-)
-def test_numpy(shared: Mesh, make: Callable[[], Any]) -> None:
-    sent = make()
-    received = back(sent)
-    assert type(received) is type(sent)
-    assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
-    np.testing.assert_array_equal(received, sent)
-
-
-def test_only_the_elements_of_an_arrays_view_travel() -> None:
-    assert travel(np.zeros((1000, 1000))[0]) <= 8000 + OVERHEAD_BYTES
-
-
-def test_read_only_array(shared: Mesh) -> None:
-    for size in (SMALL, LARGE):
-        sent = np.arange(size)
-        sent.flags.writeable = False
-        received = back(sent)
-        np.testing.assert_array_equal(received, sent)
-        assert not received.flags.writeable
 
 
 # -- size ------------------------------------------------------------------------------------

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.programs import Forked
+from tests.transport.numbered import endpoint_of
 from tests.transport.two_hosts import ADDRESSES, ENTER, SOON, Host
+from zrpc.transport.network import Network
 
 
 @pytest.fixture
@@ -75,3 +79,22 @@ def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Work
     yield start
     for workers in started:
         workers.kill()
+
+
+@pytest.fixture
+def networks(no_leaks: None) -> Iterator[list[Network]]:
+    """Yields three networks that know each other."""
+    networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
+    for network in networks:
+        network.connect([endpoint_of(each) for each in networks])
+    yield networks
+    for network in networks:
+        network.close(0, ())
+
+
+@pytest.fixture
+def no_watch_for_room(networks: list[Network], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no more watches")
+
+    monkeypatch.setattr(networks[0]._inbox.poller, "watch_writable", refuse)

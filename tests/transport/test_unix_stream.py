@@ -1,4 +1,4 @@
-"""Direct connections: which messages use them, and what happens if they are full or break."""
+"""Direct connections: which messages use them, and what happens if they are full."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import resource
-import signal
 import socket
 import threading
 import time
@@ -18,7 +17,8 @@ import zmq
 
 import zrpc
 from tests.transport.arrivals import SOON, received, spy_on_senders
-from zrpc.testing import Mesh, local_mesh
+from tests.transport.numbered import all_there, endpoint_of, fill, numbers_of
+from zrpc.testing import local_mesh
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import header
 from zrpc.transport.mailbox import Mailbox
@@ -31,61 +31,6 @@ pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
 ]
-
-FILLING = b"filling " * 1000
-
-
-@pytest.fixture
-def networks(no_leaks: None) -> Iterator[list[Network]]:
-    """Yields three networks that know each other."""
-    networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
-    for network in networks:
-        network.connect([endpoint_of(each) for each in networks])
-    yield networks
-    for network in networks:
-        network.close(0, ())
-
-
-def endpoint_of(network: Network) -> str:
-    return f"ipc://{network.directory.socket_path}"
-
-
-def numbers_of(network: Network, count: int) -> list[int]:
-    return [int(received(network)[1].split()[0]) for _ in range(count)]
-
-
-def all_there(network: Network) -> list[int]:
-    """Returns the numbers of the messages that have arrived; waits for one at least."""
-    numbers = numbers_of(network, 1)
-    while (message := network.receive(0)) is not None:
-        numbers.append(int(message[1].split()[0]))
-    return numbers
-
-
-def fill(network: Network, rank: int) -> int:
-    """Sends numbered messages until some are queued; returns their number."""
-    count = 0
-    while not (count and network._mailboxes[rank]._queue):
-        network.send(rank, *numbered(count))
-        count += 1
-    for number in range(count, count + 20):
-        network.send(rank, *numbered(number))
-    return count + 20
-
-
-def numbered(number: int) -> tuple[Any, ...]:
-    """Returns a message that begins with its number, with one frame or two."""
-    return (b"%d" % number, [FILLING]) if number % 2 else (b"%d " % number + FILLING,)
-
-
-def break_connections(network: Network) -> None:
-    """Closes all incoming connections of a network, with their unread bytes."""
-    inbox = network._inbox
-    for connection in inbox._direct._connections:
-        inbox.poller.forget(connection.socket.fileno())
-        connection.socket.close()
-    inbox._direct._connections.clear()
-
 
 # -- routing -------------------------------------------------------------------------------
 
@@ -220,126 +165,6 @@ def test_a_peer_is_dropped_while_messages_are_queued(networks: list[Network]) ->
     assert received(networks[2])[1] == b"message"
 
 
-# -- connections that break ----------------------------------------------------------------
-
-
-def test_a_broken_connection_is_replaced_by_zeromq(networks: list[Network]) -> None:
-    for number in range(3):
-        networks[0].send(1, b"%d" % number)
-    assert numbers_of(networks[1], 3) == [0, 1, 2]
-    break_connections(networks[1])
-    for number in range(3, 6):
-        networks[0].send(1, b"%d" % number)
-    networks[0].send(1, b"6", counted=False)
-    assert isinstance(networks[0]._mailboxes[1], Mailbox)
-    assert numbers_of(networks[1], 4) == [3, 4, 5, 6]
-    assert networks[0].sent([1]) == 6
-
-
-@pytest.mark.parametrize("found_by", ["receiver", "sender"])
-def test_queued_messages_of_a_broken_connection_go_by_zeromq(
-    networks: list[Network], found_by: str
-) -> None:
-    count = fill(networks[0], 1)
-    queued = len(networks[0]._mailboxes[1]._queue)
-    assert all_there(networks[1]) == list(range(count - queued))
-    break_connections(networks[1])
-    if found_by == "receiver":
-        assert networks[0].receive(0) is None
-        assert isinstance(networks[0]._mailboxes[1], Mailbox)
-    else:  # finds out when it sends, since the queue is no longer watched
-        networks[0]._mailboxes[1]._on_broken = lambda _: None
-        assert networks[0].receive(0) is None
-        assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
-    networks[0].send(1, b"%d last" % count)
-    assert isinstance(networks[0]._mailboxes[1], Mailbox)
-    assert numbers_of(networks[1], queued + 1) == list(range(count - queued, count + 1))
-    assert networks[0].sent([1]) == count + 1
-
-
-def test_a_thread_sends_while_another_replaces_the_connection(networks: list[Network]) -> None:
-    networks[0].send(1, b"before")
-    mailbox = networks[0]._mailboxes[1]
-    assert received(networks[1])[1] == b"before"
-    assert mailbox.abandon() == []
-    with pytest.raises(ConnectionError):  # not the error of a closed network
-        mailbox.transmit(b"message")
-    networks[0].send(1, b"after")
-    assert received(networks[1])[1] == b"after"
-    assert networks[0].sent([1]) == 2
-
-
-def test_no_sender_sees_a_broken_connection(networks: list[Network]) -> None:
-    errors = []
-    networks[0].send(1, b"0")
-    received(networks[1])
-    barrier = threading.Barrier(5)
-
-    def send() -> None:
-        barrier.wait()
-        try:
-            for _ in range(200):
-                networks[0].send(1, b"1")
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=send) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    barrier.wait()
-    break_connections(networks[1])
-    for thread in threads:
-        thread.join()
-    networks[0].send(1, b"2")
-    assert networks[0].receive(0) is None  # finds the break if all was queued before it
-    while received(networks[1])[1] != b"2":
-        pass
-    assert errors == []
-    assert networks[0].sent([1]) == 802
-
-
-def test_sending_to_a_closed_peer_raises_nothing(networks: list[Network]) -> None:
-    networks[0].send(1, b"before")
-    networks[1].close(0, ())
-    networks[0].send(1, b"after")
-    assert networks[0].sent([1]) == 2
-    networks[0].drop(1)
-    assert networks[0].sent([1]) == 0
-
-
-@pytest.fixture
-def no_watch_for_room(networks: list[Network], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no more watches")
-
-    monkeypatch.setattr(networks[0]._inbox.poller, "watch_writable", refuse)
-
-
-def test_nothing_follows_half_a_message(networks: list[Network], no_watch_for_room: None) -> None:
-    networks[0].send(1, b"0")
-    mailbox, sent = networks[0]._mailboxes[1], 1
-    with contextlib.suppress(ConnectionError):
-        while True:
-            mailbox.transmit(*numbered(sent))
-            sent += 1
-    assert numbers_of(networks[1], sent) == list(range(sent))
-    with pytest.raises(ConnectionError):  # another thread, before the connection is replaced
-        mailbox.transmit(*numbered(sent))
-
-
-def test_a_connection_that_cannot_be_watched_for_room_is_replaced(
-    networks: list[Network], no_watch_for_room: None
-) -> None:
-    count = 0
-    while not count or isinstance(networks[0]._mailboxes[1], DirectMailbox):
-        networks[0].send(1, *numbered(count))
-        count += 1
-    # Both ways, and none of them twice, although the first had been sent in part.
-    assert sorted(numbers_of(networks[1], count)) == list(range(count))
-    assert networks[0].sent([1]) == count
-    assert networks[1].receive(0.02) is None
-
-
 # -- exhausted resources -------------------------------------------------------------------
 
 
@@ -469,36 +294,3 @@ def test_messages_of_strangers_are_dropped_unread(monkeypatch: pytest.MonkeyPatc
             assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
     assert senders
     assert set(senders) <= {0, 1}
-
-
-# -- processes -----------------------------------------------------------------------------
-
-
-def call_until_queued(pid: int) -> set[str]:
-    """Calls a stopped worker until messages are queued, and kills it."""
-    from zrpc.agent.current import current_agent
-
-    futures, network = [], current_agent().network
-    while not network._mailboxes[1]._queue:
-        futures.append(zrpc.rpc_async(1, len, (bytes(20_000),)))
-    futures += [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(10)]
-    os.kill(pid, signal.SIGKILL)
-    return {outcome_of(future) for future in futures}
-
-
-def outcome_of(future: Any) -> str:
-    try:
-        future.wait()
-    except Exception as error:
-        return type(error).__name__
-    return "answer"
-
-
-@pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
-def test_a_peer_is_killed_while_messages_are_queued(mesh: Mesh) -> None:
-    assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
-    mesh.pause(1)
-    assert mesh.run(0, call_until_queued, mesh.pid(1)) == {"WorkerDied"}
-    mesh.kill(1)
-    assert mesh.run(0, zrpc.rpc_sync, 2, max, (1, 2)) == 2
-    mesh.shutdown()

@@ -28,6 +28,8 @@ from zrpc.wire.kind import Kind
 
 # No wait of these tests is longer, in seconds.
 SOON = 20.0
+# The error of a context that a worker does not know, up to its id.
+UNKNOWN = "Could not find autograd context with id: "
 
 Model = Callable[[], Any]
 

@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import zrpc
 from tests.support.identity import event
@@ -110,3 +111,15 @@ def assert_empty(mesh: Mesh) -> None:
     for layer in layers(mesh):
         until(lambda layer=layer: entries(layer) == 0, f"worker {layer.member} keeps nothing")
         until(layer.idle, f"worker {layer.member} is quiet")
+
+
+def key_of(rref: Any) -> Any:
+    return rref.rpc_sync().get_key()
+
+
+def ignore(*_args: Any) -> Any:
+    return None
+
+
+def give(rref: Any) -> Any:
+    return rref

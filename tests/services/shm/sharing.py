@@ -6,17 +6,26 @@ import contextlib
 import os
 from typing import Any
 
+import pytest
 import torch
 
 import zrpc
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
+from zrpc.services.shm.segments import supports_segments
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 
 # Elements of a float32 tensor of 1 MiB: well above what goes by shared memory.
 LARGE = 1 << 18
 MIB = 1 << 20
+
+# The marks of a module whose workers send by shared memory.
+sends_by_segments = [
+    pytest.mark.skipif(not supports_segments(), reason="needs memfds"),
+    pytest.mark.zrpc(workers=2, timeout=90, options={"rpc_timeout": 40}),
+]
+processes = pytest.mark.zrpc(processes=True)
 
 
 def large(value: float, count: int = LARGE) -> torch.Tensor:
@@ -86,3 +95,27 @@ def segments_mapped() -> list[int]:
     """The inodes of the memfds of zrpc that this process has mapped, each once."""
     with open("/proc/self/maps") as maps:
         return sorted({int(line.split()[4]) for line in maps if "/memfd:zrpc" in line})
+
+
+def negated(tensor: Any) -> Any:
+    return -tensor
+
+
+def make(value: Any, count: Any = LARGE) -> Any:
+    return large(value, count)
+
+
+def send_on(rank: Any, count: Any) -> Any:
+    """Sends to a worker by shared memory, and looks at each answer; the segments used."""
+    introduce(rank)
+    layer = own_layer()
+    numbers = set()
+    for i in range(count):
+        future = zrpc.rpc_async(rank, torch.neg, (large(100 + i),))
+        numbers.update(layer.pool._segments)
+        assert torch.equal(future.wait(), -large(100 + i))
+    return numbers
+
+
+def kept_are_equal(count: Any) -> Any:
+    return all(torch.equal(kept()[i], large(i)) for i in range(count))

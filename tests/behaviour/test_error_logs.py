@@ -1,0 +1,187 @@
+"""Which errors are logged: once at the callee, and at the caller if nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import sys
+import threading
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.targets import echo, fail
+from tests.support.waiting import until
+from tests.support.ways import Call, ways
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.usefixtures("goes_on")
+
+_format = logging.Formatter("%(message)s").format
+
+
+def _records(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
+    return [r for r in caplog.records if r.levelno >= logging.ERROR and text in _format(r)]
+
+
+@ways
+def test_the_callee_logs_a_failed_handler_once(
+    shared: Mesh, call: Call, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"of its own {id(call)}"
+    with pytest.raises(ValueError, match="of its own"):
+        call(1, fail, (ValueError(text),))
+    (record,) = _records(caplog, text)
+    assert "WorkerInfo(id=1, name=worker1)" in record.getMessage()
+    assert record.name.startswith("zrpc")
+
+
+class _Log:
+    """Waits for the records of one logger, whichever thread makes them."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.records: list[logging.LogRecord] = []
+        self.came = threading.Event()
+        self.handler = logging.Handler()
+        self.handler.emit = self._emit  # type: ignore[method-assign]
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        of_callee = "WorkerInfo" in record.getMessage().split("\n")[0]
+        if not of_callee and self.text in _format(record):
+            self.records.append(record)
+            self.came.set()
+
+    def __enter__(self) -> _Log:
+        logging.getLogger("zrpc").addHandler(self.handler)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        logging.getLogger("zrpc").removeHandler(self.handler)
+
+
+def _settle(future: Any) -> None:
+    """Waits until a future is complete without asking for its outcome."""
+    done = threading.Event()
+    future.add_done_callback(lambda f: done.set())
+    assert done.wait(10)
+
+
+def test_an_error_that_nobody_waits_for_is_logged_once(shared: Mesh) -> None:
+    with _Log("nobody") as log:
+        future = rpc.rpc_async(1, fail, (ValueError("nobody"),))
+        _settle(future)
+        assert not log.records  # there is still somebody who may ask
+        del future
+        gc.collect()
+        assert log.came.wait(10)
+        rpc.rpc_sync(1, echo, (1,))
+        assert len(log.records) == 1
+
+
+def test_an_error_of_a_call_whose_future_is_dropped_at_once_is_logged(shared: Mesh) -> None:
+    with _Log("dropped") as log:
+        rpc.rpc_async(1, fail, (ValueError("dropped"),))
+        assert log.came.wait(10)
+    assert len(log.records) == 1
+
+
+class _Ways:
+    """The ways to ask a future for its outcome."""
+
+    @staticmethod
+    def wait(future: Any) -> None:
+        future.wait()
+
+    @staticmethod
+    def value(future: Any) -> None:
+        _settle(future)
+        future.value()
+
+    @staticmethod
+    def wait_all(future: Any) -> None:
+        torch.futures.wait_all([future])
+
+    @staticmethod
+    def collect_all(future: Any) -> None:
+        for each in torch.futures.collect_all([future]).wait():
+            each.wait()
+
+    @staticmethod
+    def then(future: Any) -> None:
+        future.then(lambda f: f.wait()).wait()
+
+    @staticmethod
+    def then_value(future: Any) -> None:
+        future.then(lambda f: f.value()).wait()
+
+    @staticmethod
+    def awaited(future: Any) -> None:
+        async def main() -> None:
+            await future
+
+        asyncio.run(main())
+
+    all: ClassVar[list[str]] = [
+        "wait",
+        "value",
+        "wait_all",
+        "collect_all",
+        "then",
+        "then_value",
+        "awaited",
+    ]
+
+
+@pytest.mark.parametrize("way", _Ways.all)
+def test_an_error_that_was_raised_is_not_logged(shared: Mesh, way: str) -> None:
+    with _Log("asked for") as log:
+        future = rpc.rpc_async(1, fail, (ValueError("asked for"),))
+        with pytest.raises(ValueError, match="asked for"):
+            getattr(_Ways, way)(future)
+        del future
+        rpc.rpc_sync(1, echo, (1,))
+        assert log.records == []
+
+
+def test_an_error_in_then_that_nobody_waits_for_is_logged(shared: Mesh) -> None:
+    with _Log("later") as log:
+        rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(ValueError("later")))
+        assert log.came.wait(10)
+    assert len(log.records) == 1
+
+
+def test_an_error_in_then_of_a_future_that_is_done_is_logged() -> None:
+    future = rpc.Future()
+    future.set_result(1)
+    with _Log("at once") as log:
+        future.then(lambda f: fail(ValueError("at once")))
+        assert len(log.records) == 1
+
+
+def test_a_success_is_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    _settle(future)
+    del future
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_no_cycle_keeps_a_failed_future_alive(shared: Mesh) -> None:
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        future = rpc.rpc_async(1, fail, (ValueError("x"),))
+        with pytest.raises(ValueError, match="x"):
+            future.wait()
+        dropped = weakref.ref(future)
+        del future
+        sys.last_value = None  # type: ignore[assignment]
+        # The agent's thread that would have completed it may hold it a while longer.
+        until(lambda: dropped() is None)
+    finally:
+        gc.enable()

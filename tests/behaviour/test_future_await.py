@@ -1,0 +1,112 @@
+"""Futures in asyncio: await."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import threading
+from typing import Any
+
+import pytest
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo, fail
+from tests.support.waiting import SOON
+from zrpc.testing import Mesh
+
+
+def test_await(shared: Mesh) -> None:
+    async def main() -> Any:
+        future = rpc.rpc_async(1, operator.add, (1, 2))
+        return await future, await future
+
+    assert asyncio.run(main()) == (3, 3)
+
+
+def test_await_raises(shared: Mesh) -> None:
+    async def main() -> None:
+        with pytest.raises(KeyError, match="k"):
+            await rpc.rpc_async(1, fail, (KeyError("k"),))
+
+    asyncio.run(main())
+
+
+def test_await_does_not_block_the_loop(shared: Mesh) -> None:
+    async def main() -> list[str]:
+        with Gate() as gate:
+            order: list[str] = []
+
+            async def waits() -> None:
+                order.append(await rpc.rpc_async(1, gate.wait_inside, ("answer",)))
+
+            task = asyncio.ensure_future(waits())
+            await asyncio.sleep(0)
+            order.append("the loop runs")
+            gate.open()
+            await asyncio.wait_for(task, SOON)
+            return order
+
+    assert asyncio.run(main()) == ["the loop runs", "answer"]
+
+
+def test_gather(shared: Mesh) -> None:
+    async def main() -> list[int]:
+        return await asyncio.gather(*[rpc.rpc_async(i % 2, echo, (i,)) for i in range(50)])
+
+    assert asyncio.run(main()) == list(range(50))
+
+
+def test_wait_for_times_out(shared: Mesh) -> None:
+    async def main(gate: Gate) -> Any:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(future), 0.01)
+        gate.open()
+        return await future  # it goes on, and can be awaited again
+
+    with Gate() as gate:
+        assert asyncio.run(main(gate)) == 5
+
+
+def test_await_of_several_loops_at_once(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+        results: list[int] = []
+
+        async def main() -> int:
+            return await future
+
+        threads = [
+            threading.Thread(target=lambda: results.append(asyncio.run(main()))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        gate.open()
+        for thread in threads:
+            thread.join(SOON)
+        assert results == [5] * 4
+
+
+def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+
+        async def main() -> Any:
+            waiting = future.__await__()
+            next(waiting)
+            return waiting
+
+        waiting = asyncio.run(main())
+        gate.open()
+        assert future.wait() == 5
+        waiting.close()
+
+
+def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:
+    async def main() -> int:
+        future: rpc.Future[int] = rpc.Future()
+        threading.Thread(target=future.set_result, args=(5,)).start()
+        return await future + await future.then(lambda f: f.wait() + 1)
+
+    assert asyncio.run(main()) == 11

@@ -1,0 +1,276 @@
+"""The callbacks of a future: then and add_done_callback."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import operator
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.settled import caught, chain, result_within, settled_in_wait
+from tests.support.targets import echo, fail
+from tests.support.waiting import SOON
+from zrpc.calls import trampoline
+from zrpc.testing import Mesh
+
+
+def test_then_chain(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, operator.add, (1, 2))
+    assert future.then(lambda f: f.wait() * 10).then(lambda f: f.value() + 1).wait() == 31
+
+
+def test_then_on_a_future_that_is_done(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    future.wait()
+    assert future.then(lambda f: f.wait() + 1).wait() == 2
+
+
+def test_the_callback_gets_the_future_itself(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    seen: list[Any] = []
+    future.then(seen.append).wait()
+    assert seen == [future]
+    assert isinstance(seen[0], rpc.Future)
+
+
+def test_then_after_an_error(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, fail, (KeyError("k"),))
+
+    def recover(done: Any) -> str:
+        try:
+            done.wait()
+        except KeyError:
+            return "recovered"
+        return "no error"
+
+    assert future.then(recover).wait() == "recovered"
+    with pytest.raises(KeyError, match="k"):
+        future.then(lambda f: f.wait()).wait()
+
+
+def test_an_error_in_then(shared: Mesh) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(KeyError("mine")))
+    with pytest.raises(KeyError, match="mine"):
+        failed.wait()
+    with pytest.raises(KeyError, match="mine"):
+        failed.then(lambda f: f.value()).wait()
+
+
+@pytest.mark.parametrize("add", ["then", "add_done_callback"])
+@pytest.mark.parametrize("callback", [None, 1, "print"])
+def test_what_cannot_be_called_is_no_callback(shared: Mesh, add: str, callback: Any) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    with pytest.raises(TypeError, match=rf"{add}\(\): incompatible function arguments\."):
+        getattr(future, add)(callback)
+    assert future.then(lambda f: f.wait()).wait() == 1
+
+
+def no_future_expected() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (
+            no_future_expected,
+            r"no_future_expected\(\) takes 0 positional arguments but 1 was given",
+        ),
+        (lambda f: f + 1, r"unsupported operand type\(s\) for \+"),
+    ],
+)
+def test_a_callback_that_takes_no_future_raises_the_errors_of_torch(
+    shared: Mesh, callback: Any, text: str
+) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(callback)
+    for kind in (RuntimeError, TypeError):
+        with pytest.raises(
+            kind, match="Got the following error when running the callback: TypeError: .*" + text
+        ):
+            failed.wait()
+
+
+def test_a_type_error_of_the_callee_stays_as_it_is_in_a_callback(shared: Mesh) -> None:
+    failed = rpc.rpc_async(1, fail, (TypeError("the callee's"),)).then(lambda f: f.wait())
+    with pytest.raises(TypeError, match=r"^the callee's$") as info:
+        failed.wait()
+    assert info.type is TypeError
+
+
+def test_callbacks_run_once_each_in_any_number(shared: Mesh) -> None:
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (7,))
+        seen: list[int] = []
+        done = threading.Semaphore(0)
+
+        def note(f: Any) -> None:
+            seen.append(f.wait())
+            done.release()
+
+        for _ in range(5):
+            future.add_done_callback(note)
+        assert seen == []
+        gate.open()
+        future.wait()
+        future.add_done_callback(note)
+        for _ in range(6):
+            assert done.acquire(timeout=SOON)
+        assert seen == [7] * 6
+
+
+def test_callbacks_run_even_if_nobody_waits(shared: Mesh) -> None:
+    ran = threading.Event()
+    rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: ran.set())
+    assert ran.wait(SOON)
+
+
+def test_an_error_in_a_callback_is_logged_and_harms_nobody(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    ran = threading.Event()
+    with Gate() as gate:
+        future = rpc.rpc_async(1, gate.wait_inside, (1,))
+        future.add_done_callback(lambda f: fail(KeyError("in a callback")))
+        future.add_done_callback(lambda f: ran.set())
+        gate.open()  # only now, or they would run in two threads
+        assert ran.wait(SOON)
+    assert future.wait() == 1
+    assert "in a callback" in caplog.text
+
+
+class Outcome(BaseException):
+    """As those of pytest, which are not Exceptions either."""
+
+
+@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, Outcome, GeneratorExit])
+def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh, kind: Any) -> None:
+    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(kind("in then")))
+    assert result_within(failed.then(caught), SOON) is kind
+    with pytest.raises(kind, match="in then"):
+        failed.wait()
+
+
+def test_a_callback_that_exits_is_logged_and_harms_nobody(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    ran: list[int] = []
+    future.add_done_callback(lambda f: fail(SystemExit("in a callback")))
+    future.add_done_callback(lambda f: ran.append(f.wait()))
+    future.set_result(1)
+    assert ran == [1]
+    assert "in a callback" in caplog.text
+
+
+def test_an_exit_in_then_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    future.then(lambda f: fail(SystemExit("in then")))
+    future.set_result(1)
+    del future
+    gc.collect()
+    assert "nobody waited" in caplog.text
+
+
+def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    future: rpc.Future[int] = rpc.Future()
+    interrupted = chain(future, 2).then(lambda f: fail(KeyboardInterrupt("^C")))
+    after = interrupted.then(caught)
+    future.add_done_callback(lambda f: fail(KeyboardInterrupt("again")))
+    beside = future.then(lambda f: f.wait())
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(1)
+    assert future.value() == beside.value() == 1
+    assert after.value() is KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):  # where the future is done already
+        future.then(lambda f: fail(KeyboardInterrupt("^C")))
+    assert rpc.Future.value(future.then(lambda f: 5)) == 5  # it was raised once
+    assert not caplog.text
+
+
+def test_ctrl_c_between_callbacks_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = itertools.count()
+
+    def interrupt() -> bool:
+        if next(looks) == 20:
+            raise KeyboardInterrupt
+        return False
+
+    monkeypatch.setattr(trampoline, "_never", interrupt)
+    future: rpc.Future[int] = rpc.Future()
+    last = chain(future, 100)
+    with pytest.raises(KeyboardInterrupt):
+        future.set_result(0)
+    assert last.value() == 100
+
+
+def test_ctrl_c_in_a_callback_interrupts_wait() -> None:
+    future = settled_in_wait(5)
+    ran_in: list[Any] = []
+
+    def interrupt(done: Any) -> None:
+        ran_in.append(threading.current_thread())
+        raise KeyboardInterrupt
+
+    result = future.then(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    assert ran_in == [threading.main_thread()]
+    assert future.wait() == 5
+    assert caught(result) is KeyboardInterrupt
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
+    def on(n: int) -> int:
+        future = rpc.rpc_async(1, echo, (n,))
+        if n == 0:
+            return future.wait()
+        return future.then(lambda f: f.wait() + on(n - 1)).wait()
+
+    assert on(depth) == sum(range(depth + 1))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
+    with Gate() as gate, Gate() as answers:
+        futures = [rpc.rpc_async(1, answers.wait_inside) for _ in range(3)]
+        blocked = [future.then(lambda f: gate.wait_inside()) for future in futures]
+        answers.open()  # only now, or a callback would run, and block, in `then`
+        gate.await_entry()
+        assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
+        future = rpc.rpc_async(1, echo, ("x",))
+        assert future.wait() == "x"
+        # Also where nobody waits in wait(): its completion takes another thread's place.
+        done = threading.Event()
+        rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: done.set())
+        assert done.wait(SOON)
+        gate.open()
+        assert [f.wait() for f in blocked] == [None] * 3
+
+
+def test_a_callback_may_wait_for_its_own_future(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (3,))
+    result = future.then(lambda f: future.wait() + torch.futures.wait_all([future])[0])
+    assert result.wait() == 6
+
+
+def test_callbacks_know_the_agent(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    names: list[str] = []
+    done = threading.Event()
+
+    def note(f: Any) -> None:
+        names.append(rpc.get_worker_info().name)
+        done.set()
+
+    future.add_done_callback(note)
+    assert done.wait(SOON)
+    assert names == ["worker0"]

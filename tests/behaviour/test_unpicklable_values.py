@@ -1,0 +1,175 @@
+"""Arguments and results that can not be pickled, or can not be unpickled."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo, fail
+from tests.support.ways import Call, ways
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.usefixtures("goes_on")
+
+
+class RaisesWhenPickled:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+class RaisesWhenUnpickled:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return fail, (self.error,)
+
+
+class RaisesWhenUnpickledTwice:
+    """Arrives once, but can't come back."""
+
+    def __init__(self, hops: int = 0) -> None:
+        self.hops = hops
+
+    def __reduce__(self) -> Any:
+        return _hop, (self.hops + 1,)
+
+
+def _hop(hops: int) -> Any:
+    if hops == 2:
+        raise LookupError("one hop too many")
+    return RaisesWhenUnpickledTwice(hops)
+
+
+UNPICKLABLE: list[Callable[[], Any]] = [
+    threading.Lock,
+    lambda: (i for i in range(3)),
+    lambda: sys._getframe(),
+    lambda: {"deep": [threading.Lock()]},
+    lambda: RaisesWhenPickled(TypeError("pickling")),
+    lambda: RaisesWhenPickled(ValueError("pickling")),
+    lambda: RaisesWhenPickled(RuntimeError("pickling")),
+    lambda: torch.futures.Future(),
+    lambda: rpc.Future(),
+    socket.socket,
+]
+kinds = pytest.mark.parametrize(
+    "make",
+    UNPICKLABLE,
+    ids=[
+        *("lock", "generator", "frame", "deep", "TypeError", "ValueError", "RuntimeError"),
+        *("future", "rpc future", "socket"),
+    ],
+)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@kinds
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+def test_an_unpicklable_argument_raises_at_the_call_itself(
+    shared: Mesh, call: Call, make: Callable[[], Any]
+) -> None:
+    with pytest.raises(rpc.SerializationError):
+        call(1, echo, (make(),))
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@kinds
+@ways
+def test_an_unpicklable_result_is_an_error_at_the_caller(
+    shared: Mesh, call: Call, make: Callable[[], Any]
+) -> None:
+    with pytest.raises(rpc.SerializationError):
+        call(1, make, timeout=10)
+
+
+def test_the_error_of_a_future_that_was_sent(shared: Mesh) -> None:
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+        rpc.rpc_sync(1, echo, (rpc.Future(),))
+    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+        rpc.rpc_sync(1, rpc.rpc_async, (0, max, (1, 2)))
+
+
+@pytest.mark.zrpc(timeout=15)
+@ways
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_result_whose_pickling_would_end_the_worker(
+    caller: Mesh, call: Call, error: BaseException
+) -> None:
+    with pytest.raises(RuntimeError, match=type(error).__name__):
+        call(1, RaisesWhenPickled, (_Plain(error),), timeout=5)
+
+
+class _Plain:
+    """Carries an exception in a message without being one."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.what = (type(error), *error.args)
+
+    def __reduce__(self) -> Any:
+        return _make_exception, self.what
+
+
+def _make_exception(kind: type[BaseException], *args: Any) -> BaseException:
+    return kind(*args)
+
+
+@ways
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)], ids=repr)
+def test_an_argument_that_can_not_be_unpickled_at_the_callee(
+    shared: Mesh, call: Call, error: BaseException
+) -> None:
+    with Gate() as gate:
+        other = rpc.rpc_async(1, gate.wait_inside, ("other",))
+        gate.await_entry()
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            call(1, echo, (RaisesWhenUnpickled(error),), timeout=10)
+        gate.open()
+        assert other.wait() == "other"
+
+
+@ways
+def test_a_result_that_can_not_be_unpickled_at_the_caller(shared: Mesh, call: Call) -> None:
+    with pytest.raises(rpc.SerializationError, match="one hop too many"):
+        call(1, echo, (RaisesWhenUnpickledTwice(),), timeout=10)
+
+
+@pytest.mark.zrpc(timeout=15)
+@pytest.mark.parametrize("error", [SystemExit(3)], ids=repr)
+@ways
+def test_a_result_that_would_end_the_caller(caller: Mesh, call: Call, error: BaseException) -> None:
+    with pytest.raises(rpc.SerializationError, match=type(error).__name__):
+        call(1, RaisesWhenUnpickled, (_Plain(error),), timeout=5)
+
+
+@pytest.mark.zrpc(timeout=15)
+def test_a_future_whose_result_would_end_a_thread_still_completes(caller: Mesh) -> None:
+    future = rpc.rpc_async(1, RaisesWhenUnpickled, (_Plain(SystemExit(3)),))
+    done = threading.Event()
+    future.add_done_callback(lambda f: done.set())
+    assert done.wait(10)
+    with pytest.raises(rpc.SerializationError, match="SystemExit"):
+        future.wait()
+
+
+def test_arguments_nested_too_deep_for_pickle(shared: Mesh) -> None:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    try:
+        with pytest.raises(rpc.SerializationError):
+            rpc.rpc_sync(1, len, (value,))
+    finally:
+        while value:  # else the interpreter frees it recursively
+            value = value[0]

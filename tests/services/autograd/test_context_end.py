@@ -1,0 +1,214 @@
+"""The end of contexts frees what they held, at all workers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.services.autograd.split_models import (
+    SOON,
+    W,
+    X,
+    assert_freed,
+    call,
+    gradients_at,
+    layer,
+    layers,
+    settle,
+    train,
+)
+from tests.support.identity import here
+from tests.support.waiting import until
+from zrpc.services.autograd.state import ContextState
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+
+def test_the_end_frees_all_workers(mesh: Mesh) -> None:
+    def chain(rank: Any, x: Any) -> Any:
+        x = layer(rank, x)
+        return call(f"worker{rank + 1}", chain, rank + 1, x) if rank < 2 else x
+
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            loss = call("worker1", chain, 1, X).sum()
+            assert [len(layer) for layer in layers(mesh)] == [1, 1, 1]
+            dist_autograd.backward(context_id, [loss])
+            assert [len(layer) for layer in layers(mesh)] == [1, 1, 1]
+        assert len(layers(mesh)[0]) == 0
+
+    mesh.run(0, run)
+    assert_freed(mesh)
+
+
+def test_the_end_frees_workers_that_only_others_know(mesh: Mesh) -> None:
+    """Calls without tensors take a worker part too."""
+
+    def run() -> None:
+        with dist_autograd.context():
+            call("worker1", call, "worker2", call, "worker1", max, 1, 2)
+            until(lambda: [len(layer) for layer in layers(mesh)] == [1, 1, 1])
+
+    mesh.run(0, run)
+    assert_freed(mesh)
+
+
+def test_what_a_context_held_is_freed(mesh: Mesh) -> None:
+    """Activations at all workers, gradients, and messages that nobody asked for."""
+    watched = []
+
+    def watch(tensor: Any) -> Any:
+        watched.append(weakref.ref(tensor))
+        return tensor
+
+    def there(x: Any) -> Any:
+        return watch(watch(x) * watch(W[1] * 2)[0])
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            far = watch(call("worker1", there, watch(X * 2)))
+            call("worker1", there, watch(X * 3))
+            dist_autograd.backward(context_id, [far.sum()], retain_graph=True)
+            for rank in range(2):
+                for gradient in gradients_at(mesh, rank, context_id).values():
+                    watch(gradient)
+            del gradient, far
+            return len(watched)
+
+    assert mesh.run(0, run) > 8
+    assert_freed(mesh)
+    gc.collect()
+    until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
+
+
+def test_without_a_pass_the_graph_is_freed(mesh: Mesh) -> None:
+    watched = []
+
+    def there(x: Any) -> Any:
+        y = layer(1, x)
+        watched.append(weakref.ref(y))
+        watched.append(weakref.ref(x))
+        return y
+
+    def run() -> None:
+        with dist_autograd.context():
+            call("worker1", there, X * 2)
+
+    mesh.run(0, run)
+    assert_freed(mesh)
+    settle(mesh)
+    until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
+
+
+def objects() -> Any:
+    """How many there are of what contexts consist of."""
+    gc.collect()
+    kinds = (ContextState, torch.Tensor, threading.Thread)
+    found = [type(o) for o in gc.get_objects()]  # isinstance would ask what pretends to be another
+    return {kind.__name__: sum(issubclass(k, kind) for k in found) for kind in kinds}
+
+
+@pytest.mark.zrpc(workers=3, timeout=180)
+def test_a_thousand_contexts_leave_nothing(mesh: Mesh) -> None:
+    def once() -> None:
+        with dist_autograd.context() as context_id:
+            far = call("worker1", layer, 1, X)
+            loss = (call("worker2", layer, 2, far) + far).sum()
+            dist_autograd.backward(context_id, [loss])
+
+    def many(count: Any) -> None:
+        for _ in range(count):
+            once()
+
+    mesh.run(0, many, 20)
+    assert_freed(mesh)
+    settle(mesh)
+    before = objects()
+    mesh.run(0, many, 1000)
+    assert_freed(mesh)
+    settle(mesh)
+    after = objects()
+    assert after["ContextState"] == 0
+    assert after["Tensor"] <= before["Tensor"] + 20
+    assert after["Thread"] <= before["Thread"] + 20
+
+
+def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(mesh: Mesh) -> None:
+    """It is held up on its way; its handler then runs in no context."""
+    agent = mesh.agent(1)
+    go, held, ran = threading.Event(), threading.Event(), threading.Event()
+    seen = []
+
+    def late(x: Any) -> None:
+        seen.append(x.requires_grad)
+        call("worker2", layer, 2, x)
+        ran.set()
+
+    def run() -> Any:
+        with dist_autograd.context():
+            call("worker1", layer, 1, X)
+            agent.receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
+            assert held.wait(SOON)
+            return zrpc.rpc_async("worker1", here(late), (X,))
+
+    future = mesh.run(0, run)
+    until(lambda: len(layers(mesh)[0]) == 0)
+    go.set()
+    assert ran.wait(SOON)
+    future.wait()
+    settle(mesh)
+    assert_freed(mesh)
+    assert seen == [True]
+
+
+def test_a_handler_that_outlives_its_context_does_not_revive_it(mesh: Mesh) -> None:
+    go, running, done = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(x: Any) -> Any:
+        running.set()
+        assert go.wait(SOON)
+        call("worker2", layer, 2, x)
+        call("worker0", layer, 0, x)
+        done.set()
+        return x * 2
+
+    def run() -> Any:
+        with dist_autograd.context():
+            future = zrpc.rpc_async("worker1", here(slow), (X,))
+            assert running.wait(SOON)
+        return future
+
+    future = mesh.run(0, run)
+    assert_freed(mesh)
+    go.set()
+    assert done.wait(SOON)
+    assert torch.equal(future.wait().detach(), X.detach() * 2)
+    settle(mesh)
+    assert_freed(mesh)
+
+
+def test_a_failed_pass_is_freed_too(mesh: Mesh) -> None:
+    handle = W[1].register_hook(lambda g: 1 / 0)
+    watched = []
+
+    def there(x: Any) -> Any:
+        y = layer(1, x)
+        watched.append(weakref.ref(y))
+        return y
+
+    try:
+        with pytest.raises(RuntimeError, match="Error on Node 1"):
+            train(mesh, lambda: call("worker1", there, X * 2).sum())
+    finally:
+        handle.remove()
+    assert_freed(mesh)
+    settle(mesh)
+    until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")

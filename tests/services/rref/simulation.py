@@ -1,0 +1,286 @@
+"""A network that reorders and repeats messages, and loses workers, for the reference count."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from zrpc.services.rref.messages import NO_FORK, Fork, GloballyUniqueId, ReferenceMessage
+from zrpc.services.rref.protocol import References
+
+
+@dataclass(frozen=True)
+class Handle:
+    """A handle on a worker; ``fork_id`` is None at the owner."""
+
+    worker: int
+    rref_id: GloballyUniqueId
+    fork_id: GloballyUniqueId | None
+    owner: int
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Something under way.
+
+    Of ``create`` (a call of ``remote``), ``created`` (its answer) and ``fork`` (any message
+    with a fork in it) each copy is read once; a ``message`` of the protocol may be repeated.
+    """
+
+    kind: str
+    sender: int
+    to: int
+    content: object
+    number: int = field(compare=False)
+
+
+class Violation(AssertionError):
+    """The protocol has broken one of its promises."""
+
+
+class Network:
+    """Some workers, what is under way between them, and who holds what."""
+
+    def __init__(self, size: int, machine: type[References] = References) -> None:
+        self.machines = [machine(rank) for rank in range(size)]
+        self.under_way: list[Packet] = []
+        self.handles: list[Handle] = []
+        self.dead: set[int] = set()
+        self.unaware: set[tuple[int, int]] = set()  # (living worker, dead worker)
+        self.owners: dict[GloballyUniqueId, int] = {}
+        self.freed: Counter[GloballyUniqueId] = Counter()
+        # Which workers have made or handed on, and which ever had, each value.
+        self.givers: dict[GloballyUniqueId, set[int]] = {}
+        self.known_to: dict[GloballyUniqueId, set[int]] = {}
+        # The number of the last packet read of each (sender, receiver).
+        self.read_up_to: Counter[tuple[int, int]] = Counter()
+        self._local_ids = [itertools.count() for _ in range(size)]
+        self._numbers = itertools.count(1)
+
+    # what programs do
+
+    def create(self, worker: int, owner: int) -> None:
+        rref_id = self._new_id(worker)
+        self.owners[rref_id] = owner
+        self.givers[rref_id] = {worker}
+        self.known_to[rref_id] = {worker, owner}
+        machine = self.machines[worker]
+        if worker == owner:
+            machine.retain(rref_id)
+            self.handles.append(Handle(worker, rref_id, None, owner))
+        else:
+            fork_id = self._new_id(worker)
+            machine.create(rref_id, fork_id, owner)
+            self.handles.append(Handle(worker, rref_id, fork_id, owner))
+            self._send("create", worker, owner, (rref_id, fork_id))
+        self._pump(worker)
+
+    def hand_on(self, handle: Handle, to: int, cancelled: bool = False) -> None:
+        worker, rref_id, fork_id, owner = (
+            handle.worker,
+            handle.rref_id,
+            handle.fork_id,
+            handle.owner,
+        )
+        fork = Fork(rref_id, self._new_id(worker), owner, fork_id or NO_FORK)
+        self.machines[worker].fork(fork, fork_id, to)
+        if cancelled:
+            self.machines[worker].cancel_fork(fork)
+        else:
+            self.givers[rref_id].add(worker)
+            self.known_to[rref_id].add(to)
+            self._send("fork", worker, to, fork)
+        self._pump(worker)
+
+    def drop(self, handle: Handle) -> None:
+        self.handles.remove(handle)
+        machine = self.machines[handle.worker]
+        if handle.fork_id is None:
+            machine.release(handle.rref_id)
+        else:
+            machine.drop(handle.fork_id)
+        self._pump(handle.worker)
+
+    # what the network does
+
+    def deliver(self, packet: Packet) -> None:
+        self.under_way.remove(packet)
+        self._read(packet)
+
+    def repeat(self, packet: Packet) -> None:
+        """Delivers a copy; the packet itself stays under way."""
+        if packet.kind == "message":
+            self._read(packet)
+
+    def _read(self, packet: Packet) -> None:
+        machine, sender, content = self.machines[packet.to], packet.sender, packet.content
+        pair = (sender, packet.to)
+        self.read_up_to[pair] = max(self.read_up_to[pair], packet.number)
+        if packet.kind == "message":
+            machine.handle(sender, content)
+        elif packet.kind == "create":
+            machine.add(*content, sender)
+            self._send("created", packet.to, sender, content[1])
+        elif packet.kind == "created":
+            machine.on_listed(content)
+        else:
+            machine.receive(content, sender)
+            at_owner = content.owner == packet.to
+            fork_id = None if at_owner else content.fork_id
+            self.handles.append(Handle(packet.to, content.rref_id, fork_id, content.owner))
+        self._pump(packet.to)
+
+    def kill(self, worker: int) -> None:
+        """What it has sent may still arrive; the others notice one by one."""
+        self.dead.add(worker)
+        self.handles = [handle for handle in self.handles if handle.worker != worker]
+        self.under_way = [packet for packet in self.under_way if packet.to != worker]
+        self.unaware = {pair for pair in self.unaware if pair[0] != worker}
+        self.unaware |= {(other, worker) for other in self.living}
+
+    def lose_packet(self, packet: Packet) -> None:
+        """Only what the dead have sent can get lost, and then all that they sent later."""
+        pair = (packet.sender, packet.to)
+        if packet.sender in self.dead and packet.number > self.read_up_to[pair]:
+            self.under_way = [
+                other
+                for other in self.under_way
+                if (other.sender, other.to) != pair or other.number < packet.number
+            ]
+
+    def notice(self, worker: int, dead: int) -> None:
+        self.unaware.remove((worker, dead))
+        self.machines[worker].on_member_lost(dead)
+        self._pump(worker)
+
+    @property
+    def living(self) -> list[int]:
+        return [rank for rank in range(len(self.machines)) if rank not in self.dead]
+
+    # what must hold
+
+    def _pump(self, worker: int) -> None:
+        """Takes what a worker's machine has to say, and checks what it frees."""
+        machine = self.machines[worker]
+        outgoing, machine.outgoing = machine.outgoing, []
+        for to, message in outgoing:
+            # As bytes, so that nothing but what the message says gets through.
+            (copy,) = ReferenceMessage.parse_all(message.pack())
+            self._send("message", worker, to, copy)
+        freed, machine.freed = machine.freed, []
+        for rref_id in freed:
+            self._check_freed(worker, rref_id)
+
+    def _check_freed(self, worker: int, rref_id: GloballyUniqueId) -> None:
+        self.freed[rref_id] += 1
+        if worker != self.owners[rref_id]:
+            raise Violation(f"{worker} has freed {rref_id}, which {self.owners[rref_id]} owns")
+        # What the dead have handed on and nobody has read may be told too late.
+        if self.givers[rref_id] & self.dead:
+            return
+        lossy = bool(self.known_to[rref_id] & self.dead)
+        asked_for = [
+            packet
+            for packet in self.under_way
+            if packet.kind == "create" and packet.content[0] == rref_id
+        ]
+        if asked_for and lossy:
+            return  # there is no value yet, only the word of somebody dead that there will be
+        holders = [handle for handle in self.handles if handle.rref_id == rref_id]
+        if holders:
+            raise Violation(f"{rref_id} was freed while there were {holders}")
+        forks = [
+            packet
+            for packet in self.under_way
+            if packet.kind == "fork" and packet.content.rref_id == rref_id
+        ]
+        if forks or asked_for:
+            raise Violation(f"{rref_id} was freed while {forks + asked_for} were under way")
+        if self.freed[rref_id] > 1 and not lossy:
+            raise Violation(f"{rref_id} was freed more than once")
+
+    def finish(self, order: random.Random) -> None:
+        """Drops all handles, delivers everything, and checks that nothing is left."""
+        while self.handles or self.under_way or self.unaware:
+            moves = [
+                *((self.drop, (handle,)) for handle in self.handles),
+                *((self.deliver, (packet,)) for packet in self.under_way),
+                *((self.notice, pair) for pair in sorted(self.unaware)),
+            ]
+            move, arguments = order.choice(moves)
+            move(*arguments)
+        for rank in self.living:
+            machine = self.machines[rank]
+            if not machine.idle:
+                raise Violation(f"worker {rank} waits for a message that never comes")
+            if len(machine):
+                raise Violation(f"worker {rank} keeps {machine._owned} {machine._held}")
+        for rref_id, owner in self.owners.items():
+            lost = rref_id.created_on in self.dead  # its call may never have arrived
+            if owner in self.living and not lost and not self.freed[rref_id]:
+                raise Violation(f"{rref_id} was never freed")
+
+    def _send(self, kind: str, sender: int, to: int, content: object) -> None:
+        if to not in self.dead:
+            self.under_way.append(Packet(kind, sender, to, content, next(self._numbers)))
+
+    def _new_id(self, worker: int) -> GloballyUniqueId:
+        return GloballyUniqueId(worker, next(self._local_ids[worker]))
+
+
+# A step is what happens, and numbers that choose among what it can happen to: drawn like
+# this, a failing schedule shrinks to the few steps that matter.
+ORDINARY = ("create", "hand on", "hand on", "cancel", "drop", "deliver", "deliver", "repeat")
+WITH_LOSSES = (*ORDINARY, "kill", "notice", "lose packet")
+Step = tuple[str, int, int]
+
+
+def schedules(steps: tuple[str, ...]) -> st.SearchStrategy[list[Step]]:
+    number = st.integers(0, 11)
+    step = st.tuples(st.sampled_from(steps), number, number)
+    # The length is drawn first: hypothesis's own lists are mostly too short to matter.
+    return st.integers(0, 60).flatmap(lambda size: st.lists(step, min_size=size, max_size=size))
+
+
+def run(
+    size: int, schedule: list[Step], seed: int, machine: type[References] = References
+) -> Network:
+    """Runs a schedule and then everything to its end."""
+    network = Network(size, machine)
+    for what, first, second in schedule:
+        _step(network, what, first, second)
+    network.finish(random.Random(seed))
+    return network
+
+
+def _step(network: Network, what: str, first: int, second: int) -> None:
+    living = network.living
+    worker, other = living[first % len(living)], living[second % len(living)]
+    anybody = second % len(network.machines)  # also the dead, whose end is not known everywhere
+    handle = network.handles[first % len(network.handles)] if network.handles else None
+    packet = network.under_way[first % len(network.under_way)] if network.under_way else None
+    unaware = sorted(network.unaware)
+    if what == "create":
+        network.create(worker, anybody)
+    elif what in ("hand on", "cancel") and handle:
+        network.hand_on(handle, anybody, cancelled=what == "cancel")
+    elif what == "drop" and handle:
+        network.drop(handle)
+    elif what == "deliver" and packet:
+        network.deliver(packet)
+    elif what == "repeat" and packet:
+        network.repeat(packet)
+    elif what == "lose packet" and packet:
+        network.lose_packet(packet)
+    elif what == "kill" and len(living) > 2:
+        network.kill(other)
+    elif what == "notice" and unaware:
+        network.notice(*unaware[first % len(unaware)])
+
+
+def holders(owner: References, rref_id: GloballyUniqueId) -> list[int]:
+    return sorted(owner._owned[rref_id].forks.values())

@@ -1,0 +1,116 @@
+"""The size of the pool: it shrinks, and without shared memory all goes by frames."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.shm.conftest import Lend
+from tests.services.shm.sharing import (
+    LARGE,
+    MIB,
+    drop,
+    introduce,
+    keep,
+    kept,
+    large,
+    negated,
+    segments_mapped,
+    segments_open,
+    sends_by_segments,
+    service_of,
+    until_returned,
+)
+from tests.support.waiting import until
+from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.service import SharedMemoryTiming
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+
+pytestmark = sends_by_segments
+
+# -- the pool shrinks, and receivers forget ----------------------------------------------
+
+
+def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
+    layer = service_of(introduced, 0)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    for i in range(3):
+        zrpc.rpc_sync(1, torch.numel, (large(i),))
+    until_returned(layer, 1)
+    layer.timing = SharedMemoryTiming(idle_seconds=-1.0)
+    until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
+    until(lambda: len(segments_open()) == 1, collect=True)
+    layer.timing = SharedMemoryTiming()
+    assert torch.equal(kept()["held"], large(1))
+    drop("held")
+    until_returned(layer)
+    for i in range(3):
+        assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+
+
+def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh(workers=3, options={"shared_memory": 3 * MIB})
+    mesh.run(0, introduce, 1, 2)
+    layer = service_of(mesh, 0)
+    with mesh.agent(0).as_current():
+        for i in range(12):
+            for rank in (1, 2):
+                count = LARGE // 4 + (i * 7 % 12) * LARGE // 12
+                assert zrpc.rpc_sync(rank, torch.numel, (large(i, count),)) == count
+            until_returned(layer)
+        until(
+            lambda: len(set(segments_mapped() + segments_open())) == len(layer.pool),
+            lambda: f"{len(segments_mapped())} are mapped, {len(layer.pool)} are in the pool",
+            within=5,
+            collect=True,
+        )
+
+
+# -- where there is no shared memory -----------------------------------------------------
+
+
+def test_without_capacity_everything_goes_by_frames(make_mesh: MakeMesh, lends: list[Lend]) -> None:
+    mesh = make_mesh(options={"shared_memory": 0})
+    with mesh.agent(0).as_current():
+        for i in range(4):
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+    assert lends == []
+    assert segments_open() == segments_mapped() == []
+
+
+def test_a_peer_that_cant_open_segments_gets_frames(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+
+    def refuse(self, descriptor: Any) -> Any:
+        probed.append(self)
+        return False
+
+    monkeypatch.setattr(Loans, "probe", refuse)
+    with mesh.agent(0).as_current():
+        for i in range(6):
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+        until(lambda: len(probed) == 2, collect=True)
+        for rank in range(2):
+            until_returned(service_of(mesh, rank))
+            assert not service_of(mesh, rank)._accepted
+        assert torch.equal(zrpc.rpc_sync(1, negated, (large(7),)), -large(7))
+    assert {id(loans) for loans in probed} == {id(service_of(mesh, r).loans) for r in range(2)}
+    assert len(probed) == 2  # asked once
+    assert segments_mapped() == segments_open()  # of the offers
+
+
+def test_only_one_side_has_capacity(mesh: Mesh, lends: list[Lend]) -> None:
+    service_of(mesh, 1).pool._capacity = 0
+    mesh.run(0, introduce, 1)
+    lends.clear()
+    with mesh.agent(0).as_current():
+        for i in range(3):
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+    assert {lend.pool for lend in lends} == {service_of(mesh, 0).pool}
+    assert len(lends) == 3

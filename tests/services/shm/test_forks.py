@@ -1,0 +1,184 @@
+"""Shared memory and forks of a worker."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.shm.sharing import (
+    introduce,
+    keep,
+    kept,
+    large,
+    own_layer,
+    processes,
+    sends_by_segments,
+    until_returned,
+)
+from tests.support.waiting import until
+from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.service import SharedMemoryService
+from zrpc.testing import Mesh
+
+pytestmark = sends_by_segments
+
+# -- forks -------------------------------------------------------------------------------
+
+
+def content(tensor: Any) -> Any:
+    # Not by torch, whose threads are gone in a child.
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Child:
+    """A fork of this process, which answers each question that it is asked."""
+
+    def __init__(self, answer: Any) -> None:
+        ask, self._ask = os.pipe()
+        self._answers, answers = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                os.close(self._ask)  # or its end would never be seen
+                while question := os.read(ask, 1):
+                    os.write(answers, answer(question))
+            finally:
+                os._exit(0)
+        os.close(ask)
+        os.close(answers)
+
+    def ask(self, question: bytes = b"?") -> Any:
+        os.write(self._ask, question)
+        if not select.select([self._answers], [], [], 20)[0]:
+            os.kill(self._pid, signal.SIGKILL)
+        return os.read(self._answers, 1)
+
+    def end(self) -> None:
+        os.close(self._ask)
+        os.close(self._answers)
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+def fork_and_drop(rank: Any) -> Any:
+    """The child goes on to read a tensor that this process drops."""
+    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
+    expected = content(large(7))
+    tensor = zrpc.rpc_sync(rank, large, (7,))
+    assert content(tensor) == expected
+    received = [tensor]
+    del tensor
+    child = Child(lambda _: b"=" if content(received[0]) == expected else b"!")
+    try:
+        answers = [child.ask()]
+        received.clear()  # the child has a list of its own
+        until(lambda: not own_layer().loans._open, collect=True)
+        for i in range(6):
+            other = zrpc.rpc_sync(rank, large, (100 + i,))
+            assert content(other) == content(large(100 + i))
+            other.zero_()
+            del other
+            answers.append(child.ask())
+        return answers
+    finally:
+        child.end()
+
+
+@pytest.mark.system
+@processes
+def test_a_fork_of_the_receiver_goes_on_reading(mesh: Mesh) -> None:
+    assert mesh.run(1, fork_and_drop, 0) == [b"="] * 7
+    mesh.run(0, lambda: until_returned(own_layer()))
+
+
+def fork_and_write(rank: Any) -> Any:
+    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
+    tensor = zrpc.rpc_sync(rank, large, (7,))
+    before = content(tensor)
+
+    def answer(question: Any) -> Any:
+        if question == b"w":
+            ctypes.memset(tensor.data_ptr(), 0xFF, tensor.numel() * tensor.element_size())
+        return b"=" if content(tensor) == before else b"!"
+
+    child = Child(answer)
+    try:
+        tensor[-1] = -1
+        seen_by_child = child.ask()
+        tensor[-1] = large(7)[-1]
+        child.ask(b"w")
+        return seen_by_child, content(tensor) == before
+    finally:
+        child.end()
+
+
+@pytest.mark.system
+@processes
+def test_a_fork_and_its_parent_do_not_see_what_the_other_writes(mesh: Mesh) -> None:
+    assert mesh.run(1, fork_and_write, 0) == (b"=", True)
+
+
+def fork_and_send(rank: Any) -> Any:
+    introduce(rank)
+    zrpc.rpc_sync(rank, keep, ("held", large(1)))
+    child = Child(lambda _: b"=")
+    try:
+        for i in range(4):
+            assert torch.equal(zrpc.rpc_sync(rank, torch.neg, (large(i),)), -large(i))
+        child.ask()
+    finally:
+        child.end()
+    until_returned(own_layer(), 1)
+    return own_layer().pool.lent
+
+
+@pytest.mark.system
+@processes
+def test_a_fork_of_the_sender_changes_nothing(mesh: Mesh) -> None:
+    assert mesh.run(0, fork_and_send, 1) == 1
+    assert torch.equal(mesh.run(1, lambda: kept().pop("held")), large(1))
+
+
+class Stand:
+    """In the place of a layer."""
+
+    def __init__(self) -> None:
+        self.loans = Loans()
+
+
+def test_agents_may_start_and_end_while_a_fork_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lent to the others must be kept all the same."""
+    layers = weakref.WeakValueDictionary()
+    monkeypatch.setattr(SharedMemoryService, "_all", layers)
+    stays = [Stand() for _ in range(200)]
+    layers.update((id(each), each) for each in stays)
+    looks, ended = [], threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            passing = [Stand() for _ in range(10)]
+            layers.update((id(each), each) for each in passing)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(100):
+            SharedMemoryService._before_fork()
+            looks.append(True)
+    finally:
+        ended.set()
+        sys.setswitchinterval(interval)
+        thread.join(20)
+    assert len(looks) == 100

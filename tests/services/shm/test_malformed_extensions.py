@@ -1,0 +1,163 @@
+"""Peers that say nonsense about shared memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.shm.sharing import (
+    drop,
+    keep,
+    kept,
+    large,
+    sends_by_segments,
+    service_of,
+    until_returned,
+)
+from tests.support.targets import echo
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.message import Message
+
+pytestmark = sends_by_segments
+
+# -- peers that say nonsense -------------------------------------------------------------
+
+DESCRIPTOR = struct.Struct("<QIIQQ")
+PLACE = struct.Struct("<IQQ")
+NOTE = struct.Struct("<BQ")
+
+
+def extension(segment: Any, *places: Any, **changed: Any) -> Any:
+    fields = {
+        "number": segment.number,
+        "pid": os.getpid(),
+        "fd": segment.fd,
+        "inode": segment.inode,
+        "size": segment.size,
+        **changed,
+    }
+    return DESCRIPTOR.pack(*fields.values()) + b"".join(PLACE.pack(*place) for place in places)
+
+
+TOO_MUCH = 2**64 - 1
+HOSTILE = {
+    "empty": lambda s: b"",
+    "truncated descriptor": lambda s: extension(s)[:-1],
+    "no places": extension,
+    "half a place": lambda s: extension(s, (0, 0, 64)) + b"x" * 7,
+    "place behind the end": lambda s: extension(s, (0, s.size, 1)),
+    "place over the end": lambda s: extension(s, (0, 0, 64), (1, s.size - 10, 11)),
+    "enormous offset": lambda s: extension(s, (0, TOO_MUCH, 1)),
+    "enormous size": lambda s: extension(s, (0, 1, TOO_MUCH)),
+    "sum that overflows": lambda s: extension(s, (0, 2**63, 2**63)),
+    "larger segment than there is": lambda s: extension(s, (0, s.size, 64), size=2 * s.size),
+    "wrong inode": lambda s: extension(s, (0, 0, 64), inode=s.inode + 1, number=10**6),
+    "wrong descriptor": lambda s: extension(s, (0, 0, 64), fd=0, number=10**6),
+    "no such process": lambda s: extension(s, (0, 0, 64), pid=2**32 - 1, number=10**6),
+    "index that isn't": lambda s: extension(s, (5, 0, 64)),
+    "size 0 of nothing": lambda s: extension(s, (0, 0, 0), size=0, number=10**6),
+}
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [pytest.param(hostile, id=name) for name, hostile in HOSTILE.items()],
+)
+def test_an_extension_of_nonsense_is_an_error_at_the_caller(
+    introduced: Mesh, caplog: pytest.LogCaptureFixture, hostile: Any
+) -> None:
+    agent = introduced.agent(0)
+    ours = service_of(introduced, 0)
+    segment = next(iter(ours.pool._segments.values()))
+    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
+        future = agent.caller.call_async(
+            agent.membership.find(1),
+            Kind.CALL,
+            (echo, (1,), {}),
+            20,
+            extension=(Tag.SHARED, hostile(segment)),
+        )
+        with pytest.raises(Exception, match=r".") as caught:
+            future.wait()
+    assert isinstance(caught.value, (zrpc.ProtocolError, OSError, ValueError, struct.error))
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
+    until_returned(ours)
+    until(lambda: not service_of(introduced, 1).loans._open, collect=True)
+
+
+NOTES = {
+    "empty": b"",
+    "half": b"\x01\x02",
+    "unknown verb": NOTE.pack(99, 0),
+    "offer without a descriptor": NOTE.pack(1, 0),
+    "offer of nothing": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, 1, 1, 1, 1),
+    "offer of size 0": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, os.getpid(), 0, 1, 0),
+    "return of what another has": NOTE.pack(3, 0),
+    "keep of what another has": NOTE.pack(4, 0),
+    "return of what isn't": NOTE.pack(3, TOO_MUCH),
+    "keep of what isn't": NOTE.pack(4, TOO_MUCH),
+    "closed what isn't": NOTE.pack(5, TOO_MUCH),
+}
+
+
+@pytest.mark.zrpc(workers=3)
+def test_words_of_nonsense_change_nothing(
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = service_of(introduced, 0)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    assert ours.pool.lent == 1
+    before = set(ours.pool._segments)
+    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
+        for note in NOTES.values():
+            head = note[: NOTE.size]
+            if len(head) == NOTE.size and head[0] in (3, 4) and head[1:] == bytes(8):
+                note = NOTE.pack(head[0], number)
+            introduced.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
+            # Behind it in the queue: answered when it has been read.
+            assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
+            assert ours.pool.lent == 1, note
+    assert before <= set(ours.pool._segments)
+    for i in range(3):
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
+    assert torch.equal(kept()["held"], large(1))
+    drop("held")
+    until_returned(ours)
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("data", [b"", b"half", "another's", struct.pack("<Q", TOO_MUCH)])
+def test_returns_of_nonsense_change_nothing(
+    introduced: Mesh, caplog: pytest.LogCaptureFixture, data: Any
+) -> None:
+    ours = service_of(introduced, 0)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    if data == "another's":
+        number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+        data = struct.pack("<Q", number)
+    stranger = introduced.agent(2)
+    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
+        future = stranger.caller.call_async(
+            stranger.membership.find(0),
+            Kind.CALL,
+            (echo, (1,), {}),
+            20,
+            extension=(Tag.RETURNED, data),
+        )
+        if len(data) % 8:
+            with pytest.raises(zrpc.ProtocolError, match="extension"):
+                future.wait()
+        else:
+            assert future.wait() == 1
+    assert ours.pool.lent == 1
+    drop("held")
+    until_returned(ours)

@@ -1,0 +1,60 @@
+"""Futures that are settled in a way that the test chooses, and what they hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import zrpc as rpc
+from tests.support.pending import entered_call
+from tests.support.waiting import SOON
+from zrpc.calls.caller import wait_until_settled
+from zrpc.calls.pending_calls import PendingCall, PendingCalls
+
+
+class Calling:
+    """Stands for the caller of a future's call; its outcome is the value."""
+
+    def __init__(
+        self,
+        receive: Callable[[threading.Lock, float], None] | None = None,
+        complete: Callable[[Callable[[], None]], None] = lambda job: job(),
+    ) -> None:
+        self.receive = receive
+        self.complete = complete
+
+    def wait(self, call: PendingCall) -> None:
+        wait_until_settled(call, self.receive)
+
+    def decode(self, outcome: Any) -> Any:
+        return outcome
+
+
+def settled_in_wait(outcome: Any) -> rpc.Future[Any]:
+    """The future of a call that is settled as soon as a thread waits for it, which completes it."""
+    call = entered_call(PendingCalls(), peer=0, timeout=SOON)
+    return rpc.Future.of_call(call, Calling(receive=lambda gate, timeout: call.fail(outcome)))
+
+
+def caught(future: Any) -> Any:
+    """The class of a future's error."""
+    try:
+        future.value()
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+def chain(first: Any, length: int) -> Any:
+    for _ in range(length):
+        first = first.then(lambda f: f.wait() + 1)
+    return first
+
+
+def result_within(future: Any, seconds: float) -> Any:
+    """The future's value, waited for in a way that a future that stays open can't hold up."""
+    done = threading.Event()
+    future.add_done_callback(lambda f: done.set())
+    assert done.wait(seconds)
+    return future.value()
