@@ -11,7 +11,6 @@ from tests.support.programs import Programs
 
 Succeed = Callable[..., list[str]]
 
-# -- in processes of their own ---------------------------------------------------------------
 
 HEAD = """
 import os, sys

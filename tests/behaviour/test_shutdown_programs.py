@@ -10,7 +10,6 @@ from tests.support.programs import Programs
 
 Succeed = Callable[..., list[str]]
 
-# -- programs --------------------------------------------------------------------------------
 
 HEAD = """
 import os, sys, threading, time

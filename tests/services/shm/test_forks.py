@@ -32,8 +32,6 @@ from zrpc.testing import Mesh
 
 pytestmark = sends_by_segments
 
-# -- forks -------------------------------------------------------------------------------
-
 
 def content(tensor: Any) -> Any:
     # Not by torch, whose threads are gone in a child.

@@ -38,8 +38,6 @@ from zrpc.testing import Mesh
 
 pytestmark = sends_by_segments
 
-# -- processes that are killed -----------------------------------------------------------
-
 
 def send_and_lend(rank: Any, count: Any) -> Any:
     introduce(rank)

@@ -25,8 +25,6 @@ from zrpc.testing import Mesh
 
 pytestmark = sends_by_segments
 
-# -- workers that leave ------------------------------------------------------------------
-
 
 @pytest.mark.zrpc(workers=3)
 def test_a_worker_that_leaves_keeps_its_tensors(introduced: Mesh) -> None:

@@ -31,7 +31,6 @@ from zrpc.testing.plugin import MakeMesh
 
 pytestmark = sends_by_segments
 
-# -- loans -------------------------------------------------------------------------------
 
 HOLDS = {
     "tensor": lambda t: t,

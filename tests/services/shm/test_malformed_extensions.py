@@ -28,7 +28,6 @@ from zrpc.wire.message import Message
 
 pytestmark = sends_by_segments
 
-# -- peers that say nonsense -------------------------------------------------------------
 
 DESCRIPTOR = struct.Struct("<QIIQQ")
 PLACE = struct.Struct("<IQQ")

@@ -34,9 +34,6 @@ def add_in_place(tensor: Any, number: Any) -> Any:
     return tensor.sum().item()
 
 
-# -- nobody else sees what a holder writes -----------------------------------------------
-
-
 def test_what_the_callee_writes_the_caller_does_not_see(
     introduced: Mesh, lends: list[Lend]
 ) -> None:
