@@ -30,6 +30,7 @@ _SYSTEM_PATHS = (
     "cli/test_launch.py",
     "docs/test_pages.py",
     "drop_in/test_run.py",
+    "engines",
     "examples",
     "launch/test_descriptors.py",
     "launch/test_forkserver.py",
