@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.distributed import is_available as is_distributed_available
 
 from zrpc.agent.current import current_agent
@@ -94,7 +95,8 @@ def backward(
     if not isinstance(context_id, int) and roots is None:
         roots = context_id
         context_id = _service().contexts.current()
-    _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
+    with record_function("torch::distributed::autograd::backward"):  # torch's name, for profiles
+        _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.compatibility import table
 
@@ -22,7 +23,7 @@ _ON_ZRPC = ["-m", "zrpc.cli", "run"]
 _SUITES = ["-m", "tests.compatibility.suites"]
 
 
-def results(names: Sequence[str], jobs: int, *, on_zrpc: bool) -> dict[str, dict[str, str]]:
+def results(names: Sequence[str], jobs: int, *, on_zrpc: bool) -> dict[str, dict[str, Any]]:
     """Runs the tests of these names, or all, in several processes at once."""
     command = [sys.executable, *(_ON_ZRPC if on_zrpc else []), *_SUITES]
     with tempfile.TemporaryDirectory() as directory:
@@ -48,34 +49,35 @@ def unexpected(names: Sequence[str], jobs: int) -> list[str]:
     """Runs these tests on zrpc; returns how they differ from the rows of the page."""
     rows = table.read(table.PAGE.read_text())
     found = results(names, jobs, on_zrpc=True)
-    again = [name for name in names if (rows[name] == "passes") != _passes(found[name])]
+    again = [name for name in names if rows[name].passes != _passes(found[name])]
     if again:  # on a busy machine, some of torch's own limits are short
         found.update(results(again, 1, on_zrpc=True))
     return [
-        f"{name}: expected {rows[name]!r}, but it {found[name]['outcome']}\n{found[name]['reason']}"
+        f"{name}: expected {rows[name].result!r}, but it {found[name]['outcome']}\n"
+        f"{found[name]['reason']}"
         for name in again
-        if (rows[name] == table.PASSES) != _passes(found[name])
+        if rows[name].passes != _passes(found[name])
     ]
 
 
 def update(jobs: int) -> None:
     """Runs all tests on torch and on zrpc, and writes the page."""
     page = table.PAGE.read_text()
-    rows = table.read(page)
+    before = table.read(page)
     on_torch = results([], 1, on_zrpc=False)
     names = [name for name, result in on_torch.items() if _passes(result)]
     found = results(names, jobs, on_zrpc=True)
-    updated = {
-        name: table.PASSES
-        if _passes(found[name])
-        else rows.get(name, table.PASSES).replace(table.PASSES, table.UNEXPLAINED)
-        for name in names
-    }
-    table.PAGE.write_text(table.write(page, updated))
+    rows = {}
+    for name in names:
+        old = before.get(name)
+        why = table.UNEXPLAINED if old is None or old.passes else old.result
+        text = table.PASSES if _passes(found[name]) else why
+        rows[name] = table.Row(tuple(on_torch[name]["private"]), text)
+    table.PAGE.write_text(table.write(page, rows))
 
 
-def _passes(result: dict[str, str]) -> bool:
-    return result["outcome"] == "passes"
+def _passes(result: dict[str, Any]) -> bool:
+    return bool(result["outcome"] == "passes")
 
 
 def main() -> None:

@@ -36,6 +36,8 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
     TensorPipeRpcAgentTestFixture,
 )
 
+from tests.compatibility.private_names import private_names
+
 _CLASSES = (
     RpcTest,
     TensorPipeAgentRpcTest,
@@ -96,7 +98,10 @@ def main() -> None:
     with open(sys.argv[1], "a") as results:
         for name in sys.argv[2:] or names():
             outcome, reason = run(name)
-            results.write(json.dumps({"name": name, "outcome": outcome, "reason": reason}) + "\n")
+            suite, _, method = name.partition(".")
+            private = private_names(SUITES[suite], method)
+            result = {"name": name, "outcome": outcome, "reason": reason, "private": private}
+            results.write(json.dumps(result) + "\n")
             results.flush()
 
 

@@ -4,49 +4,71 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 PASSES = "passes"
-# How the text of a row begins if the test needs names that are private to torch.
-PRIVATE = "private:"
 UNEXPLAINED = "unexplained"
 _SUMMARY = re.compile(r"(?<=<!-- summary -->\n).*?(?=<!-- end of summary -->)", re.DOTALL)
+_ROW = re.compile(r"\| `(\w+)` \| (.*) \| (.*) \|")
 _TABLES = "<!-- tables -->\n"
 
 
-def read(page: str) -> dict[str, str]:
-    """Returns what each row of a page says about its test, by ``Suite.test``."""
-    rows: dict[str, str] = {}
+@dataclass(frozen=True)
+class Row:
+    """What the page says about one test."""
+
+    private: tuple[str, ...]  # the private names of torch that it uses
+    result: str  # "passes", or the difference that makes it fail
+
+    @property
+    def passes(self) -> bool:
+        return self.result == PASSES
+
+
+Rows = Mapping[str, Row]  # by ``Suite.test``
+
+
+def read(page: str) -> dict[str, Row]:
+    """Returns the rows of a page."""
+    rows: dict[str, Row] = {}
     suite = ""
     for line in page.partition(_TABLES)[2].splitlines():
         if line.startswith("## "):
             suite = line[3:]
-        elif found := re.fullmatch(r"\| `(\w+)` \| (.*) \|", line):
-            rows[f"{suite}.{found[1]}"] = found[2]
+        elif found := _ROW.fullmatch(line):
+            rows[f"{suite}.{found[1]}"] = Row(tuple(re.findall(r"\w+", found[2])), found[3])
     return rows
 
 
-def write(page: str, rows: Mapping[str, str]) -> str:
+def write(page: str, rows: Rows) -> str:
     """Returns the page with these rows, and a summary that counts them."""
     lines = []
     suite = ""
-    for name, text in rows.items():
+    for name, row in rows.items():
         before, suite = suite, name.partition(".")[0]
         if suite != before:
-            lines += ["", f"## {suite}", "", "| Test | On zrpc |", "| --- | --- |"]
-        lines.append(f"| `{name.partition('.')[2]}` | {text} |")
+            lines += ["", f"## {suite}", "", "| Test | Private names | On zrpc |"]
+            lines += ["| --- | --- | --- |"]
+        names = ", ".join(f"`{private}`" for private in row.private)
+        lines.append(f"| `{name.partition('.')[2]}` | {names} | {row.result} |")
     head = page.partition(_TABLES)[0] + _TABLES
     return _SUMMARY.sub(summary(rows), head) + "\n".join(lines) + "\n"
 
 
-def summary(rows: Mapping[str, str]) -> str:
+def share_of_public(rows: Rows) -> float:
+    """Returns how many of the tests pass that use public names only, as a fraction."""
+    public = [row.passes for row in rows.values() if not row.private]
+    return sum(public) / len(public)
+
+
+def summary(rows: Rows) -> str:
     """Returns the sentences that count the rows."""
-    public = [text for text in rows.values() if not text.startswith(PRIVATE)]
-    passing = public.count(PASSES)
-    share = 100 * passing / len(public)
+    public = [row.passes for row in rows.values() if not row.private]
+    private = [row.passes for row in rows.values() if row.private]
+    share = 100 * share_of_public(rows)
     return (
-        f"Of {len(rows)} tests that torch passes, {len(rows) - len(public)} fail as they need\n"
-        f"private names of torch that zrpc doesn't have. Of the other {len(public)}, {passing} "
-        f"pass, that is {share:.1f} %.\n"
+        f"Of the {len(public)} tests that use public names only, {sum(public)} pass, that is "
+        f"{share:.1f} %.\nOf the {len(private)} others, {sum(private)} pass.\n"
     )

@@ -361,3 +361,18 @@ def test_calls_in_a_coroutine_after_it_was_suspended(mesh: Mesh) -> None:
 async def suspended(x: Any) -> Any:
     x = await zrpc.rpc_async("worker0", torch.mul, (x, 1))
     return await zrpc.rpc_async("worker1", both, (x,))
+
+
+@pytest.mark.zrpc(workers=2)
+def test_a_profile_shows_the_pass_and_its_nodes_by_the_names_that_torch_has(mesh: Mesh) -> None:
+    def run() -> set[str]:
+        with dist_autograd.context() as context_id:
+            x = torch.ones(2, requires_grad=True)
+            loss = zrpc.rpc_sync("worker1", torch.mul, (x, 2)).sum()
+            with torch.autograd.profiler.profile() as profile:
+                dist_autograd.backward(context_id, [loss])
+        return {event.name for event in profile.function_events}
+
+    names = mesh.run(0, run)
+    assert "torch::distributed::autograd::backward" in names
+    assert {"SendRpcBackward", "RecvRpcBackward"} <= names

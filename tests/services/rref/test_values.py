@@ -381,3 +381,25 @@ def test_the_value_of_a_call_that_timed_out_is_freed(mesh: Mesh) -> None:
 def make_late(key: Any, name: Any) -> Any:
     wait_for(name)
     return Value(key)
+
+
+# -- after a shutdown ----------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=2)
+def test_after_a_shutdown_the_value_can_not_be_had(mesh: Mesh) -> None:
+    user, owner = mesh.run(0, lambda: (zrpc.remote("worker1", max, args=(1, 2)), zrpc.RRef(3)))
+    assert mesh.run(0, user.to_here) == 2
+    mesh.run_all(zrpc.shutdown)
+    with pytest.raises(zrpc.NotInitializedError, match=r"Cannot call to_here\(\) on it after"):
+        user.to_here()
+    with pytest.raises(zrpc.NotInitializedError, match="Cannot call fork an UserRRef after"):
+        user._serialize()
+    assert owner.to_here() == 3
+
+
+@pytest.mark.zrpc(workers=2)
+def test_the_pickler_of_torch_is_refused(mesh: Mesh) -> None:
+    rref = mesh.run(0, zrpc.remote, "worker1", max, (1, 2))
+    with pytest.raises(zrpc.RpcError, match="expected a call that sends UserRRef"):
+        rref._serialize()

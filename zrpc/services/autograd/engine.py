@@ -65,11 +65,17 @@ def run(
         begins = [accumulation.begin_at(output) for output in outputs]
         torch.autograd.backward(begins, seeds, retain_graph=retain_graph, inputs=inputs)
     found = accumulation.taken
+    # As in torch, gradients of which there are copies live until all are added. So no copy has the
+    # memory in which a hook has seen a gradient.
+    shared = []
     while found:
         node, gradient = found.popitem()
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
-        unshared = _is_unshared(gradient, uses)
-        state.add_gradient(node.variable, gradient.detach() if unshared else gradient.clone())
+        if _is_unshared(gradient, uses):
+            state.add_gradient(node.variable, gradient.detach())
+        else:
+            state.add_gradient(node.variable, gradient.clone())
+            shared.append(gradient)
 
 
 def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:

@@ -85,6 +85,9 @@ class Receive(torch.autograd.Function):
 
 
 RECEIVE_NODE: Any = Receive._backward_cls
+# The nodes' names in profiles and in `grad_fn`, which are torch's.
+Send._backward_cls.__name__ = "SendRpcBackward"
+RECEIVE_NODE.__name__ = "RecvRpcBackward"
 
 
 class Turn(torch.autograd.Function):

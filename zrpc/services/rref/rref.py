@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
+from zrpc.errors import (
+    NotInitializedError,
+    OwnerDied,
+    RpcError,
+    RpcTimeoutError,
+    WorkerDied,
+    raised_again,
+)
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
@@ -162,6 +169,11 @@ class RRef(Generic[T]):
             timeout = agent.caller.timeout(timeout)
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
+        if agent.closed:
+            raise NotInitializedError(
+                f"{self} is gone, since this worker has shut down. Cannot call to_here() on it "
+                "after deletion."
+            )
         return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -280,6 +292,14 @@ class RRef(Generic[T]):
         if self._fork_id is None:
             return f"OwnerRRef({self._rref_id})"
         return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
+
+    def _serialize(self) -> NoReturn:
+        """Raises an error, for torch's own pickler: only calls can send an RRef."""
+        if self._service.agent.closed:
+            raise NotInitializedError(
+                f"{self} has gone. Cannot call fork an UserRRef after deletion."
+            )
+        raise RpcError(f"expected a call that sends {self}, but got torch's pickler")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
