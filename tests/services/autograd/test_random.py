@@ -1,7 +1,7 @@
 """Graphs that are drawn at random, over four workers, have the gradients of local ones.
 
-With branches that lead to no root and must not be run, hooks, changes in place, custom Functions
-and modules. CONTRIBUTING.md says how to run it for longer.
+With branches that lead to no root and must not be run, hooks, changes in place and custom
+Functions. CONTRIBUTING.md says how to run it for longer.
 """
 
 from __future__ import annotations
