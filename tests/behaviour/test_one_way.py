@@ -63,7 +63,7 @@ def test_a_call_the_other_way_fails_and_names_the_direction(mesh: Mesh, one_way:
         mesh.run(0, rpc.rpc_sync, 1, echo, (1,), timeout=0)
 
 
-@pytest.mark.zrpc(options={"transport": "tcp", "heartbeat_timeout": 30})
+@pytest.mark.zrpc(options={"transport": "tcp", "heartbeat_timeout": 10})
 def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     own = mesh.agent(0).network.tcp_endpoint
     with pytest.raises(rpc.RpcTimeoutError, match=f"not connected to this worker at {own} so far"):

@@ -85,6 +85,12 @@ lost = []
 zrpc.on_worker_lost(lambda worker: lost.append((worker.name, time.monotonic())))
 future = zrpc.rpc_async(peer, time.sleep, (20,), timeout=0)
 value = zrpc.remote(peer, time.sleep, (20,), timeout=0)
+# Before its first heartbeat is answered, a lost worker is one that could not be reached.
+detector = zrpc.agent.current.current_agent().liveness._detector
+end = time.monotonic() + 15
+while not detector.reached(1 - rank):
+    assert time.monotonic() < end
+    time.sleep(0.01)
 tell("waits")
 errors = []
 for wait in (future.wait, value.to_here):
