@@ -169,3 +169,11 @@ def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
     finally:
         for outbox in outboxes:
             del outbox.post  # type: ignore[method-assign]
+
+
+def residual() -> Any:
+    """Uses each parameter several times, at its worker and across hops."""
+    x = layer(0, X)
+    for rank in (1, 2, 1, 2):
+        x = x + call(f"worker{rank}", layer, rank, x)
+    return layer(0, x).sum()

@@ -1,4 +1,4 @@
-"""Hooks fire once with the whole gradient, nodes run once, and messages are few."""
+"""Hooks fire once with the whole gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-import zrpc
-import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     LEAVES,
     SOON,
@@ -24,21 +22,12 @@ from tests.services.autograd.split_models import (
     layer,
     leaf,
     local_gradients,
-    posted,
+    residual,
     train,
 )
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
-
-
-def residual() -> Any:
-    """Uses each parameter several times, at its worker and across hops."""
-    x = layer(0, X)
-    for rank in (1, 2, 1, 2):
-        x = x + call(f"worker{rank}", layer, rank, x)
-    return layer(0, x).sum()
 
 
 class Seen:
@@ -388,71 +377,6 @@ def test_module_hooks(mesh: Mesh) -> None:
     seen.once(expected)
 
 
-class Counted(torch.autograd.Function):
-    """The cube, which counts its runs."""
-
-    forwards = 0
-    backwards = 0
-    lock = threading.Lock()
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        with Counted.lock:
-            Counted.forwards += 1
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        with Counted.lock:
-            Counted.backwards += 1
-        (x,) = ctx.saved_tensors
-        return gradient * 3 * x**2
-
-
-@pytest.fixture
-def counted() -> Any:
-    Counted.forwards = Counted.backwards = 0
-    return Counted
-
-
-def cubed(rank: Any, x: Any) -> Any:
-    return Counted.apply(layer(rank, x))
-
-
-def test_each_node_runs_once_in_a_pass(mesh: Mesh, counted: Any) -> None:
-    def model() -> Any:
-        x = Counted.apply(X)
-        for hop in range(8):
-            rank = 1 + hop % 2
-            x = x + call(f"worker{rank}", cubed, rank, x) * 0.1
-        return x.sum()
-
-    train(mesh, model)
-    assert (counted.forwards, counted.backwards) == (9, 9)
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_each_node_runs_once_in_each_of_two_passes(mesh: Mesh, counted: Any) -> None:
-    def model() -> Any:
-        x = Counted.apply(X)
-        return (x + call("worker1", cubed, 1, x) + call("worker2", cubed, 2, x)).sum()
-
-    train(mesh, model, passes=2)
-    assert (counted.forwards, counted.backwards) == (3, 6)
-
-
-def test_a_node_that_leads_to_no_root_does_not_run(mesh: Mesh, counted: Any) -> None:
-    def model() -> Any:
-        Counted.apply(X)
-        far = call("worker1", layer, 1, X)
-        Counted.apply(far)
-        return far.sum()
-
-    train(mesh, model)
-    assert (counted.forwards, counted.backwards) == (2, 0)
-
-
 @pytest.mark.parametrize("hook", ["parameter", "sent", "result"])
 def test_hooks_on_what_leads_to_no_root_do_not_fire(mesh: Mesh, hook: str) -> None:
     seen = []
@@ -479,174 +403,6 @@ def test_hooks_on_what_leads_to_no_root_do_not_fire(mesh: Mesh, hook: str) -> No
     assert seen == []
     assert W[1] not in found
     assert W[0] not in found
-
-
-class Attributes(torch.autograd.Function):
-    """A function that names its own things as torch's nodes name theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, names: Any) -> Any:
-        for name in names:
-            setattr(ctx, name, torch.ones(1))
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * 2, None
-
-
-@pytest.mark.parametrize("name", ["variable", "token", "link", "tensors"])
-def test_a_custom_function_with_attributes_of_its_own(mesh: Mesh, name: str) -> None:
-    def there(x: Any) -> Any:
-        return Attributes.apply(layer(1, x), [name])
-
-    def model() -> Any:
-        return call("worker1", there, Attributes.apply(layer(0, X), [name])).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-class Split(torch.autograd.Function):
-    """Several outputs, not all of them differentiable, without gradients for unused ones."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.set_materialize_grads(False)
-        order = x.argsort()
-        ctx.mark_non_differentiable(order)
-        return x.sin(), x * 2, order
-
-    @staticmethod
-    def backward(ctx: Any, first: Any, second: Any, order: Any) -> Any:
-        assert first is None
-        return second * 2
-
-
-def test_a_custom_function_with_unused_outputs(mesh: Mesh) -> None:
-    def there(x: Any) -> Any:
-        return Split.apply(layer(1, x))
-
-    def model() -> Any:
-        _, used, order = call("worker1", there, X)
-        assert not order.requires_grad
-        return used.sum()
-
-    # Copies are nodes of their own, which would give the unused output a gradient of None too.
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_a_function_that_is_differentiated_by_torch_within_backward(mesh: Mesh) -> None:
-    class Nested(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            ctx.save_for_backward(x)
-            return x.exp()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                return torch.autograd.grad(x.exp(), x, gradient)[0]
-
-    def model() -> Any:
-        return call("worker1", lambda x: Nested.apply(layer(1, x)), Nested.apply(X)).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_a_call_in_a_backward_function(mesh: Mesh) -> None:
-    """Code of the backward pass may call, also where it is run for another worker."""
-
-    class Far(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            return call("worker2", torch.mul, gradient, 2)
-
-    def model() -> Any:
-        return call("worker1", lambda x: Far.apply(layer(1, x)), Far.apply(X)).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-# The messages of a pass.
-
-
-def both(x: Any, y: Any) -> Any:
-    return x + y, x * y, [x.sin()]
-
-
-def number(x: Any) -> Any:
-    return x.sum().item()
-
-
-def test_one_gradient_message_for_each_message_that_leads_to_the_root(mesh: Mesh) -> None:
-    def model() -> Any:
-        a, b, _ = call("worker1", both, X * 2, X.sin())  # two messages
-        call("worker1", number, a)  # none: nothing that was sent leads to the root
-        c = call("worker2", lambda: W[2] * 2)  # one: its request carries no tensor
-        call("worker2", max, 1, 2)  # none
-        call("worker1", torch.add, torch.ones(2), 1)  # none: no tensor requires grad
-        return (a * b @ c).sum()
-
-    with posted(mesh) as counts:
-        train(mesh, model)
-    assert counts[Kind.GRADIENT] == 3
-    assert counts[Kind.RELEASE] <= 4
-    assert counts[Kind.ABORT] == 0
-
-
-def test_one_gradient_message_for_each_hop_of_a_residual_chain(mesh: Mesh) -> None:
-    with posted(mesh) as counts:
-        train(mesh, residual)
-    assert counts[Kind.GRADIENT] == 2 * 4
-
-
-def test_messages_of_a_second_pass(mesh: Mesh) -> None:
-    with posted(mesh) as counts:
-        train(mesh, residual, passes=2)
-    assert counts[Kind.GRADIENT] == 2 * 2 * 4
-
-
-def test_no_messages_without_tensors(mesh: Mesh) -> None:
-    def model() -> Any:
-        call("worker1", max, 1, 2)
-        return (X**2).sum()
-
-    with posted(mesh) as counts:
-        train(mesh, model)
-    assert counts[Kind.GRADIENT] == 0
-
-
-def test_no_messages_outside_of_a_context(mesh: Mesh) -> None:
-    with posted(mesh) as counts:
-        result = mesh.run(0, call, "worker1", layer, 1, X)
-        assert result.is_leaf
-        assert result.requires_grad
-    assert not any(
-        counts[kind] for kind in (Kind.GRADIENT, Kind.BACKWARD, Kind.ABORT, Kind.RELEASE)
-    )
-
-
-def test_the_gradient_of_a_leaf_is_its_own(mesh: Mesh) -> None:
-    """Leaves whose gradients are equal do not share them."""
-    a, b = leaf(3, seed=1), leaf(3, seed=2)
-
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.rpc_sync("worker1", torch.sum, (a + b,))
-            dist_autograd.backward(context_id, [loss])
-            found = dist_autograd.get_gradients(context_id)
-            found[a].mul_(5)
-            return found[a], found[b]
-
-    first, second = mesh.run(0, run)
-    assert torch.equal(first, torch.full_like(a, 5))
-    assert torch.equal(second, torch.ones_like(b))
 
 
 def test_a_hook_that_waits_for_another_worker_holds_nobody_up(mesh: Mesh) -> None:

@@ -1,0 +1,78 @@
+"""How many messages a backward pass sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.services.autograd.split_models import (
+    W,
+    X,
+    call,
+    layer,
+    posted,
+    residual,
+    train,
+)
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+
+def both(x: Any, y: Any) -> Any:
+    return x + y, x * y, [x.sin()]
+
+
+def number(x: Any) -> Any:
+    return x.sum().item()
+
+
+def test_one_gradient_message_for_each_message_that_leads_to_the_root(mesh: Mesh) -> None:
+    def model() -> Any:
+        a, b, _ = call("worker1", both, X * 2, X.sin())  # two messages
+        call("worker1", number, a)  # none: nothing that was sent leads to the root
+        c = call("worker2", lambda: W[2] * 2)  # one: its request carries no tensor
+        call("worker2", max, 1, 2)  # none
+        call("worker1", torch.add, torch.ones(2), 1)  # none: no tensor requires grad
+        return (a * b @ c).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model)
+    assert counts[Kind.GRADIENT] == 3
+    assert counts[Kind.RELEASE] <= 4
+    assert counts[Kind.ABORT] == 0
+
+
+def test_one_gradient_message_for_each_hop_of_a_residual_chain(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        train(mesh, residual)
+    assert counts[Kind.GRADIENT] == 2 * 4
+
+
+def test_messages_of_a_second_pass(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        train(mesh, residual, passes=2)
+    assert counts[Kind.GRADIENT] == 2 * 2 * 4
+
+
+def test_no_messages_without_tensors(mesh: Mesh) -> None:
+    def model() -> Any:
+        call("worker1", max, 1, 2)
+        return (X**2).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model)
+    assert counts[Kind.GRADIENT] == 0
+
+
+def test_no_messages_outside_of_a_context(mesh: Mesh) -> None:
+    with posted(mesh) as counts:
+        result = mesh.run(0, call, "worker1", layer, 1, X)
+        assert result.is_leaf
+        assert result.requires_grad
+    assert not any(
+        counts[kind] for kind in (Kind.GRADIENT, Kind.BACKWARD, Kind.ABORT, Kind.RELEASE)
+    )
