@@ -154,7 +154,8 @@ def all_gather(
         ValueError: this worker isn't one of ``worker_names``.
         NotInitializedError: there is no agent.
 
-    One thread of a worker at a time may call it with the same workers.
+    May be called from any thread. If several threads of a worker call it with the same workers,
+    their calls are matched with the others' in the order in which they are made.
 
     Example:
         >>> all_gather(2 ** 5, worker_names=["worker0"])

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.mutants import assert_detected
 from zrpc.agent.termination import Step, Termination, TerminationMessage
 from zrpc.errors import ProtocolError
 
@@ -299,16 +300,7 @@ class InvitesNobody(Termination):
     ],
 )
 def test_a_broken_protocol_is_detected(mutant: Any, steps: Any) -> None:
-    source = random.Random(0)
-    for seed in range(3000):
-        schedule = [
-            (source.choice(steps), source.randrange(12), source.randrange(12)) for _ in range(40)
-        ]
-        try:
-            run(3, schedule, seed, mutant)
-        except (Violation, KeyError):
-            return
-    pytest.fail(f"no schedule shows that {mutant.__name__} is broken")
+    assert_detected(mutant, steps, run, Violation)
 
 
 # -- single steps --------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.records import peer_record
+from tests.support.threads import start_all
 from zrpc.errors import RendezvousError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import (
@@ -57,27 +59,8 @@ def start(
     timing: RendezvousTiming = TIMING,
 ) -> Callable[[], list[Any]]:
     """Starts to meet; returns a function that returns the records found, or the errors."""
-    outcomes = {}
-
-    def run(number: int, mine: PeerRecord) -> None:
-        try:
-            outcomes[number] = meet(connect(), mine, timeout, timing=timing)
-        except Exception as error:
-            outcomes[number] = error
-
-    threads = [
-        threading.Thread(target=run, args=(n, mine), daemon=True) for n, mine in enumerate(records)
-    ]
-    for thread in threads:
-        thread.start()
-
-    def finish() -> list[Any]:
-        for thread in threads:
-            thread.join(2 * SOON)
-            assert not thread.is_alive(), "the rendezvous does not end"
-        return [outcomes[n] for n in range(len(records))]
-
-    return finish
+    calls = [partial(meet, connect(), mine, timeout, timing=timing) for mine in records]
+    return start_all(calls, 2 * SOON)
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])

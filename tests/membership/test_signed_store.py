@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.membership.test_rendezvous import record
+from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.peer_record import PeerRecord
@@ -136,28 +138,8 @@ def start(
     timing: RendezvousTiming = TIMING,
 ) -> Callable[[], list[Any]]:
     """Starts workers with a secret each; returns a function that returns records or errors."""
-    outcomes = {}
-
-    def run(number: int, mine: PeerRecord, secret: ClusterSecret | None) -> None:
-        try:
-            outcomes[number] = meet(store, mine, timeout, secret, timing)
-        except Exception as error:
-            outcomes[number] = error
-
-    threads = [
-        threading.Thread(target=run, args=(n, *member), daemon=True)
-        for n, member in enumerate(members)
-    ]
-    for thread in threads:
-        thread.start()
-
-    def finish() -> list[Any]:
-        for thread in threads:
-            thread.join(2 * SOON)
-            assert not thread.is_alive(), "the rendezvous does not end"
-        return [outcomes[n] for n in range(len(members))]
-
-    return finish
+    calls = [partial(meet, store, mine, timeout, secret, timing) for mine, secret in members]
+    return start_all(calls, 2 * SOON)
 
 
 def test_all_with_one_secret_meet() -> None:

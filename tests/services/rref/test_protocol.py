@@ -20,6 +20,7 @@ from tests.services.rref.simulation import (
     run,
     schedules,
 )
+from tests.support.mutants import assert_detected
 from zrpc.errors import ProtocolError
 from zrpc.services.rref import protocol
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
@@ -245,17 +246,7 @@ class KeepsForksOfTheDead(References):
     ],
 )
 def test_a_broken_protocol_is_found_out(mutant: Any, steps: Any) -> None:
-    # Random schedules of a fixed seed: how soon hypothesis finds one is not the point here.
-    source = random.Random(0)
-    for seed in range(3000):
-        schedule = [
-            (source.choice(steps), source.randrange(12), source.randrange(12)) for _ in range(40)
-        ]
-        try:
-            run(3, schedule, seed, mutant)
-        except (Violation, KeyError):
-            return
-    pytest.fail(f"no schedule shows that {mutant.__name__} is broken")
+    assert_detected(mutant, steps, run, Violation)
 
 
 def pair_with_fork() -> tuple[References, Fork]:

@@ -203,7 +203,7 @@ class Pass:
         return self._gradients.pop((send_id, index), None)
 
     def deliver(self, send_id: int, gradients: Any) -> None:
-        """Takes the answer to a send: a message with gradients, or a mark for "unused"."""
+        """Takes the answer to a send: a message with its gradients."""
         with self._lock:
             if self._done:
                 return

@@ -1,0 +1,33 @@
+"""Calls that are made at the same time, each in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def start_all(calls: Sequence[Callable[[], Any]], seconds: float) -> Callable[[], list[Any]]:
+    """Starts the calls; returns a function that returns what each returned or raised.
+
+    That function fails if a call takes longer than ``seconds``.
+    """
+    outcomes: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        try:
+            outcomes[number] = calls[number]()
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(len(calls))]
+    for thread in threads:
+        thread.start()
+
+    def finish() -> list[Any]:
+        for thread in threads:
+            thread.join(seconds)
+            assert not thread.is_alive(), "a call does not end"
+        return [outcomes[n] for n in range(len(calls))]
+
+    return finish
