@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -38,6 +39,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+FirstJobId={first_job}
 NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4
 PartitionName=all Nodes=127.0.0.[1-2] Default=YES State=UP
@@ -80,7 +82,14 @@ def slurm() -> Iterator[dict[str, str]]:
         numbers = [port.number for port in ports]
         configuration = directory / "slurm.conf"
         configuration.write_text(
-            _CONFIGURATION.format(host=socket.gethostname(), ports=numbers, directory=directory)
+            _CONFIGURATION.format(
+                host=socket.gethostname(),
+                ports=numbers,
+                directory=directory,
+                # Jobs meet at ports that depend on their ids: those of another cluster on this
+                # machine, which other tests run, differ.
+                first_job=random.randrange(1, 1_000_000),
+            )
         )
         env = engine_environment(SLURM_CONF=str(configuration))
         for port in ports:

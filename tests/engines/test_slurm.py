@@ -58,8 +58,13 @@ def test_the_job_of_the_page_runs_as_it_stands(slurm: dict[str, str], tmp_path: 
     (tmp_path / "mesh.py").write_text(blocks["# mesh.py"])
     (tmp_path / "job.sh").write_text("#!/bin/bash\n" + blocks["#!/bin/bash"])
     env = slurm | {"PATH": f"{Path(sys.executable).parent}:{slurm['PATH']}"}
-    run("sbatch", "--wait", "job.sh", env=env, cwd=tmp_path)
-    assert sorted((tmp_path / "mesh.out").read_text().splitlines()) == [
+    command = ["sbatch", "--wait", "job.sh"]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    output = (tmp_path / "mesh.out").read_text()
+    assert done.returncode == 0, done.stderr + output
+    assert sorted(output.splitlines()) == [
         "worker0 of 4 1",
         "worker1 of 4 1",
         "worker2 of 4 2",
