@@ -1,13 +1,17 @@
 """Sphinx configuration."""
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for llms_txt
 
 project = "zrpc"
 author = "the zrpc developers"
 project_copyright = f"%Y, {author}"
 version = release = installed_version("torch-zrpc")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "llms_txt"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zrpc {version}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from importlib.metadata import version
@@ -33,6 +34,10 @@ def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "html" / "index.html").exists()
+    names = {page.stem for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts}
+    listed = (tmp_path / "html" / "llms.txt").read_text()
+    assert [name for name in names - {"index"} if f"{name}.html): " not in listed] == []
+    assert "zrpc.rpc_sync(to, func" in (tmp_path / "html" / "llms-full.txt").read_text()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -48,6 +53,11 @@ def test_the_version_equals_the_one_in_pyproject() -> None:
     assert declared is not None
     assert version("torch-zrpc") == declared[1]
     assert declared[1] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_page_of_all_names_says_what_the_code_says() -> None:
+    index = runpy.run_path(str(ROOT / "docs" / "api_index.py"))
+    assert index["PAGE"].read_text() == index["page"](), "run: python docs/api_index.py"
 
 
 def test_what_readme_requires_is_what_pyproject_requires() -> None:
