@@ -60,6 +60,18 @@ def test_the_page_of_all_names_says_what_the_code_says() -> None:
     assert index["PAGE"].read_text() == index["page"](), "run: python docs/api_index.py"
 
 
+def test_the_errors_of_the_faq_are_those_of_the_code() -> None:
+    section = (ROOT / "docs" / "faq.md").read_text().partition("## By symptom")[0]
+    texts = re.findall(r"^`(.+)`$", section, re.MULTILINE)
+    code = "".join(path.read_text() for path in (ROOT / "zrpc").rglob("*.py"))
+    # Strings that a formatter has broken into two lines, and what stands for a value.
+    joined = re.sub(r'"\n\s+f?"', "", code)
+    from_python = ("AttributeError: ", "KeyError: ")
+    ours = [re.split(r"['(]", text)[0] for text in texts if not text.startswith(from_python)]
+    assert len(ours) > 5
+    assert [text for text in ours if text.strip() not in joined] == []
+
+
 def test_what_readme_requires_is_what_pyproject_requires() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     readme = (ROOT / "README.md").read_text()
