@@ -11,11 +11,21 @@ author = "the zrpc developers"
 project_copyright = f"%Y, {author}"
 version = release = installed_version("torch-zrpc")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "llms_txt"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "llms_txt",
+]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zrpc {version}"
 html_copy_source = False
+
+# Copies the commands of a session, without prompts and output.
+copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
