@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support.records import peer_record
 from tests.support.threads import start_all
+from tests.support.waiting import until
 from zrpc.errors import RendezvousError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import (
@@ -223,10 +224,17 @@ def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:
 
 def test_one_rank_twice() -> None:
     store = dist.HashStore()
+    entries = SignedStore(store, None)
     first, second = record(0, 2, name="first"), record(0, 2, name="second")
-    outcomes = start(lambda: store, [first, second, record(1, 2)], timeout=1)()
-    errors = [o for o in outcomes[:2] if isinstance(o, RendezvousError)]
-    assert any("rank 0 is not unique: workers" in str(error) for error in errors)
+    outcome = start(lambda: store, [first], timeout=SOON)
+    until(lambda: entries.check(["record/0"]))
+    others = start(lambda: store, [second], timeout=SOON)
+    until(lambda: entries.get("record/0") == second.dump())
+    last = start(lambda: store, [record(1, 2)], timeout=SOON)
+    [error] = outcome()
+    assert isinstance(error, RendezvousError)
+    assert "rank 0 is not unique: workers first and second" in str(error)
+    assert others() == last()
 
 
 def test_one_rank_twice_of_which_the_first_is_slow(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
@@ -47,10 +47,9 @@ class PeerRecord:
             values = json.loads(text)
         except RecursionError:
             values = None
-        kinds = {field.name: field.type for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != kinds.keys():
+        if not isinstance(values, dict) or values.keys() != _KINDS.keys():
             raise ValueError("expected a peer record of this version of zrpc, found another")
-        if wrong := [name for name in kinds if type(values[name]).__name__ != kinds[name]]:
+        if wrong := [name for name in _KINDS if type(values[name]).__name__ != _KINDS[name]]:
             raise ValueError(f"a peer record has a wrong {wrong[0]}: {values[wrong[0]]!r}")
         record = cls(**values)
         if not _TOKEN.fullmatch(record.token):
@@ -63,7 +62,7 @@ class PeerRecord:
 
     def dump(self) -> str:
         """Returns the record as text."""
-        return json.dumps(asdict(self))
+        return json.dumps({name: getattr(self, name) for name in _KINDS})
 
     @property
     def info(self) -> WorkerInfo:
@@ -116,6 +115,10 @@ class PeerRecord:
     def identity_of(token: str) -> bytes:
         """Returns a token as ZeroMQ's routing id."""
         return b"z" + base64.urlsafe_b64encode(bytes.fromhex(token)).rstrip(b"=")
+
+
+# The types of a record's fields, by name.
+_KINDS = {field.name: field.type for field in fields(PeerRecord)}
 
 
 def claimed_token(entry: bytes) -> str:

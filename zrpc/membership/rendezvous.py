@@ -93,8 +93,7 @@ def meet(
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
-    entries = SignedStore(store, secret, time.monotonic() + timeout)
-    with store_errors():
+    with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
         return _Rendezvous(entries, record, timeout, timing).run()
 
 
@@ -298,8 +297,8 @@ class _Rendezvous:
 
         if self._wait_for(seen):
             if not replaced:
-                for key in keys:  # refuses a confirmation that its rank has not written
-                    self._entries.get(key)
+                # It refuses a confirmation that its rank has not written.
+                self._entries.get_all(list(keys))
             return not replaced
         _check(records, self._record)
         late = [record.info for key, record in keys.items() if not self._entries.check([key])]
@@ -379,8 +378,7 @@ def exchange(
         RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
     """
     deadline = time.monotonic() + timeout
-    entries = SignedStore(store, secret, deadline)
-    with store_errors(records):
+    with SignedStore(store, secret, deadline) as entries, store_errors(records):
         keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
         entries.set(keys[own_id], value)
         if not _wait_for(lambda: entries.check(keys), deadline):
@@ -393,4 +391,4 @@ def exchange(
                 f"expected all workers to publish within {timeout:g} s where they listen, but "
                 f"{missing} did not: find out what became of them"
             )
-        return [entries.get(key) for key in keys]
+        return entries.get_all(keys)

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, Store
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.secret import ClusterSecret
-from zrpc.membership.store_request import request
+from zrpc.membership.store_request import StoreThread
 from zrpc.wire.member_id import RANKS
 
 __all__ = ["SignedStore", "take_ranks"]
@@ -44,6 +44,8 @@ class SignedStore:
         deadline: until when to wait for the store's answers, on the clock of ``time.monotonic``;
             None for no limit, in a thread for which nobody waits. It may be changed at any time.
 
+    Close it, or use it as a context manager, if it has a deadline; it may be used again then.
+
     Raises:
         RendezvousError: the store does not answer in time. Any method may raise it.
     """
@@ -54,7 +56,18 @@ class SignedStore:
         self._store = PrefixStore(_PREFIX, store)
         self._secret = secret
         self.deadline = deadline
+        self._thread = StoreThread()  # makes the requests that have a deadline
         self._can_delete: bool | None = None  # not known yet
+
+    def __enter__(self) -> SignedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread that makes the requests."""
+        self._thread.close()
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
@@ -112,6 +125,11 @@ class SignedStore:
             AuthenticationError: its signature is wrong.
         """
         return self.verified(key, self.get_raw(key))
+
+    def get_all(self, keys: Sequence[str]) -> list[str]:
+        """Returns the values of entries that exist; errors as `get`."""
+        entries = self.get_all_raw(keys)
+        return [self.verified(*pair) for pair in zip(keys, entries, strict=True)]
 
     def get_raw(self, key: str) -> bytes:
         """Returns an entry that exists, unverified."""
@@ -179,7 +197,7 @@ class SignedStore:
         with without_warnings():
             if self.deadline is None:
                 return method(*arguments)
-            return request(partial(method, *arguments), self.deadline)
+            return self._thread.request(partial(method, *arguments), self.deadline)
 
 
 def take_ranks(entries: SignedStore, count: int) -> int:

@@ -1,4 +1,4 @@
-"""One request to a store, for whose answer a thread waits only until a deadline.
+"""Requests to a store, for whose answers a thread waits only until a deadline.
 
 TCPStore waits for its host's answer in C++, without limit, and past Ctrl-C. A host that is stopped,
 or cut off, would hold up all the workers that meet in its store.
@@ -6,14 +6,15 @@ or cut off, would hold up all the workers that meet in its store.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from zrpc.errors import RendezvousError
 
-__all__ = ["request"]
+__all__ = ["StoreThread"]
 
 T = TypeVar("T")
 
@@ -23,43 +24,94 @@ _LEAST_SECONDS = 1.0
 _MOMENT_SECONDS = 0.2
 
 
-def request(call: Callable[[], T], deadline: float) -> T:
-    """Makes a request to a store; returns its answer.
+class StoreThread:
+    """Makes requests in a thread of its own, which starts with the first one.
 
-    The request is made in a thread of its own. If there is no answer, that thread stays until the
-    connection to the store breaks, or the process ends.
+    If there is no answer, that thread stays until the connection to the store breaks, or the
+    process ends. The next request is then made in another one.
 
-    Args:
-        call: makes the request.
-        deadline: on the clock of ``time.monotonic``.
-
-    Raises:
-        RendezvousError: there is no answer in time.
-        Exception: as ``call`` raises it.
+    Any thread may call its methods.
     """
-    answers: list[T] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
+    def __init__(self) -> None:
+        # Guards the two below, and the order in which requests and the end are put.
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        # For that thread; None ends it.
+        self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()
+
+    def request(self, call: Callable[[], T], deadline: float) -> T:
+        """Makes a request to a store; returns its answer.
+
+        Args:
+            call: makes the request.
+            deadline: on the clock of ``time.monotonic``.
+
+        Raises:
+            RendezvousError: there is no answer in time.
+            Exception: as ``call`` raises it.
+        """
+        begun = time.monotonic()
+        request = _Request(call)
+        with self._lock:
+            if self._thread is None:
+                self._requests = queue.SimpleQueue()
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._requests,), name="zrpc-store", daemon=True
+                )
+                self._thread.start()
+            self._requests.put(request)
         try:
-            answers.append(call())
-        except BaseException as error:
-            errors.append(error)
+            request.done.acquire(timeout=max(_LEAST_SECONDS, deadline - begun))
+        except BaseException:  # Ctrl-C
+            request.done.acquire(timeout=_MOMENT_SECONDS)
+            self._abandon()
+            raise
+        if request.errors:
+            raise request.errors[0]
+        if not request.answers:
+            self._abandon()
+            raise RendezvousError(
+                "expected the store in which the workers meet to answer, found no answer for "
+                f"{time.monotonic() - begun:.1f} s: its host, which is rank 0 or the launcher, is "
+                "stopped, or the network to it is cut"
+            )
+        return request.answers[0]
 
-    begun = time.monotonic()
-    thread = threading.Thread(target=run, name="zrpc-store", daemon=True)
-    thread.start()
-    try:
-        thread.join(max(_LEAST_SECONDS, deadline - begun))
-    except BaseException:  # Ctrl-C
-        thread.join(_MOMENT_SECONDS)
-        raise
-    if errors:
-        raise errors[0]
-    if not answers:
-        raise RendezvousError(
-            "expected the store in which the workers meet to answer, found no answer for "
-            f"{time.monotonic() - begun:.1f} s: its host, which is rank 0 or the launcher, is "
-            "stopped, or the network to it is cut"
-        )
-    return answers[0]
+    def close(self) -> None:
+        """Ends the thread. A later request starts another one."""
+        thread = self._abandon()
+        if thread is not None:
+            thread.join()  # at once: it waits for no answer
+
+    def _abandon(self) -> threading.Thread | None:
+        """Returns the thread, which ends when it has an answer to what it waits for."""
+        with self._lock:
+            self._requests.put(None)
+            thread, self._thread = self._thread, None
+        return thread
+
+
+class _Request(Generic[T]):
+    """A request, and a lock that is released when it is done."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self.answers: list[T] = []
+        self.errors: list[BaseException] = []
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def make(self) -> None:
+        try:
+            self.answers.append(self._call())
+        except BaseException as error:
+            self.errors.append(error)
+        finally:
+            self.done.release()
+
+
+def _serve(requests: queue.SimpleQueue[_Request[Any] | None]) -> None:
+    while (request := requests.get()) is not None:
+        request.make()
+        del request  # its answer is not kept until the next one

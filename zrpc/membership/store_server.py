@@ -25,7 +25,8 @@ def serve(host: str, port: int, hosts: bool, nprocs: int, report: int) -> None:
     try:
         deadline = time.monotonic() + _CONNECT_SECONDS
         store = tcp_store(host, port, hosts, deadline, _CONNECT_SECONDS)
-        first = take_ranks(SignedStore(store, None, deadline), nprocs)
+        with SignedStore(store, None, deadline) as entries:
+            first = take_ranks(entries, nprocs)
     except (RpcError, RuntimeError, OSError) as error:
         raise SystemExit(f"zrpc launch: {error}") from error
     os.write(report, _FIRST.pack(first))

@@ -40,8 +40,18 @@ def native_threads(prefix: str) -> dict[int, str]:
 
 def children(parent: int | None = None) -> list[int]:
     """Returns the children of this process or of ``parent``, including zombies."""
-    wanted = str(os.getpid() if parent is None else parent)
-    return [pid for pid, stat in _stats() if stat[1] == wanted]
+    tasks = f"/proc/{parent or 'self'}/task"
+    found, before = _children_of(tasks), None
+    # A child that ends while the list is read may hide the next one.
+    while found != before:
+        found, before = _children_of(tasks), found
+    return found
+
+
+def _children_of(tasks: str) -> list[int]:
+    # Each child belongs to the thread that forked it.
+    texts = (read_text(f"{tasks}/{tid}/children") for tid in _listed(tasks))
+    return sorted(int(pid) for text in texts for pid in text.split())
 
 
 def session_members(session: int) -> list[int]:
@@ -85,7 +95,8 @@ def socket_names() -> dict[str, str]:
 def read_text(path: str | Path) -> str:
     """Returns the text of a file; empty if it can't be read."""
     try:
-        return Path(path).read_text(errors="replace")
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
         return ""
 

@@ -230,7 +230,8 @@ def _check_parent(parent: Path) -> None:
 def _remove_left_behind(parent: Path, prefix: str) -> None:
     """Removes the directories of this user's workers that were killed."""
     with contextlib.suppress(OSError):
-        for path in parent.glob(f"{prefix}*"):
+        # Not by glob: /tmp may have thousands of entries.
+        for path in [parent / name for name in os.listdir(parent) if name.startswith(prefix)]:
             status = path.stat()
             if status.st_uid != os.getuid():
                 continue
