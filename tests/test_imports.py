@@ -94,6 +94,7 @@ SURFACE: dict[str, set[str]] = {
     },
     "zrpc.agent": {"agent", "current", "service"},
     "zrpc.services": {
+        "autograd.grad_lock",
         "autograd.service",
         "collectives",
         "elastic.join",

@@ -56,7 +56,9 @@ class DistributedOptimizer(Optimizer):
     of them sets in `param_groups` is used for its own steps only.
 
     Calls from several threads, and steps of several optimizers over the same parameters, run
-    one after the other. Steps over other parameters do not wait.
+    one after the other. Steps over other parameters do not wait. A step waits for the hooks of
+    its parameters that run in other contexts, and for passes over their DDP module. In a hook that
+    runs when a parameter's gradient is accumulated, an optimizer of that parameter alone can step.
 
     Example:
         >>> import zrpc.autograd as dist_autograd
@@ -126,7 +128,7 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad`` of the parameters. Autograd contexts do not use it."""
-        self._at_owners("zero_grad", set_to_none)
+        self._at_owners("zero_grad", set_to_none, _autograd().passes.context_of_thread())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all owners' optimizers.

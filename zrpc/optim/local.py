@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch.optim import LBFGS, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zrpc.agent.current import current_agent
+from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.rref import RRef
 
@@ -20,12 +20,6 @@ __all__ = ["LocalOptimizer", "Options", "Params", "changes", "options_of"]
 
 Options = dict[str, Any]
 Params = Sequence[RRef[Any]]
-
-# One lock per parameter that is optimized in this process: steps of several trainers over shared
-# parameters run one after the other, and steps over other parameters do not wait. _locks_lock
-# guards the table.
-_locks_lock = threading.Lock()
-_locks = WeakIdKeyDictionary()
 
 
 class LocalOptimizer:
@@ -52,6 +46,8 @@ class LocalOptimizer:
             for group in groups.values()
         ]
         self._optimizer = optimizer_class(local, *args, **kwargs)
+        # Guards the optimizer's state. Taken under the parameters' GradLock.
+        self._state_lock = threading.Lock()
         if isinstance(self._optimizer, LBFGS):
             group = self._optimizer.param_groups[0]
             if group["max_iter"] != 1 or group["line_search_fn"] is not None:
@@ -75,35 +71,42 @@ class LocalOptimizer:
         this step only, since other trainers have others.
         """
         gradients = current_agent().service(AutogradService).contexts.gradients_if_any(context_id)
-        with _locked(self._params), ExitStack() as stack:
+        using = GradLock(self._params, Use.STEP, context_id)
+        with using, self._state_lock, ExitStack() as stack:
             groups = zip(self._indices, self._optimizer.param_groups, strict=True)
             changed = {i: stack.enter_context(_lent(options[i], group)) for i, group in groups}
-            before = [param.grad for param in self._params]
+            lent = set(map(id, using.lent))
+            own = [param for param in self._params if id(param) not in lent]
+            before = [param.grad for param in own]
             try:
-                for param in self._params:
+                for param in own:
                     param.grad = gradients.get(param)
                 # LBFGS needs a closure; its loss is not used.
                 closure = (lambda: 0.0,) if isinstance(self._optimizer, LBFGS) else ()
                 self._optimizer.step(*closure)
             finally:
-                for param, grad in zip(self._params, before, strict=True):
+                for param, grad in zip(own, before, strict=True):
                     param.grad = grad
         return changed
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clears ``.grad``."""
-        with _locked(self._params):
+    def zero_grad(self, set_to_none: bool, context_id: int | None) -> None:
+        """Clears ``.grad``.
+
+        ``context_id`` is the context of the pass whose hook clears it, if one does: the hook has
+        used up that context's gradient.
+        """
+        with GradLock(self._params, Use.STEP, context_id):
             self._optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> tuple[dict[str, Any], dict[int, Options]]:
         """Returns the optimizer's state between two steps, and its options by group's index."""
-        with _locked(self._params):
+        with self._state_lock:
             # A copy, since another trainer's step may follow while it is sent.
             return deepcopy((self._optimizer.state_dict(), self._own()))
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[int, Options]:
         """Restores the optimizer's state; returns its options then, by group's index."""
-        with _locked(self._params):
+        with self._state_lock:
             self._optimizer.load_state_dict(state)
             return self._own()
 
@@ -156,17 +159,3 @@ def _check_distinct(rrefs: Params) -> None:
             raise ValueError(
                 f"the parameter of {rref} appears more than once: it is that of {first} as well"
             )
-
-
-@contextmanager
-def _locked(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Holds the locks of these parameters; every thread takes them in the same order."""
-    with _locks_lock:
-        for param in params:
-            if param not in _locks:
-                _locks[param] = threading.Lock()
-        locks = [_locks[param] for param in sorted(set(params), key=id)]
-    with ExitStack() as stack:
-        for lock in locks:
-            stack.enter_context(lock)
-        yield

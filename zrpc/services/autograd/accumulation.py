@@ -22,19 +22,15 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
-from zrpc.errors import RpcError
 from zrpc.services.autograd import ddp
+from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.state import ContextState
 
 __all__ = ["Accumulation"]
 
-# One lock for each leaf whose `.grad` a run has borrowed: held from then until it is put back.
-# Under it, ContextState.lock is taken. _locks_lock guards the table, and the registration of
-# hooks of nodes, so that each run sees which hooks are there.
-_locks_lock = threading.Lock()
-_locks = WeakIdKeyDictionary()
+# Guards the registration of hooks of nodes, so that each run sees which hooks are there.
+_hooks_lock = threading.Lock()
 
 
 class Accumulation:
@@ -82,7 +78,7 @@ class Accumulation:
             reduced = ddp.reduced_with(leaves)
             for leaf in reduced:
                 loan = _Loan(self._state, leaf)
-                loan.begin_alone()
+                loan.begin(Use.RUN)
                 self._reduced.append(loan)
             reduced_ids = set(map(id, reduced))
             for node in self._accumulators:
@@ -95,7 +91,7 @@ class Accumulation:
 
     def _hook(self, node: Any) -> None:
         """Adds this run's hooks to a node."""
-        with _locks_lock:
+        with _hooks_lock:
             take = node.register_prehook(_Take(self, node))
             if not _has_hooks(node, take):
                 self._handles.append(take)
@@ -129,35 +125,22 @@ class _Loan:
     def __init__(self, state: ContextState, leaf: torch.Tensor) -> None:
         self._state = state
         self._leaf = leaf
-        self._lock: threading.Lock | None = None  # the leaf's, while it is held
+        self._lock: GradLock | None = None  # the leaf's, while it is held
         self._before: torch.Tensor | None = None
         self._saved: torch.Tensor | None = None
 
-    def begin(self) -> None:
-        """Waits until no other run has borrowed the leaf, that is, until its hooks are done."""
-        lock = _lock_of(self._leaf)
-        lock.acquire()  # until the other run's hooks of this node have returned
-        self._swap(lock)
+    def begin(self, use: Use) -> None:
+        """Waits until nothing else uses ``.grad``, and puts the context's gradient there.
 
-    def begin_alone(self) -> None:
-        """Raises RpcError if another run has borrowed the leaf.
-
-        To wait could be to wait in a circle: a run over a DDP module ends only when other workers
-        have done their parts.
+        Raises:
+            RpcError: two runs would use it as long as they last.
         """
-        lock = _lock_of(self._leaf)
-        if not lock.acquire(blocking=False):
-            raise RpcError(
-                "expected one backward pass at a time over the parameters of a "
-                "DistributedDataParallel module, found two: run them one after the other, or "
-                "give each its own module"
-            )
-        # DDP may have made `.grad` a view of a bucket, which it overwrites.
-        self._saved = None if self._leaf.grad is None else self._leaf.grad.clone()
-        self._swap(lock)
-
-    def _swap(self, lock: threading.Lock) -> None:
         leaf = self._leaf
+        lock = GradLock([leaf], use, self._state.context_id)
+        lock.acquire()
+        if use is Use.RUN and leaf.grad is not None:
+            # DDP may have made `.grad` a view of a bucket, which it overwrites.
+            self._saved = leaf.grad.clone()
         self._lock, self._before = lock, leaf.grad
         held = self._state.gradient_of(leaf)
         # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
@@ -205,7 +188,7 @@ class _Borrow(_RunHook):
 
     def __call__(self, _: Any) -> None:
         if self._run.is_own():
-            self._target.begin()
+            self._target.begin(Use.HOOKS)
 
 
 class _GiveBack(_RunHook):
@@ -216,16 +199,8 @@ class _GiveBack(_RunHook):
             self._target.end(keep=True)
 
 
-def _lock_of(leaf: torch.Tensor) -> threading.Lock:
-    with _locks_lock:
-        if leaf not in _locks:
-            _locks[leaf] = threading.Lock()
-        lock: threading.Lock = _locks[leaf]
-        return lock
-
-
 def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
-    """Returns whether a user's hooks run with an AccumulateGrad node; under _locks_lock.
+    """Returns whether a user's hooks run with an AccumulateGrad node; under _hooks_lock.
 
     A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
     ``prehook`` is one that was added.

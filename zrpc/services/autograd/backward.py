@@ -49,8 +49,8 @@ __all__ = ["Passes"]
 # report that before this thread returns.
 _ACCELERATOR_SECONDS = 60.0
 
-# The pass whose engine this thread runs.
-_current_pass: contextvars.ContextVar[Pass | None] = contextvars.ContextVar(
+# The pass whose engine this thread runs, and its context.
+_current_pass: contextvars.ContextVar[tuple[int, Pass] | None] = contextvars.ContextVar(
     "zrpc_autograd_pass", default=None
 )
 
@@ -149,7 +149,7 @@ class Passes:
     ) -> None:
         """Runs this worker's part of a pass, and has others run theirs."""
         asked: list[Any] = []
-        token = _current_pass.set(pass_)
+        token = _current_pass.set((state.context_id, pass_))
         try:
             sent = state.take(part.sent, part.retain_graph)
             creator = creator_of(pass_.pass_id)
@@ -295,6 +295,12 @@ class Passes:
             ),
         )
 
+    @staticmethod
+    def context_of_thread() -> int | None:
+        """Returns the context of the pass whose engine this thread runs: it is in a hook."""
+        current = _current_pass.get()
+        return None if current is None else current[0]
+
     def linked_members(self) -> set[MemberId]:
         """Returns the members that take part in passes that run here."""
         return {member for _, pass_ in self._all() for member in pass_.linked}
@@ -322,10 +328,10 @@ def _accelerator_stalled() -> BackwardError:
 
 
 def _pass_of_thread() -> Pass:
-    pass_ = _current_pass.get()
-    if pass_ is None:
+    current = _current_pass.get()
+    if current is None:
         raise RpcError(
             "expected zrpc.autograd.backward(context_id, roots), found torch's own backward: "
             "tensors that came from another worker within a context have gradients there"
         )
-    return pass_
+    return current[1]

@@ -1,0 +1,165 @@
+"""Who uses ``.grad`` of a leaf: a process has one ``.grad`` for the gradients of all contexts.
+
+A run of the engine puts a context's gradient there while a leaf's hooks run, or for as long as the
+run lasts if DDP reduces the leaf. A step of an optimizer does so, too. Each has the leaf alone.
+
+A step takes all its leaves at once, when none of them is in use. So it holds none while it waits,
+and can't wait in a circle with a run that holds some leaves and reaches others. What begins later
+waits behind it, so that the hooks of many passes can't keep it waiting without limit.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+
+from zrpc.errors import RpcError
+
+__all__ = ["GradLock", "Use"]
+
+# Guards what follows, and the attributes of all locks; notified of each change.
+_changed = threading.Condition(threading.Lock())
+# The locks that are held, by the id of the leaf. A leaf lives as long as its lock.
+_held: dict[int, GradLock] = {}
+# The locks of steps that wait, the first one first.
+_waiting: list[GradLock] = []
+
+
+class Use(enum.Enum):
+    """What ``.grad`` is used for."""
+
+    HOOKS = enum.auto()
+    RUN = enum.auto()
+    STEP = enum.auto()
+
+
+class GradLock:
+    """Exclusive use of ``.grad`` of some leaves: acquired once, or a ``with`` statement.
+
+    A hook may step an optimizer with the gradients of its own context. So a step does not wait for
+    leaves that are in use by a pass of its context; they have the context's gradient already.
+
+    Args:
+        leaves: the leaves.
+        use: what they are used for.
+        context_id: the context whose gradients these are, if any.
+
+    Attributes:
+        lent: leaves that a pass of the same context uses, while a step holds the lock.
+    """
+
+    def __init__(self, leaves: Iterable[torch.Tensor], use: Use, context_id: int | None) -> None:
+        self.lent: list[torch.Tensor] = []
+        self._leaves = list(leaves)
+        self._use = use
+        self._context_id = context_id
+
+    def acquire(self) -> None:
+        """Waits until nothing else uses the leaves.
+
+        Hooks, steps and other runs of the engine end that; none of them waits for this lock.
+
+        Raises:
+            RpcError: to wait could be to wait in a circle.
+        """
+        with _changed:
+            if self._use is Use.STEP:
+                _waiting.append(self)
+            try:
+                _changed.wait_for(self._is_free)
+                for leaf in self._leaves:
+                    if _held.setdefault(id(leaf), self) is not self:
+                        self.lent.append(leaf)
+            except BaseException:
+                self._drop()
+                raise
+            finally:
+                if self._use is Use.STEP:
+                    _waiting.remove(self)
+                    _changed.notify_all()
+
+    def release(self) -> None:
+        """Lets others use the leaves. Idempotent."""
+        with _changed:
+            self._drop()
+            _changed.notify_all()
+
+    def __enter__(self) -> GradLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    # The rest is called under _changed.
+
+    def _drop(self) -> None:
+        for leaf in self._leaves:
+            if _held.get(id(leaf)) is self:
+                del _held[id(leaf)]
+
+    def _is_free(self) -> bool:
+        users = self._users()
+        in_pass = any(user is not Use.STEP for user in users)
+        if in_pass and self._use is Use.RUN:
+            # A run over a DDP module ends only when other workers have done their parts.
+            raise RpcError(
+                "expected one backward pass at a time over the parameters of a "
+                "DistributedDataParallel module, found two: run them one after the other, or "
+                "give each its own module"
+            )
+        if in_pass and self._is_in_hook():
+            raise RpcError(
+                "expected a hook that steps over its own parameter, found a step over others, one "
+                "of which a backward pass of another context uses: that pass may wait for this "
+                "hook's. Use an optimizer for each parameter"
+            )
+        return not users and not self._is_behind_a_step()
+
+    def _users(self) -> set[Use]:
+        """Returns for what others use the leaves that this lock needs."""
+        return {
+            lock._use
+            for leaf in self._leaves
+            if (lock := _held.get(id(leaf))) is not None and not self._may_share(lock)
+        }
+
+    def _may_share(self, other: GradLock) -> bool:
+        return self._use is Use.STEP and other._is_of_pass_in(self._context_id)
+
+    def _is_of_pass_in(self, context_id: int | None) -> bool:
+        return self._use is not Use.STEP and self._context_id == context_id is not None
+
+    def _is_in_hook(self) -> bool:
+        """Returns whether this is for a step in a hook, which has its leaf already."""
+        return self._use is Use.STEP and any(
+            lock is not None and self._may_share(lock)
+            for lock in (_held.get(id(leaf)) for leaf in self._leaves)
+        )
+
+    def _is_behind_a_step(self) -> bool:
+        """Returns whether a step has waited longer for one of these leaves.
+
+        A context that has some leaves goes first: the step may wait for them. And a step that
+        waits for a run over a DDP module keeps nobody waiting, since that run needs other workers.
+        """
+        if self._use is Use.RUN or not _waiting:
+            return False
+        if any(lock._is_of_pass_in(self._context_id) for lock in _held.values()):
+            return False
+        own = set(map(id, self._leaves))
+        for step in _waiting:
+            if step is self:
+                return False
+            if Use.RUN not in step._users() and not own.isdisjoint(map(id, step._leaves)):
+                return True
+        return False
