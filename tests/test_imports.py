@@ -104,6 +104,7 @@ SURFACE: dict[str, set[str]] = {
         "loss_detection",
         "rref.service",
         "rref.rref",
+        "shm.segments",
         "shm.service",
     },
     "zrpc.launch": {
