@@ -105,6 +105,7 @@ SURFACE: dict[str, set[str]] = {
         "loss_detection",
         "rref.service",
         "rref.rref",
+        "shm.segments",
         "shm.service",
     },
     "zrpc.launch": {

@@ -41,6 +41,27 @@ def test_the_variables_of_slurm_are_taken(environment: Callable[[str, str], None
     assert master("env://") == ("elsewhere", 20291)
 
 
+def test_a_name_server_is_asked_only_for_a_master_that_is_not_set(
+    environment: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def full_name() -> str:
+        asked.append("once")
+        return "train-1.mesh.default.svc"
+
+    monkeypatch.setattr("socket.getfqdn", full_name)
+    environment("JOB_COMPLETION_INDEX", "1")
+    environment("WORLD_SIZE", "2")
+    assert resolve_rank("env://", -1, None) == (1, 2)
+    assert asked == []
+    assert master("env://") == ("train-0.mesh.default.svc", 29500)
+    assert asked == ["once"]
+    environment("MASTER_ADDR", "train-0.mesh")
+    assert master("env://") == ("train-0.mesh", 29500)
+    assert asked == ["once"]
+
+
 def test_a_missing_master_says_what_was_looked_for(
     environment: Callable[[str, str], None],
 ) -> None:

@@ -362,3 +362,23 @@ def test_an_unsafe_temporary_directory_is_not_used(
     other.chmod(0o777)
     with pytest.raises(AuthenticationError, match=f"found {volume} with mode 0777"):
         PrivateDirectory()
+
+
+def test_without_a_temporary_directory_that_can_be_written_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a container whose root file system is read-only."""
+
+    def none_usable() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.delenv("ZRPC_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(address.tempfile, "gettempdir", none_usable)
+    monkeypatch.setattr(address, "_SECOND_CHOICE", Path("/missing"))
+    with pytest.raises(RpcError, match=r"found /missing \(No such file.*ZRPC_RUNTIME_DIR"):
+        PrivateDirectory()
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/dev/shm") as shared_memory:
+        monkeypatch.setattr(address, "_SECOND_CHOICE", Path(shared_memory))
+        made = PrivateDirectory()
+        assert made.path.parent == Path(shared_memory)
+        made.remove()

@@ -29,7 +29,20 @@ from zrpc.transport.address import check_private, interface_towards
 from zrpc.transport.curve import Curve, KeyPair, supports_curve
 from zrpc.transport.network import DESCRIPTORS_PER_PEER, Network
 
-__all__ = ["Meeting", "announce_endpoint", "endpoint_of", "find_endpoints", "listen", "make_keys"]
+__all__ = [
+    "MAKE_A_SECRET",
+    "Meeting",
+    "announce_endpoint",
+    "check_curve",
+    "check_descriptors",
+    "choose_interface",
+    "endpoint_of",
+    "find_endpoints",
+    "is_loopback",
+    "listen",
+    "listen_on",
+    "make_keys",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +50,7 @@ _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
 # For files of the program.
 _SPARE_DESCRIPTORS = 32
-_MAKE_A_SECRET = (
+MAKE_A_SECRET = (
     "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "
     "path for every worker"
 )
@@ -68,13 +81,18 @@ def make_keys(meeting: Meeting) -> KeyPair | None:
         )
         return None
     if security == "required" and meeting.secret is None:
-        raise AuthenticationError(f"security='required' needs a cluster secret: {_MAKE_A_SECRET}")
+        raise AuthenticationError(f"security='required' needs a cluster secret: {MAKE_A_SECRET}")
+    check_curve()
+    return KeyPair.new()
+
+
+def check_curve() -> None:
+    """Raises an AuthenticationError if libzmq can't encrypt."""
     if not supports_curve():
         raise AuthenticationError(
             "expected a libzmq with CURVE, found one without: install pyzmq from its wheels, or "
             "use security='none' on one host, or in a network that you trust"
         )
-    return KeyPair.new()
 
 
 def find_endpoints(
@@ -94,7 +112,7 @@ def find_endpoints(
     ]
     for record in neighbours:
         check_private(Path(record.directory))
-    _check_descriptors(membership.info, len(neighbours))
+    check_descriptors(membership.info, len(neighbours))
     endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
     by_ipc = all(record.ipc for record in records) and len({r.host_key for r in records}) == 1
     if len(records) == 1 or by_ipc:
@@ -127,17 +145,17 @@ def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
     named = bool(os.environ.get(_IFACE, "").strip())
     interface = "127.0.0.1"
     if named or meeting.init_method.startswith(("tcp:", "env:")):
-        interface = _interface(meeting.init_method)
+        interface = choose_interface(meeting.init_method)
     elsewhere = named or not (interface.startswith("127.") or interface == "::1")
     if transport == "ipc" or (transport == "auto" and not elsewhere):
         return ""
     if keys is not None and meeting.secret is None:
         raise AuthenticationError(
             "expected a cluster secret, found none. Workers of other hosts can join this mesh by "
-            f"{interface}, and without one can't be told from strangers: {_MAKE_A_SECRET}. "
+            f"{interface}, and without one can't be told from strangers: {MAKE_A_SECRET}. "
             "For workers of one host only, let them meet at 127.0.0.1"
         )
-    return _listen(network, interface, None if keys is None else Curve(keys, []))
+    return listen_on(network, interface, None if keys is None else Curve(keys, []))
 
 
 def endpoint_of(membership: Membership, record: PeerRecord) -> str:
@@ -151,9 +169,9 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
     if mine.reaches_by_ipc(record):
         check_private(Path(record.directory))
         return f"ipc://{Path(record.directory) / 'inbox'}"
-    local = _is_loopback(mine.endpoint) or _is_loopback(record.endpoint)
+    local = is_loopback(mine.endpoint) or is_loopback(record.endpoint)
     if not (mine.endpoint and record.endpoint) or (local and _networks([mine, record]) > 1):
-        silent = record.info if mine.endpoint and not _is_loopback(mine.endpoint) else mine.info
+        silent = record.info if mine.endpoint and not is_loopback(mine.endpoint) else mine.info
         raise RpcError(
             f"{mine.info} and {record.info} share no host, or no directory for sockets, and "
             f"{silent} listens on no network: set {_IFACE} there to the name or the address of "
@@ -168,7 +186,7 @@ def _hosts(records: Iterable[PeerRecord]) -> int:
     return len({record.host_key.partition("/")[0] for record in records})
 
 
-def _check_descriptors(info: WorkerInfo, neighbours: int) -> None:
+def check_descriptors(info: WorkerInfo, neighbours: int) -> None:
     """Refuses to be connected to more workers by Unix sockets than there are descriptors for."""
     more = neighbours * DESCRIPTORS_PER_PEER + _SPARE_DESCRIPTORS if neighbours else 0
     short = allow_descriptors(more)
@@ -195,7 +213,7 @@ def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | No
         raise AuthenticationError(
             "expected a cluster secret, found none. The workers use tcp (they are on "
             f"{hosts} host(s)), and without one can't tell a member from a stranger: "
-            f"{_MAKE_A_SECRET}. "
+            f"{MAKE_A_SECRET}. "
             "`zrpc launch` makes one for its own workers"
         )
 
@@ -214,11 +232,11 @@ def _exchange_tcp(
 ) -> list[str]:
     """Listens on tcp; returns the endpoints of all workers."""
     records = list(membership.records.values())
-    mine = _listen(network, _interface(meeting.init_method), curve)
+    mine = listen_on(network, choose_interface(meeting.init_method), curve)
     timeout = meeting.options.init_timeout
     found = exchange(meeting.store, records, membership.own_id, mine, timeout, meeting.secret)
     for record, endpoint in zip(records, found, strict=True):
-        if _is_loopback(endpoint) and _networks(records) > 1:
+        if is_loopback(endpoint) and _networks(records) > 1:
             raise RpcError(
                 f"{record.info} listens on {endpoint}, which other hosts and containers can't "
                 f"reach: set {_IFACE} there to the name or the address of the network interface "
@@ -228,7 +246,8 @@ def _exchange_tcp(
     return found
 
 
-def _listen(network: Network, interface: str, curve: Curve | None) -> str:
+def listen_on(network: Network, interface: str, curve: Curve | None) -> str:
+    """Listens on a network interface; returns the endpoint, or raises an RpcError."""
     try:
         return network.listen_tcp(interface, curve)
     except zmq.ZMQError as error:
@@ -242,22 +261,23 @@ def announce_endpoint(info: WorkerInfo, endpoint: str, curve: bool) -> None:
     """Logs where a worker listens on tcp; prints it too if other hosts can reach that."""
     text = f"{info} listens on {endpoint} ({'CURVE' if curve else 'in the clear'})"
     logger.info(text)
-    if not _is_loopback(endpoint) and not logger.isEnabledFor(logging.INFO):
+    if not is_loopback(endpoint) and not logger.isEnabledFor(logging.INFO):
         print(f"zrpc: {text}", file=sys.stderr)
 
 
-def _interface(init_method: str) -> str:
+def choose_interface(init_method: str) -> str:
     """Returns the interface to listen on: the named one, or the one that leads to the master."""
     named = os.environ.get(_IFACE, "").strip()
     if named in _ALL_INTERFACES:
         raise RpcError(
             f"expected the name or the address of one network interface in {_IFACE}, found "
-            f"{named!r}: a worker never listens on all of them"
+            f"{named!r}: name one, as a worker never listens on all of them"
         )
     if named:
         return named
     return interface_towards(master_host(init_method) if init_method else "127.0.0.1")
 
 
-def _is_loopback(endpoint: str) -> bool:
+def is_loopback(endpoint: str) -> bool:
+    """Returns whether only workers with the same loopback interface can reach an endpoint."""
     return endpoint.startswith(("tcp://127.", "tcp://[::1]"))

@@ -47,7 +47,8 @@ _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 def own_variables() -> dict[str, str]:
     """Returns the environment of this process, and the host's full name if that may be needed."""
     variables = dict(os.environ)
-    if variables.get("JOB_COMPLETION_INDEX"):  # only then, as it may ask a name server
+    # Only if it gives the master, as it may ask a name server.
+    if variables.get("JOB_COMPLETION_INDEX") and not variables.get("MASTER_ADDR"):
         variables[FULL_HOST_NAME] = socket.getfqdn()
     return variables
 
@@ -72,7 +73,7 @@ def resolve_rank(
     query = dict(
         part.split("=", 1) for part in urlsplit(init_method).query.split("&") if "=" in part
     )
-    settings = own_settings()
+    settings = find_settings(os.environ)  # the rank doesn't depend on the host's name
     values: dict[str, int | None] = {}
     for name, given in (("rank", rank), ("world_size", world_size)):
         if not (given is None or isinstance(given, SupportsIndex)):

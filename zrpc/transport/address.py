@@ -34,6 +34,7 @@ __all__ = [
     "interface_towards",
     "is_alive",
     "network_key",
+    "preferred_parent",
     "private_directories",
     "supports_ipc",
 ]
@@ -63,10 +64,23 @@ def _parent() -> Path:
     long. A temporary directory in which others could replace our files is not used; a volume of
     Kubernetes mounted there may be one.
     """
-    named = os.environ.get("ZRPC_RUNTIME_DIR")
-    places = [Path(named)] if named else [Path(tempfile.gettempdir()), _SECOND_CHOICE]
+    places = _places()
     parent = next(filter(_is_safe, places), places[0])
     return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 32 else Path("/tmp")
+
+
+def preferred_parent() -> Path:
+    """Returns the directory in which private ones are made if it is safe and its path short."""
+    return _places()[0]
+
+
+def _places() -> list[Path]:
+    if named := os.environ.get("ZRPC_RUNTIME_DIR"):
+        return [Path(named)]
+    try:
+        return [Path(tempfile.gettempdir()), _SECOND_CHOICE]
+    except FileNotFoundError:  # none can be written to, as in a container with read-only files
+        return [_SECOND_CHOICE]
 
 
 def host_key() -> str:

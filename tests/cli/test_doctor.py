@@ -1,0 +1,239 @@
+"""zrpc doctor reports what init_rpc would decide here, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from zrpc.cli import main
+
+import zrpc.membership.endpoints
+from zrpc.membership.secret import new_secret, write_secret
+
+LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}
+CHECKS = [
+    *("zrpc", "python", "torch", "pyzmq", "cloudpickle", "click", "libzmq", "CURVE", "memfd"),
+    *("directory", "interface", "secret", "descriptors"),
+]
+Findings = dict[str, dict[str, str]]
+
+
+@pytest.fixture(autouse=True)
+def directory(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A master on this host, and nothing else; gives the directory for sockets."""
+    # In this order: what no_leaks sets is there until monkeypatch has restored the rest.
+    directory = Path(os.environ["ZRPC_RUNTIME_DIR"])  # of no_leaks
+    for name in list(os.environ):
+        if name.startswith(("ZRPC_", "SLURM_", "OMPI_", "PMI", "MPI_", "JOB_")):
+            monkeypatch.delenv(name)
+    for name, value in LOCAL.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(directory))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield directory
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def examine(*options: str, code: int = 0) -> Findings:
+    done = CliRunner().invoke(main, ["doctor", "--json", *options])
+    assert done.exit_code == code, done.output
+    return {each["check"]: each for each in json.loads(done.stdout)["findings"]}
+
+
+def expect(finding: dict[str, str], verdict: str, found: str, next_step: str) -> None:
+    assert finding["verdict"] == verdict, finding
+    assert found in finding["found"]
+    assert next_step in finding["next_step"]
+    # Whoever reads a warning is told what to do, and nobody else is.
+    assert bool(finding["next_step"]) == (verdict != "ok")
+
+
+def test_all_is_well_on_one_host(directory: Path) -> None:
+    findings = examine()
+    assert list(findings) == CHECKS
+    for finding in findings.values():
+        expect(finding, "ok", "", "")
+    assert findings["torch"]["found"] == metadata.version("torch")
+    assert findings["interface"]["found"] == "127.0.0.1, for workers of this host"
+    assert "enough for 2 worker(s)" in findings["descriptors"]["found"]
+    assert list(directory.iterdir()) == []  # it leaves nothing
+
+
+def test_text_has_a_line_for_each_check_and_what_to_do_below() -> None:
+    done = CliRunner().invoke(main, ["doctor"], env={"ZRPC_SECRET": "short"})
+    assert done.exit_code == 1
+    lines = done.output.splitlines()
+    assert [line.split()[1] for line in lines if line[0] in "okwf"] == CHECKS
+    [number] = [i for i, line in enumerate(lines) if line.startswith("failure  secret")]
+    assert "expected a cluster secret of 32 to 4096 characters, found one of 5" in lines[number]
+    assert lines[number + 1].strip() == "→ make one with `zrpc secret`"
+    assert lines[-1] == "1 failure(s), 0 warning(s)"
+
+
+def test_a_package_that_is_missing_and_the_checks_that_need_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = metadata.version
+
+    def without_torch(name: str) -> str:
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(metadata, "version", without_torch)
+    findings = examine(code=1)
+    expect(findings["torch"], "failure", "not installed", "pip install 'torch>=2.6'")
+    assert list(findings) == CHECKS[:6]  # the others need torch
+
+
+def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda n: "2.5.1" if n == "torch" else version(n))
+    finding = examine(code=1)["torch"]
+    expect(finding, "failure", "expected 2.6 or newer, found 2.5.1", "pip install 'torch>=2.6'")
+
+
+def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = importlib.import_module
+
+    def broken(name: str, package: str | None = None) -> Any:
+        if name == "zmq":
+            raise OSError("libzmq.so.5: cannot open shared object file")
+        return load(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    finding = examine(code=1)["pyzmq"]
+    expect(finding, "failure", "OSError: libzmq.so.5: cannot open", "pip install --force-reinstall")
+
+
+def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zrpc.membership.endpoints, "supports_curve", lambda: False)
+    expect(
+        examine(code=1)["CURVE"], "failure", "found one without", "install pyzmq from its wheels"
+    )
+
+
+def test_memfds_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    finding = examine()["memfd"]
+    expect(finding, "warning", "(Operation not permitted)", "allow memfd_create in the container")
+
+
+def test_a_directory_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", "/nonexistent")
+    findings = examine(code=1)
+    expect(findings["directory"], "failure", "/nonexistent (No such file", "make it one, or name")
+    expect(findings["interface"], "warning", "127.0.0.1, not tried", "mend the directory")
+
+
+def test_a_directory_in_which_others_can_write(directory: Path) -> None:
+    directory.chmod(0o777)
+    expect(examine(code=1)["directory"], "failure", "with mode 0777", "chmod o-w")
+
+
+def test_a_directory_whose_path_is_too_long(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = directory / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(long))
+    finding = examine()["directory"]
+    expect(finding, "warning", f"/tmp, since {long} is too long", "with a short path")
+    long.rmdir()
+
+
+def test_outside_of_a_launch_there_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LOCAL:
+        monkeypatch.delenv(name)
+    findings = examine()
+    expect(findings["interface"], "warning", "without a master", "such as srun zrpc doctor")
+    assert "the world size isn't known" in findings["descriptors"]["found"]
+
+
+@pytest.mark.parametrize("interface", ["*", "nosuchthing0"])
+def test_an_interface_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
+    monkeypatch.setenv("ZRPC_IFACE", interface)
+    expect(examine(code=1)["interface"], "failure", interface, "name")
+
+
+def test_a_master_whose_name_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Debian, where /etc/hosts gives the host's own name 127.0.1.1."""
+    find = socket.getaddrinfo
+
+    def debian(host: Any, *more: Any, **options: Any) -> Any:
+        return find("127.0.1.1" if host == "node0" else host, *more, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", debian)
+    monkeypatch.setenv("MASTER_ADDR", "node0")
+    finding = examine()["interface"]
+    expect(finding, "warning", "to which node0 leads: other hosts can't", "set ZRPC_IFACE")
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), None])
+def test_a_master_that_has_no_address(
+    monkeypatch: pytest.MonkeyPatch, error: socket.gaierror | None
+) -> None:
+    if error is not None:
+
+        def unknown(*_: Any, **__: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    monkeypatch.setenv("MASTER_ADDR", "train-0..mesh")  # no name that could be asked for
+    finding = examine(code=1)["interface"]
+    expect(finding, "failure", "'train-0..mesh' has no address", "check MASTER_ADDR")
+
+
+@pytest.fixture
+def network_address(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address of this host that others may reach, with the route to the master."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError as error:
+            pytest.skip(f"this host has no route to others: {error}")
+        address = str(probe.getsockname()[0])
+    monkeypatch.setenv("MASTER_ADDR", address)
+    return address
+
+
+def test_without_a_secret_other_hosts_are_refused(network_address: str) -> None:
+    findings = examine()
+    expect(findings["interface"], "ok", network_address, "")
+    expect(
+        findings["secret"], "warning", "workers of other hosts are refused", "`zrpc secret FILE`"
+    )
+
+
+def test_the_secret_is_found_and_not_shown(
+    network_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    secret = new_secret()
+    write_secret(tmp_path / "secret", secret)
+    monkeypatch.setenv("ZRPC_SECRET_FILE", str(tmp_path / "secret"))
+    findings = examine()
+    expect(findings["secret"], "ok", f"the file {tmp_path / 'secret'}", "")
+    assert secret not in json.dumps(findings)
+    (tmp_path / "secret").chmod(0o604)
+    expect(examine(code=1)["secret"], "failure", "found 0604", "chmod 600")
+
+
+def test_more_workers_than_descriptors() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("descriptors are not limited here")
+    finding = examine("--world-size", str(hard), code=1)["descriptors"]
+    expect(finding, "failure", f"to talk to {hard - 1} other worker(s)", "`ulimit -n`")
+    expect(examine("--world-size", "3")["descriptors"], "ok", "enough for 3 worker(s)", "")
