@@ -44,6 +44,7 @@ FACE = {
     "zrpc.bootstrap",
     "zrpc.mesh",
     "zrpc.nn",
+    "zrpc.observe",
     "zrpc.optim",
 }
 LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
@@ -84,7 +85,9 @@ SURFACE: dict[str, set[str]] = {
         "callee",
         "caller",
         "cancel_scope",
+        "call_counters",
         "codec",
+        "function_names",
         "message_hooks",
         "execution",
         "future",
@@ -92,7 +95,7 @@ SURFACE: dict[str, set[str]] = {
         "outbox",
         "pending_calls",
     },
-    "zrpc.agent": {"agent", "current", "service"},
+    "zrpc.agent": {"agent", "current", "service", "stats"},
     "zrpc.services": {
         "autograd.service",
         "collectives",

@@ -82,6 +82,7 @@ OWN_NAMES = {
     "session",
     "set_rpc_timeout",
     "spawn",
+    "stats",
     "wait_all",
     "world_size",
 }

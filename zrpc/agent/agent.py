@@ -18,6 +18,7 @@ by a second pool of one thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -74,6 +75,7 @@ class Agent:
         worker_info: this worker's name and rank.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool, completions, event_loop: run handlers; run callbacks; run ``async def`` handlers.
+        joined_at: since when it is in the mesh, on the clock of ``time.monotonic``.
         graceful_shutdown: this worker's wait until it may leave.
         joined, lost: called for each other worker that joins, and for each that is gone.
     """
@@ -91,6 +93,7 @@ class Agent:
         self.options = options
         self.network = network
         self.store: Store | None = store
+        self.joined_at = time.monotonic()
         self.services: list[Service] = []
         self._with_turns: Sequence[Service] = ()
         self.context = context_of(self)

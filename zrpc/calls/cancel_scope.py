@@ -42,7 +42,9 @@ class CancelScope:
 
     Attributes:
         deadline: when the caller stops waiting, on the clock of ``time.monotonic``.
+        arrived: when the request arrived, on the same clock.
         begun: whether the handler has begun.
+        started: when it has, on the same clock; 0 before that, and once it is counted.
         cancelled: whether the caller no longer waits; then no answer is sent.
         deferred: whether the handler has returned a future, which the outcome comes from.
         thread: the ident of the thread that the handler began in; 0 before that.
@@ -57,6 +59,7 @@ class CancelScope:
     deferred = False
     must_run = False
     thread = 0
+    started = 0.0
     function: Any = None
     task: Any = None
     _children: set[PendingCall] | None = None
@@ -65,8 +68,9 @@ class CancelScope:
 
     def __init__(self, caller: WorkerInfo, timeout: float, must_run: bool = False) -> None:
         self.caller = caller
+        self.arrived = monotonic()
         if timeout:
-            self.deadline = monotonic() + timeout
+            self.deadline = self.arrived + timeout
         if must_run:
             self.must_run = True
 
@@ -76,7 +80,9 @@ class CancelScope:
         # least one of the two sees the other.
         self.begun = True
         self.thread = threading.get_ident()
-        if not self.cancelled and (monotonic() < self.deadline or self.must_run):
+        now = monotonic()
+        if not self.cancelled and (now < self.deadline or self.must_run):
+            self.started = now
             return True
         self.cancelled = True
         return False

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, Protocol
 
+from zrpc.calls.call_counters import CallCount, Table
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
+from zrpc.wire.message import Message
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -35,7 +38,7 @@ NEVER = float("inf")
 _NO_OUTCOME: list[Any] = []
 
 
-def name_of(body: Any) -> object:
+def name_of(body: Any) -> str:
     """Returns what to call a request in messages to people: its function's or method's name.
 
     Not the function itself, which may hold much: a bound method its object, a closure its cells.
@@ -47,9 +50,10 @@ def name_of(body: Any) -> object:
     if type(what) is str:
         return what
     try:
-        return what.__qualname__
+        name = what.__qualname__
     except Exception:  # of an object that can be called
-        return type(what).__qualname__
+        name = None
+    return name if type(name) is str else type(what).__qualname__
 
 
 class Follower(Protocol):
@@ -91,6 +95,7 @@ class Stage(IntEnum):
 
 
 _NEW = Stage.NEW
+_ERROR = int(Kind.ERROR)
 
 
 class PendingCall:
@@ -156,7 +161,7 @@ class PendingCall:
         self.died = died
         self.limit: Limit = OWN_LIMIT
         self.kind = 0
-        self.what: object = ""
+        self.what = ""
         self.follower: Follower | None = None
         self.siblings: set[Any] | None = None
         self.stage = Stage.NEW
@@ -189,6 +194,10 @@ class PendingCall:
         """Stores the outcome and opens the gate; for the thread that took it from the table."""
         self._outcome = [outcome]
         self.holds = None
+        failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
+        # Before the gate opens: a program that has the answer finds the call counted.
+        counts = self._calls.counts.row(self.what or self.kind)
+        counts.add(time.monotonic() - self.begun, failed)
         self.gate.release()
         if self.siblings is not None:
             self.siblings.discard(self)
@@ -271,6 +280,7 @@ class PendingCalls:
         describe: a peer's name and rank, for error messages. Any thread may call it.
 
     Attributes:
+        counts: of the calls that are settled.
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
     """
 
@@ -285,6 +295,7 @@ class PendingCalls:
         self.on_cancelled = on_cancelled
         self.explain = explain
         self.describe = describe
+        self.counts = Table(CallCount)
         # Single operations on the dict are atomic; pop decides which thread settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
