@@ -49,7 +49,7 @@ FACE = {
 }
 LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
-NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref")}
+NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref"), ("tracing", "autograd")}
 # What other rooms may import from a room: everything else in it is private to it.
 SURFACE: dict[str, set[str]] = {
     "zrpc.runtime": {
@@ -94,6 +94,7 @@ SURFACE: dict[str, set[str]] = {
         "future_group",
         "outbox",
         "pending_calls",
+        "recorder",
     },
     "zrpc.agent": {"agent", "current", "service", "stats"},
     "zrpc.services": {
@@ -108,6 +109,7 @@ SURFACE: dict[str, set[str]] = {
         "rref.service",
         "rref.rref",
         "shm.service",
+        "tracing.service",
     },
     "zrpc.launch": {
         "",

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from zrpc.agent.service import ExtensionReader, Handler
+from zrpc.calls.recorder import Recorder
 from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
 from zrpc.transport.chunks import Assembler, is_chunk
@@ -20,6 +21,9 @@ from zrpc.wire.message import Message, parse, parse_head
 __all__ = ["Dispatcher", "Undelivered"]
 
 logger = logging.getLogger(__name__)
+
+# A call's records tell of these.
+_OF_CALLS = REQUESTS | ANSWERS
 
 
 class Undelivered(Protocol):
@@ -53,6 +57,7 @@ class Dispatcher:
             `zrpc.wire.kind`.
         received_bytes: how many bytes have ever come from each member.
         lost: how many messages are known to be lost.
+        recorder: records the messages that come while a trace is on; else None.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Dispatcher:
         self.received = dict.fromkeys(membership.infos, 0)
         self.received_bytes: Counter[MemberId] = Counter()
         self.lost = 0
+        self.recorder: Recorder | None = None
         self._received_large: Counter[MemberId] = Counter()  # of these, by the way for large ones
         self._assembler = Assembler(self._on_broken_message)
         self._handlers: dict[int, Handler] = {}
@@ -123,6 +129,8 @@ class Dispatcher:
         try:
             if message.extensions:
                 message.attachments = self._read_extensions(message)
+            if self.recorder is not None and message.kind not in _OF_CALLS:
+                self.recorder.on_message(message, sender, out=False)
             handler(message)
         except Exception as error:
             if not self._on_unreadable(message, error):

@@ -19,6 +19,7 @@ from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_calls import name_of
 from zrpc.calls.pending_requests import PendingRequests
+from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcCancelledError
 from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
@@ -49,6 +50,7 @@ class Callee:
     Attributes:
         requests: the requests that are not answered yet.
         counts: of the requests that have run.
+        recorder: records them while a trace is on; else None.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Callee:
         self._run = run
         self.requests = PendingRequests()
         self.counts = Table(HandlerCount)
+        self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
         self._ready: dict[int, WhenReady] = {}
 
@@ -182,7 +185,10 @@ class Callee:
         started, scope.started = scope.started, 0.0
         function = scope.function
         counts = self.counts.row(request.kind if function is None else name_of((function,)))
-        counts.add(started - scope.arrived, monotonic() - started, failed)
+        now = monotonic()
+        counts.add(started - scope.arrived, now - started, failed)
+        if self.recorder is not None:
+            self.recorder.on_handled(request, started, now, failed)
 
     def log_failure(self, error: BaseException) -> None:
         """Logs that a handler failed, unless this worker is closed."""

@@ -47,9 +47,11 @@ class CancelScope:
         started: when it has, on the same clock; 0 before that, and once it is counted.
         cancelled: whether the caller no longer waits; then no answer is sent.
         deferred: whether the handler has returned a future, which the outcome comes from.
+        call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
         function: the function that the caller asked for, once it is unpickled.
-        task: the asyncio task that the handler goes on in; None if it isn't a coroutine.
+        in_task: whether the handler is a coroutine that has begun.
+        task: the asyncio task that it goes on in; None if it isn't one, or has ended.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -59,8 +61,10 @@ class CancelScope:
     deferred = False
     must_run = False
     thread = 0
+    call_id = 0
     started = 0.0
     function: Any = None
+    in_task = False
     task: Any = None
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.
@@ -135,6 +139,7 @@ class CancelScope:
     def follow(self, task: Any) -> bool:
         """Notes the asyncio task that the handler goes on in; returns False if it must not."""
         self.task = task
+        self.in_task = True
         return not self.cancelled
 
     def remaining(self) -> float | None:

@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
+
+if TYPE_CHECKING:
+    from zrpc.calls.recorder import CallMarks
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -118,6 +121,7 @@ class PendingCall:
         follower: told by the thread that settles the call, after the gate has opened.
         siblings: the calls that end with the same handler; see `zrpc.calls.cancel_scope`.
         stage: how far its message has come.
+        marks: what is noted of it for a trace; None without one.
         undo: undoes what was done for the message, if it is not sent.
         waiters: the idents of the threads that wait for the answer.
     """
@@ -134,6 +138,7 @@ class PendingCall:
         "holds",
         "kind",
         "limit",
+        "marks",
         "peer",
         "siblings",
         "stage",
@@ -166,6 +171,7 @@ class PendingCall:
         self.siblings: set[Any] | None = None
         self.stage = Stage.NEW
         self.undo: Callable[[], None] | None = None
+        self.marks: CallMarks | None = None
         self.waiters: tuple[int, ...] = ()
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -195,9 +201,11 @@ class PendingCall:
         self._outcome = [outcome]
         self.holds = None
         failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
+        now = time.monotonic()
         # Before the gate opens: a program that has the answer finds the call counted.
-        counts = self._calls.counts.row(self.what or self.kind)
-        counts.add(time.monotonic() - self.begun, failed)
+        self._calls.counts.row(self.what or self.kind).add(now - self.begun, failed)
+        if self.marks is not None:
+            self.marks.on_settled(self, outcome, failed, now)
         self.gate.release()
         if self.siblings is not None:
             self.siblings.discard(self)
