@@ -44,11 +44,12 @@ FACE = {
     "zrpc.bootstrap",
     "zrpc.mesh",
     "zrpc.nn",
+    "zrpc.observe",
     "zrpc.optim",
 }
 LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
-NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref")}
+NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref"), ("tracing", "autograd")}
 # What other rooms may import from a room: everything else in it is private to it.
 SURFACE: dict[str, set[str]] = {
     "zrpc.runtime": {
@@ -84,15 +85,18 @@ SURFACE: dict[str, set[str]] = {
         "callee",
         "caller",
         "cancel_scope",
+        "call_counters",
         "codec",
+        "function_names",
         "message_hooks",
         "execution",
         "future",
         "future_group",
         "outbox",
         "pending_calls",
+        "recorder",
     },
-    "zrpc.agent": {"agent", "current", "service"},
+    "zrpc.agent": {"agent", "current", "service", "stats"},
     "zrpc.services": {
         "autograd.grad_lock",
         "autograd.service",
@@ -107,6 +111,7 @@ SURFACE: dict[str, set[str]] = {
         "rref.rref",
         "shm.segments",
         "shm.service",
+        "tracing.service",
     },
     "zrpc.launch": {
         "",

@@ -80,8 +80,11 @@ OWN_NAMES = {
     "on_worker_joined",
     "on_worker_lost",
     "session",
+    "span",
     "set_rpc_timeout",
     "spawn",
+    "stats",
+    "trace",
     "wait_all",
     "world_size",
 }

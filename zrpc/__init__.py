@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from zrpc.mesh import session as session
     from zrpc.mesh import set_rpc_timeout as set_rpc_timeout
     from zrpc.mesh import world_size as world_size
+    from zrpc.observe import span as span
+    from zrpc.observe import stats as stats
+    from zrpc.observe import trace as trace
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
@@ -89,6 +92,7 @@ _NAMES = {
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
         on_worker_lost session set_rpc_timeout world_size""",
+    "zrpc.observe": "span stats trace",
     "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
     "zrpc.services.rref.rref": "PyRRef RRef",
     "zrpc.testing.startup": "local_mesh",

@@ -34,6 +34,7 @@ from zrpc.services.inspection.service import InspectionService
 from zrpc.services.loss_detection import LossDetector
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
+from zrpc.services.tracing.service import TracingService
 from zrpc.transport.address import host_key, network_key, supports_ipc
 from zrpc.transport.curve import KeyPair
 from zrpc.transport.network import Network
@@ -48,6 +49,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     InspectionService,
     Collectives,
     LossDetector,
+    TracingService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

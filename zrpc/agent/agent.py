@@ -18,8 +18,9 @@ by a second pool of one thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -38,6 +39,7 @@ from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
 from zrpc.calls.message_hooks import overriding
 from zrpc.calls.outbox import Outbox
+from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcError
 from zrpc.membership.hooks import Hooks
 from zrpc.membership.liveness import LivenessMonitor
@@ -74,6 +76,8 @@ class Agent:
         worker_info: this worker's name and rank.
         context: of the threads that run handlers; `current_agent` is this one there.
         pool, completions, event_loop: run handlers; run callbacks; run ``async def`` handlers.
+        joined_at: since when it is in the mesh, on the clock of ``time.monotonic``.
+        recorder: records what happens here while a trace is on; else None.
         graceful_shutdown: this worker's wait until it may leave.
         joined, lost: called for each other worker that joins, and for each that is gone.
     """
@@ -91,6 +95,7 @@ class Agent:
         self.options = options
         self.network = network
         self.store: Store | None = store
+        self.joined_at = time.monotonic()
         self.services: list[Service] = []
         self._with_turns: Sequence[Service] = ()
         self.context = context_of(self)
@@ -124,6 +129,7 @@ class Agent:
             shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
         self.graceful_shutdown = shutdown
         self._wire(shutdown)
+        self.recorder: Recorder | None = None
         self._closing = Closing(self, shutdown)
 
     def _wire(self, shutdown: Shutdown) -> None:
@@ -205,6 +211,16 @@ class Agent:
         """All workers that are in the mesh, by rank; as torch's agents have it."""
         living = [self.membership.infos[member] for member in self.membership.living]
         return sorted(living, key=lambda info: info.id)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Has what happens here recorded from now on, or no longer."""
+        self.recorder = recorder
+        for part in (self.caller, self.callee, self.outbox, self.dispatcher):
+            part.recorder = recorder
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Returns a context manager whose time is recorded under a name, while a trace is on."""
+        return nullcontext() if self.recorder is None else self.recorder.span(name)
 
     def as_current(self) -> AbstractContextManager[Agent]:
         """Makes this the agent of `zrpc.rpc_sync` and its like, in the present context."""

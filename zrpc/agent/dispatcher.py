@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from zrpc.agent.service import ExtensionReader, Handler
+from zrpc.calls.recorder import Recorder
 from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
 from zrpc.transport.chunks import Assembler, is_chunk
-from zrpc.transport.network import BULK_LETTER
+from zrpc.transport.network import BULK_LETTER, size_of
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse, parse_head
@@ -20,6 +21,9 @@ from zrpc.wire.message import Message, parse, parse_head
 __all__ = ["Dispatcher", "Undelivered"]
 
 logger = logging.getLogger(__name__)
+
+# A call's records tell of these.
+_OF_CALLS = REQUESTS | ANSWERS
 
 
 class Undelivered(Protocol):
@@ -51,6 +55,9 @@ class Dispatcher:
     Attributes:
         received: how many counted messages have come from each member that is not lost; see
             `zrpc.wire.kind`.
+        received_bytes: how many bytes have ever come from each member.
+        lost: how many messages are known to be lost.
+        recorder: records the messages that come while a trace is on; else None.
     """
 
     def __init__(
@@ -67,6 +74,9 @@ class Dispatcher:
         self._on_outsider = on_outsider
         self._on_messages_lost = on_messages_lost
         self.received = dict.fromkeys(membership.infos, 0)
+        self.received_bytes: Counter[MemberId] = Counter()
+        self.lost = 0
+        self.recorder: Recorder | None = None
         self._received_large: Counter[MemberId] = Counter()  # of these, by the way for large ones
         self._assembler = Assembler(self._on_broken_message)
         self._handlers: dict[int, Handler] = {}
@@ -96,6 +106,8 @@ class Dispatcher:
         if sender is None:
             self._on_outsider(identity, first, buffers)
             return
+        size = size_of(first, buffers) if buffers else len(first)
+        self.received_bytes[sender] += size
         try:
             if is_chunk(first):
                 whole = self._assembler.add(sender, first, buffers)
@@ -117,6 +129,8 @@ class Dispatcher:
         try:
             if message.extensions:
                 message.attachments = self._read_extensions(message)
+            if self.recorder is not None and message.kind not in _OF_CALLS:
+                self.recorder.on_message(message, sender, out=False)
             handler(message)
         except Exception as error:
             if not self._on_unreadable(message, error):
@@ -170,6 +184,7 @@ class Dispatcher:
     def count_missing(self, sender: MemberId, way: int, count: int) -> None:
         """Counts lost messages as received from now on, and reports that they are lost."""
         self.received[sender] += count
+        self.lost += count
         if way:
             self._received_large[sender] += count
         self._on_messages_lost(sender)
@@ -183,6 +198,7 @@ class Dispatcher:
         what = f"the connection from {self._membership.infos[sender]} broke in the midst of a large"
         logger.error("%s: %s message, which is lost", self._membership.info, what)
         message = parse_head(head, sender)
+        self.lost += 1
         if message.kind not in UNCOUNTED:
             self.received[sender] += 1
             self._received_large[sender] += 1  # chunks go by that way

@@ -89,6 +89,10 @@ class Service:
 
     # -- called in any thread --------------------------------------------------------------
 
+    def stats(self) -> Mapping[str, int]:
+        """Returns numbers for `zrpc.agent.stats.Stats`, by name; it must be quick."""
+        return {}
+
     def explain(self, member: MemberId) -> str:
         """Returns what is known about why a member does not answer, for error messages.
 

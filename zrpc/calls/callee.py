@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from time import monotonic
 from typing import Any
 
+from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.outbox import Outbox
+from zrpc.calls.pending_calls import name_of
 from zrpc.calls.pending_requests import PendingRequests
+from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcCancelledError
 from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
@@ -46,6 +49,8 @@ class Callee:
 
     Attributes:
         requests: the requests that are not answered yet.
+        counts: of the requests that have run.
+        recorder: records them while a trace is on; else None.
     """
 
     def __init__(
@@ -64,6 +69,8 @@ class Callee:
         self._loop = loop
         self._run = run
         self.requests = PendingRequests()
+        self.counts = Table(HandlerCount)
+        self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
         self._ready: dict[int, WhenReady] = {}
 
@@ -123,6 +130,7 @@ class Callee:
     def answer(self, request: Message, value: Any) -> None:
         """Answers a request with a value, or with an error if it can't be pickled."""
         if request.scope.cancelled:  # nobody waits for it
+            self.count(request)
             self.requests.end(request)
             return
         reply = Message(Kind.RESULT, request.call_id)
@@ -134,6 +142,7 @@ class Callee:
                 reply.body = NONE
             else:
                 encoder.pack(value, reply)
+            self.count(request)
             self._outbox.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
             if encoder is not None:
@@ -155,6 +164,7 @@ class Callee:
         self, request: Message, error: BaseException, extensions: Extensions = ()
     ) -> None:
         """Answers a request with an error."""
+        self.count(request, failed=True)
         try:
             if request.scope is None or not request.scope.cancelled:
                 same_main = self._membership.same_main(request.sender)
@@ -167,6 +177,19 @@ class Callee:
         if out_of_descriptors(error):
             self._outbox.retry_soon()
 
+    def count(self, request: Message, failed: bool = False) -> None:
+        """Counts the execution of a request that has begun, once: before its caller is answered."""
+        scope = request.scope
+        if scope is None or not scope.started:
+            return
+        started, scope.started = scope.started, 0.0
+        function = scope.function
+        counts = self.counts.row(request.kind if function is None else name_of((function,)))
+        now = monotonic()
+        counts.add(started - scope.arrived, now - started, failed)
+        if self.recorder is not None:
+            self.recorder.on_handled(request, started, now, failed)
+
     def log_failure(self, error: BaseException) -> None:
         """Logs that a handler failed, unless this worker is closed."""
         if self._outbox.closed:
@@ -177,7 +200,7 @@ class Callee:
 
     def drop_abandoned(self) -> None:
         """Drops requests from the pool's queue if their callers no longer wait."""
-        if self.requests.expire(time.monotonic()):
+        if self.requests.expire(monotonic()):
             self._pool.discard(lambda job: isinstance(job, Execution) and job.useless)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -30,6 +31,7 @@ from zrpc.calls.pending_calls import (
     Stage,
     name_of,
 )
+from zrpc.calls.recorder import CallMarks, Recorder
 from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
@@ -76,6 +78,7 @@ class Caller:
         complete: see `Receiver.complete`.
         flow_control: the bytes in flight to each callee.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
+        recorder: records the calls while a trace is on; else None.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Caller:
             self.flow_control.leave, self._post_cancel, explain, self._describe
         )
         self.rpc_timeout = options.rpc_timeout
+        self.recorder: Recorder | None = None
 
     def timeout(self, seconds: float) -> float:
         """How long a call may take, in seconds: 0 for no limit, the default if negative."""
@@ -125,13 +129,20 @@ class Caller:
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
         call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-        self._submit(call, message)
+        marks = call.marks
+        if marks is not None:
+            marks.waits = True
         try:
-            self.wait(call)
-        except BaseException:
-            self._abandon(call)
-            raise
-        return self.decode(call.claim())
+            self._submit(call, message)
+            try:
+                self.wait(call)
+            except BaseException:
+                self._abandon(call)
+                raise
+            return self.decode(call.claim())
+        finally:
+            if marks is not None:
+                marks.end(call, time.monotonic())
 
     def call_async(
         self,
@@ -194,6 +205,8 @@ class Caller:
         """Makes a call, and the message of its request."""
         if self._outbox.closed:
             raise has_shut_down()
+        recorder = self.recorder
+        packing = 0.0 if recorder is None else time.monotonic()
         asked, timeout = timeout, self.timeout(timeout)
         limit: Limit = DEFAULT_LIMIT if asked < 0 else OWN_LIMIT
         message = Message(kind)
@@ -212,6 +225,8 @@ class Caller:
         message.call_id = call.call_id
         if encoder.undoable:
             call.undo = encoder.abort
+        if recorder is not None:
+            call.marks = CallMarks(recorder, packing, message.nbytes)
         return call, message
 
     def _submit(self, call: PendingCall, message: Message) -> None:
@@ -266,12 +281,17 @@ class Caller:
         lost = self._membership.lost
         if call.peer not in lost:
             call.stage = Stage.SENDING
+            marks = call.marks
+            if marks is not None:
+                marks.sending = time.monotonic()
             if call.settled:
                 call.stage = Stage.NEW  # cancelled, by a thread that looks at the stage afterwards
                 return
             try:
                 self._outbox.request(call.peer, message, partial(self._on_not_sent, call))
                 call.stage = Stage.LEFT
+                if marks is not None:
+                    marks.on_sent(message)
             except (zmq.ZMQError, MemoryError) as error:
                 exhausted = _exhausted(error)
                 if exhausted is not None:

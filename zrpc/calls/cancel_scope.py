@@ -42,12 +42,16 @@ class CancelScope:
 
     Attributes:
         deadline: when the caller stops waiting, on the clock of ``time.monotonic``.
+        arrived: when the request arrived, on the same clock.
         begun: whether the handler has begun.
+        started: when it has, on the same clock; 0 before that, and once it is counted.
         cancelled: whether the caller no longer waits; then no answer is sent.
         deferred: whether the handler has returned a future, which the outcome comes from.
+        call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
         function: the function that the caller asked for, once it is unpickled.
-        task: the asyncio task that the handler goes on in; None if it isn't a coroutine.
+        in_task: whether the handler is a coroutine that has begun.
+        task: the asyncio task that it goes on in; None if it isn't one, or has ended.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -57,7 +61,10 @@ class CancelScope:
     deferred = False
     must_run = False
     thread = 0
+    call_id = 0
+    started = 0.0
     function: Any = None
+    in_task = False
     task: Any = None
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.
@@ -65,8 +72,9 @@ class CancelScope:
 
     def __init__(self, caller: WorkerInfo, timeout: float, must_run: bool = False) -> None:
         self.caller = caller
+        self.arrived = monotonic()
         if timeout:
-            self.deadline = monotonic() + timeout
+            self.deadline = self.arrived + timeout
         if must_run:
             self.must_run = True
 
@@ -76,7 +84,9 @@ class CancelScope:
         # least one of the two sees the other.
         self.begun = True
         self.thread = threading.get_ident()
-        if not self.cancelled and (monotonic() < self.deadline or self.must_run):
+        now = monotonic()
+        if not self.cancelled and (now < self.deadline or self.must_run):
+            self.started = now
             return True
         self.cancelled = True
         return False
@@ -129,6 +139,7 @@ class CancelScope:
     def follow(self, task: Any) -> bool:
         """Notes the asyncio task that the handler goes on in; returns False if it must not."""
         self.task = task
+        self.in_task = True
         return not self.cancelled
 
     def remaining(self) -> float | None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from time import monotonic
 from types import CoroutineType
 from typing import Any, Protocol
 
@@ -162,7 +163,9 @@ class RequestJob:
 
     def __call__(self) -> None:
         """Answers the request in this thread."""
-        self.request.scope.thread = threading.get_ident()
+        scope = self.request.scope
+        scope.thread = threading.get_ident()
+        scope.started = scope.started or monotonic()  # a function with a future began before
         self._work(self.request)
 
 

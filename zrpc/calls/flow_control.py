@@ -18,11 +18,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from zrpc.errors import RpcTimeoutError
 from zrpc.runtime.thread_pool import acquire
+from zrpc.wire.member_id import MemberId
 
 if TYPE_CHECKING:
     from zrpc.calls.pending_calls import PendingCall
 
-__all__ = ["Admission", "FlowControl"]
+__all__ = ["Admission", "FlowControl", "Window"]
+
+# To which peer, and from which kind of caller.
+_Key = tuple[MemberId, Hashable]
 
 # What the parts of a call other than its message occupy, in bytes, at the caller and at the callee;
 # measured: 1.8 and 1.5 kB. So it bounds the number of small calls.
@@ -38,21 +42,38 @@ class Admission(Enum):
     SETTLED = "it has an outcome, and must not be sent"
 
 
+class Window(NamedTuple):
+    """The calls to one peer from callers of one kind.
+
+    Attributes:
+        of_handler: whether the callers are one handler.
+        used: the bytes in flight.
+        waiting: how many calls wait for room.
+    """
+
+    of_handler: bool
+    used: int
+    waiting: int
+
+
 class FlowControl:
     """The bytes in flight, by peer and kind of caller. Any thread may call its methods.
 
     Args:
         limit: the most bytes in flight to one peer; a single call may be larger. 0: no limit.
+
+    Attributes:
+        limit: the same.
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         # Guards what follows.
         self._lock = threading.Lock()
-        self._used: dict[Hashable, int] = {}
-        self._waiting: dict[Hashable, deque[_Waiter]] = {}
+        self._used: dict[_Key, int] = {}
+        self._waiting: dict[_Key, deque[_Waiter]] = {}
         # By call: whose room it takes and how much, or what waits there for room.
-        self._taken: dict[int, tuple[Hashable, int | _Waiter]] = {}
+        self._taken: dict[int, tuple[_Key, int | _Waiter]] = {}
         # The ident of the thread that waits for room for each call. Not guarded.
         self._threads: dict[int, int] = {}
 
@@ -79,9 +100,9 @@ class FlowControl:
             if call.settled:
                 return Admission.SETTLED
             if not acquire(gate, call.remaining()):
-                call.fail(no_room(call, self._limit))
+                call.fail(no_room(call, self.limit))
         except BaseException:
-            call.fail(no_room(call, self._limit))  # Ctrl-C: the call is never sent
+            call.fail(no_room(call, self.limit))  # Ctrl-C: the call is never sent
             raise
         finally:
             del self._threads[call.call_id]
@@ -119,14 +140,14 @@ class FlowControl:
         return Admission.LATER
 
     def _has_room(
-        self, call: PendingCall, key: Hashable, size: int, waiter: _Waiter | None = None
+        self, call: PendingCall, key: _Key, size: int, waiter: _Waiter | None = None
     ) -> bool:
         """Gives room to a call, or has its waiter queued."""
-        if not self._limit:
+        if not self.limit:
             return True
         with self._lock:
             used = self._used.get(key, 0)
-            if not used or (used + size <= self._limit and key not in self._waiting):
+            if not used or (used + size <= self.limit and key not in self._waiting):
                 taken = self._let_in(call, key, size)
                 if taken:
                     self._used[key] = used + taken
@@ -144,14 +165,17 @@ class FlowControl:
         if call.call_id not in self._taken:
             return
         with self._lock:
-            key, taken = self._taken.pop(call.call_id, (None, 0))
+            found = self._taken.pop(call.call_id, None)
+            if found is None:
+                return
+            key, taken = found
             if isinstance(taken, _Waiter):
                 # In its queue as long as it is noted: both change under the lock.
                 self._waiting[key].remove(taken)
                 if not self._waiting[key]:
                     del self._waiting[key]
                 taken.go()
-            elif taken:
+            else:
                 self._free(key, taken)
 
     def __len__(self) -> int:
@@ -159,11 +183,20 @@ class FlowControl:
         with self._lock:
             return sum(self._used.values())
 
-    def _free(self, key: Hashable, size: int) -> None:
+    def windows(self) -> dict[MemberId, list[Window]]:
+        """Returns the windows with calls in flight, by peer: one for each kind of caller."""
+        found: dict[MemberId, list[Window]] = {}
+        with self._lock:
+            for (peer, caller), used in self._used.items():
+                waiting = len(self._waiting.get((peer, caller), ()))
+                found.setdefault(peer, []).append(Window(caller is not None, used, waiting))
+        return found
+
+    def _free(self, key: _Key, size: int) -> None:
         """Frees bytes, and lets in the calls that fit now; the lock is held."""
         used = self._used[key] - size
         waiting = self._waiting.get(key, ())
-        while waiting and (not used or used + waiting[0].size <= self._limit):
+        while waiting and (not used or used + waiting[0].size <= self.limit):
             waiter = waiting.popleft()
             used += self._let_in(waiter.call, key, waiter.size)
             waiter.go()
@@ -174,7 +207,7 @@ class FlowControl:
         else:
             self._used.pop(key, None)
 
-    def _let_in(self, call: PendingCall, key: Hashable, size: int) -> int:
+    def _let_in(self, call: PendingCall, key: _Key, size: int) -> int:
         """Gives room to a call; returns how much, 0 if it is settled. The lock is held."""
         # First the room, then the look: the thread that settles it does this the other way round.
         self._taken[call.call_id] = (key, size)

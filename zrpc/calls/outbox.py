@@ -12,11 +12,12 @@ from functools import partial
 import zmq
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.calls.recorder import Recorder
 from zrpc.membership.view import Membership
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
-from zrpc.wire.kind import UNCOUNTED
+from zrpc.wire.kind import ANSWERS, UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -36,6 +37,7 @@ class Outbox:
 
     Attributes:
         closed: whether the worker has shut down, or is about to.
+        recorder: records the messages that are posted while a trace is on; else None.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Outbox:
         self._short_of_descriptors = False
         self._carriers: Sequence[MessageHooks] = ()
         self.closed = False
+        self.recorder: Recorder | None = None
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
         """Has these hooks carry large buffers. Only before the agent serves."""
@@ -94,6 +97,8 @@ class Outbox:
         """
         if member in self._membership.lost:
             return
+        if self.recorder is not None and message.kind not in ANSWERS:
+            self.recorder.on_message(message, member, out=True)
         if hold_interrupts():
             try:
                 self._put_or_queue(member, message)

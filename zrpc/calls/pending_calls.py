@@ -11,10 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from zrpc.calls.call_counters import CallCount, Table
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
+from zrpc.wire.message import Message
+
+if TYPE_CHECKING:
+    from zrpc.calls.recorder import CallMarks
 
 __all__ = [
     "DEFAULT_LIMIT",
@@ -35,7 +41,7 @@ NEVER = float("inf")
 _NO_OUTCOME: list[Any] = []
 
 
-def name_of(body: Any) -> object:
+def name_of(body: Any) -> str:
     """Returns what to call a request in messages to people: its function's or method's name.
 
     Not the function itself, which may hold much: a bound method its object, a closure its cells.
@@ -47,9 +53,10 @@ def name_of(body: Any) -> object:
     if type(what) is str:
         return what
     try:
-        return what.__qualname__
+        name = what.__qualname__
     except Exception:  # of an object that can be called
-        return type(what).__qualname__
+        name = None
+    return name if type(name) is str else type(what).__qualname__
 
 
 class Follower(Protocol):
@@ -91,6 +98,7 @@ class Stage(IntEnum):
 
 
 _NEW = Stage.NEW
+_ERROR = int(Kind.ERROR)
 
 
 class PendingCall:
@@ -113,6 +121,7 @@ class PendingCall:
         follower: told by the thread that settles the call, after the gate has opened.
         siblings: the calls that end with the same handler; see `zrpc.calls.cancel_scope`.
         stage: how far its message has come.
+        marks: what is noted of it for a trace; None without one.
         undo: undoes what was done for the message, if it is not sent.
         waiters: the idents of the threads that wait for the answer.
     """
@@ -129,6 +138,7 @@ class PendingCall:
         "holds",
         "kind",
         "limit",
+        "marks",
         "peer",
         "siblings",
         "stage",
@@ -156,11 +166,12 @@ class PendingCall:
         self.died = died
         self.limit: Limit = OWN_LIMIT
         self.kind = 0
-        self.what: object = ""
+        self.what = ""
         self.follower: Follower | None = None
         self.siblings: set[Any] | None = None
         self.stage = Stage.NEW
         self.undo: Callable[[], None] | None = None
+        self.marks: CallMarks | None = None
         self.waiters: tuple[int, ...] = ()
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -189,6 +200,12 @@ class PendingCall:
         """Stores the outcome and opens the gate; for the thread that took it from the table."""
         self._outcome = [outcome]
         self.holds = None
+        failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
+        now = time.monotonic()
+        # Before the gate opens: a program that has the answer finds the call counted.
+        self._calls.counts.row(self.what or self.kind).add(now - self.begun, failed)
+        if self.marks is not None:
+            self.marks.on_settled(self, outcome, failed, now)
         self.gate.release()
         if self.siblings is not None:
             self.siblings.discard(self)
@@ -271,6 +288,7 @@ class PendingCalls:
         describe: a peer's name and rank, for error messages. Any thread may call it.
 
     Attributes:
+        counts: of the calls that are settled.
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
     """
 
@@ -285,6 +303,7 @@ class PendingCalls:
         self.on_cancelled = on_cancelled
         self.explain = explain
         self.describe = describe
+        self.counts = Table(CallCount)
         # Single operations on the dict are atomic; pop decides which thread settles a call.
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)

@@ -55,6 +55,7 @@ class PendingRequests:
         """Enters a request; returns its scope, cancelled already if the cancellation came first."""
         key = (request.sender, request.call_id)
         scope = CancelScope(caller, request.deadline, request.kind not in DROPPABLE)
+        scope.call_id = request.call_id
         request.scope = scope
         self._requests[key] = request
         if scope.deadline < self._earliest:

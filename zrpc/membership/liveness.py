@@ -50,6 +50,9 @@ class LivenessMonitor:
 
     Attributes:
         expected: workers to monitor before any message was exchanged with them.
+        missed: how often the heartbeats of a peer have stopped: it did not answer in time, or the
+            connection broke.
+        reconnects: how often a peer has answered heartbeats again after that.
 
     For one thread at a time, the one that receives; but `describe_loss`, `explain`, `reason` and
     `may_live` may be called from any.
@@ -72,6 +75,7 @@ class LivenessMonitor:
         self._leading_since: float | None = None
         self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
         self.expected: set[MemberId] = set()
+        self.missed = self.reconnects = 0
         self._probes: dict[MemberId, ListenerProbe] = {}
         # Why workers are gone, and a description of that: written before the membership marks them
         # as lost.
@@ -106,7 +110,12 @@ class LivenessMonitor:
         self._note_messages(now)
         for peer, answers in self._network.heartbeats.events():
             member = MemberId(peer)
-            (self._detector.connected if answers else self._detector.disconnected)(member, now)
+            if answers:
+                self.reconnects += self._detector.reached(member)
+                self._detector.connected(member, now)
+            else:
+                self.missed += 1
+                self._detector.disconnected(member, now)
         self._monitor_new_ones(now, self._waits_for_all(leading, now))
         self._check_processes(now)
         losses = self._detector.tick(now) + self._complete_leaves(now)

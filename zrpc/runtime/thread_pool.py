@@ -49,6 +49,8 @@ class Load(NamedTuple):
     Attributes:
         size: the number of jobs that may run at once.
         running: the number of jobs that run, without those that wait for another worker.
+        waiting: the number of jobs that wait for another worker.
+        idle: the number of threads without a job.
         threads: the number of threads.
         begun: the number of jobs ever begun, approximately.
         queued: the number of jobs that wait for a thread.
@@ -57,6 +59,8 @@ class Load(NamedTuple):
 
     size: int
     running: int
+    waiting: int
+    idle: int
     threads: int
     begun: int
     queued: int
@@ -171,9 +175,12 @@ class HandlerPool:
     def load(self, limit: int) -> Load:
         """Returns how much there is to do, with at most ``limit`` of the queued jobs."""
         with self._lock:
+            at_work = len(self._threads) + len(self._guests) - len(self._idle)
             return Load(
                 self._size,
                 self._running,
+                at_work - self._running,
+                len(self._idle),
                 len(self._threads),
                 self.begun,
                 len(self._backlog),

@@ -151,6 +151,7 @@ class LossDetector(Service):
                     "it again only if it may run twice"
                 )
                 logger.error("%s: %s", self.agent.worker_info, text)
+                self.agent.dispatcher.lost += 1
                 call.settle(RpcError(text))
 
     # -- the callee ----------------------------------------------------------------------

@@ -35,6 +35,7 @@ class Mailbox:
 
     Attributes:
         sent: the number of counted messages that were sent.
+        sent_bytes: the size of all messages that were sent, in bytes.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Mailbox:
     ) -> None:
         self.endpoint = endpoint
         self._in_chunks = endpoint.startswith("tcp://")
-        # Held for one message at a time; guards the socket, `sent` and `_chunked`.
+        # Held for one message at a time; guards the socket, the counts and `_chunked`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
         self._socket.routing_id = identity
@@ -66,7 +67,7 @@ class Mailbox:
             guard(self._socket)
         self._socket.connect(endpoint)
         self._chunked = 0  # messages sent in chunks
-        self.sent = 0
+        self.sent = self.sent_bytes = 0
 
     def transmit(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
         """Sends one message; never blocks for the peer.
@@ -90,6 +91,7 @@ class Mailbox:
             else:
                 self._transmit_frames([first, *buffers], counted)
             self.sent += counted
+            self.sent_bytes += size_of(first, buffers) if buffers else len(first)
 
     def _transmit_chunks(self, first: bytes, buffers: Sequence[Any], counted: bool) -> None:
         """Sends a message in chunks; if that fails halfway, tells the peer.
@@ -123,6 +125,11 @@ class Mailbox:
                 self._socket.send(b"")
                 self.sent += counted
             raise
+
+    @property
+    def way(self) -> str:
+        """How the messages travel: ``"tcp"``, ``"ipc"`` or ``"inproc"``."""
+        return self.endpoint.partition("://")[0]
 
     def close(self, linger: float) -> None:
         """Closes the socket; queued messages have ``linger`` seconds to be sent."""

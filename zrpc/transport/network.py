@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ __all__ = [
     "Network",
     "bulk_identity",
     "heartbeat_identity",
+    "size_of",
 ]
 
 AnyMailbox = Mailbox | DirectMailbox
@@ -61,6 +63,7 @@ class Network:
 
     Attributes:
         directory: this worker's private directory; None if the system has no Unix sockets.
+        reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
     `send` may be called from any thread, `receive` from one at a time.
@@ -74,8 +77,10 @@ class Network:
         self._context: zmq.Context[Any] = zmq.Context()
         # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
         self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
-        # Guards the opening of mailboxes.
+        # Guards the opening and closing of mailboxes.
         self._lock = threading.Lock()
+        self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed
+        self.reconnects = 0
         self._mailboxes: dict[int, AnyMailbox] = {}
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
         self._endpoints: dict[int, str] = {}
@@ -206,10 +211,11 @@ class Network:
     def drop(self, peer: int) -> None:
         """Closes the mailboxes of a peer that is lost or has left, with all queued messages."""
         with self._lock:
-            dropped = [boxes.pop(peer, None) for boxes in (self._mailboxes, self._bulk)]
+            dropped = [boxes.pop(peer) for boxes in (self._mailboxes, self._bulk) if peer in boxes]
+            for mailbox in dropped:
+                self._sent_before[peer, mailbox.way] += mailbox.sent_bytes
         for mailbox in dropped:
-            if mailbox is not None:
-                mailbox.close(0)
+            mailbox.close(0)
 
     def look_after_descriptors(self) -> bool:
         """Keeps libzmq from accepting connections without a descriptor; see `fd_reserve`.
@@ -235,6 +241,20 @@ class Network:
         """Returns the number of counted messages that were ever sent to these peers."""
         both = (self._mailboxes, self._bulk)
         return sum(boxes[peer].sent for peer in peers for boxes in both if peer in boxes)
+
+    def sent_bytes(self) -> Counter[tuple[int, str]]:
+        """Returns the bytes that were ever sent, by peer and way; see `Mailbox.way`."""
+        with self._lock:
+            sent = self._sent_before.copy()
+            for boxes in (self._mailboxes, self._bulk):
+                for peer, mailbox in boxes.items():
+                    sent[peer, mailbox.way] += mailbox.sent_bytes
+        return sent
+
+    @property
+    def received_bytes(self) -> int:
+        """Returns the bytes that ever came by ZeroMQ, and so not by direct connections."""
+        return self._inbox.received_bytes
 
     def close(self, linger: float, lost: Collection[int]) -> None:
         """Closes all sockets and removes the private directory. Idempotent.
@@ -304,6 +324,8 @@ class Network:
                     mailbox.transmit(first, buffers, counted=False)
                 mailbox.sent += broken.sent
                 self._mailboxes[peer] = mailbox
+                self._sent_before[peer, broken.way] += broken.sent_bytes
+                self.reconnects += 1
         if mailbox is None or mailbox is broken:
             raise zmq.ZMQError(zmq.ENOTSOCK)
         return mailbox

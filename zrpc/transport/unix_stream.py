@@ -31,6 +31,7 @@ from zrpc.transport.address import DIRECT
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import Unpacked, Unpacker, header
 from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
+from zrpc.transport.mailbox import size_of
 from zrpc.transport.poller import Poller
 
 __all__ = ["BACKLOG", "DirectInbox", "DirectMailbox", "Received", "direct_path", "drain"]
@@ -71,8 +72,12 @@ class DirectMailbox:
         OSError: the peer does not listen.
 
     Attributes:
+        way: as of a `Mailbox`.
         sent: the number of counted messages that were sent.
+        sent_bytes: the size of all messages that were sent, in bytes.
     """
+
+    way = "direct"
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class DirectMailbox:
         self._queue: deque[bytes] = deque()
         self._written = 0
         self._watched = False
-        self.sent = 0
+        self.sent = self.sent_bytes = 0
         try:
             self._socket = GilHeldSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         except OSError as error:
@@ -123,6 +128,7 @@ class DirectMailbox:
                 if written < len(data) or buffers:
                     self._queue_rest(parts, written)
             self.sent += counted
+            self.sent_bytes += size_of(first, buffers) if buffers else len(first)
 
     def _write(self, parts: Sequence[Any]) -> int:
         """Writes what there is room for; returns the number of bytes. The mutex is held."""

@@ -32,6 +32,7 @@ from zrpc.services.autograd.contexts import (
     creator_of,
     current_id,
     pass_fields,
+    pass_name,
     unknown_context,
 )
 from zrpc.services.autograd.dependencies import Tracer, UsedTensors
@@ -168,7 +169,8 @@ class Passes:
             for message in sent:
                 wait = partial(self._await_gradients, message.send_id, message.position)
                 last = append_turn(last, wait, list(message.exits.values()))
-            engine.run(roots, last, part.retain_graph, state)
+            with self._agent.span(f"backward {pass_name(state.context_id, pass_.pass_id)}"):
+                engine.run(roots, last, part.retain_graph, state)
             for future in asked:
                 future.wait()
             pass_.check()

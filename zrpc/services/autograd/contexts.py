@@ -21,7 +21,15 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import INCARNATIONS, MemberId, incarnation_of, member_id_of, rank_of
 from zrpc.wire.message import Message
 
-__all__ = ["PASS_LAYOUT", "Contexts", "creator_of", "current_id", "pass_fields", "unknown_context"]
+__all__ = [
+    "PASS_LAYOUT",
+    "Contexts",
+    "creator_of",
+    "current_id",
+    "pass_fields",
+    "pass_name",
+    "unknown_context",
+]
 
 # What messages about a context or a pass say: context, pass, id of the send.
 PASS_LAYOUT = struct.Struct("<qQQ")
@@ -214,6 +222,13 @@ def creator_of(drawn_id: int) -> MemberId:
     """Returns the member that has drawn the id of a context or of a pass."""
     incarnation = (drawn_id >> _COUNTER_BITS) & (INCARNATIONS - 1)
     return member_id_of(drawn_id >> _RANK_SHIFT, incarnation)
+
+
+def pass_name(context_id: int, pass_id: int) -> str:
+    """Names a pass, or a context if the pass is 0: by the rank that has begun it, and a number."""
+    drawn_id = pass_id or context_id
+    number = f"{rank_of(creator_of(drawn_id))}.{drawn_id & ((1 << _COUNTER_BITS) - 1)}"
+    return f"{'pass' if pass_id else 'context'} {number}"
 
 
 def pass_fields(message: Message) -> tuple[int, int, int]:

@@ -73,6 +73,10 @@ class AutogradService(Service, BackwardOfValue):
         """Returns how many contexts this worker takes part in."""
         return len(self.contexts)
 
+    def stats(self) -> Mapping[str, int]:
+        """Returns how many contexts this worker takes part in."""
+        return {"autograd_contexts": len(self)}
+
     def backward_of_value(
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:

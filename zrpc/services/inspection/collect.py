@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zrpc.agent.agent import Agent
+from zrpc.calls.function_names import handler_name, kind_name, readable
 from zrpc.calls.pending_calls import NEVER, PendingCall
-from zrpc.services.inspection.function_names import handler_name, kind_name, readable
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind, Tag

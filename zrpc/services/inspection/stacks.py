@@ -33,10 +33,10 @@ import torch
 import zrpc
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import Execution, RequestJob
+from zrpc.calls.function_names import handler_name, kind_name
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
 from zrpc.runtime.context_thread import ContextThread
-from zrpc.services.inspection.function_names import handler_name, kind_name
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from zrpc.agent.agent import Agent
+from zrpc.calls.function_names import kind_name, readable
 from zrpc.calls.pending_calls import PendingCall
-from zrpc.services.inspection.function_names import kind_name, readable
 from zrpc.services.inspection.snapshot import Activity
 from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind

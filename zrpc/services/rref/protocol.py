@@ -146,7 +146,11 @@ class References:
 
     def __len__(self) -> int:
         """Returns how many values are owned and forks held here."""
-        return len(self._owned) + len(self._held)
+        return sum(self.sizes())
+
+    def sizes(self) -> tuple[int, int]:
+        """Returns how many values are owned here, and how many forks are held."""
+        return len(self._owned), len(self._held)
 
     def is_listed(self, fork_id: ForkId) -> bool:
         """Returns whether the owner has confirmed this fork; asked at the user."""

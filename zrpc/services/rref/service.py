@@ -103,6 +103,7 @@ class ValueSink:
     def error(self, error: BaseException) -> None:
         """Takes what the function has raised."""
         self._callee.log_failure(error)
+        self._callee.count(self.request, failed=True)
         self._value.set(error=error)
         self._callee.answer(self.request, None)
 
@@ -363,6 +364,12 @@ class RRefService(Service):
         for value in orphans:
             value.set(error=OwnerDied("the worker that asked for this value died before it did"))
         self._settle_references()
+
+    def stats(self) -> Mapping[str, int]:
+        """Returns how many values this worker owns, and how many it refers to."""
+        with self._lock:
+            owned, held = self._references.sizes()
+        return {"rrefs_owned": owned, "rrefs_held": held}
 
     def tick(self) -> None:
         """Has handlers begin that have waited for long."""

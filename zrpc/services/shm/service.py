@@ -79,6 +79,7 @@ class SharedMemoryService(Service, MessageHooks):
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
         timing: when segments are closed; it may be replaced at any time.
+        sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
 
     # The services of this process, for fork, by identity. Not a set: another thread may add one
@@ -104,6 +105,7 @@ class SharedMemoryService(Service, MessageHooks):
         self._asked: dict[MemberId, int] = {}
         self._questions = itertools.count(1)
         self._next_check = 0.0
+        self.sent_bytes = self.received_bytes = 0
         self._pid = os.getpid()
         self.to_carry = self.loans.ended
         self._closed = False
@@ -197,6 +199,7 @@ class SharedMemoryService(Service, MessageHooks):
         finally:
             with self._lock:
                 there = self.pool.written(segment)
+                self.sent_bytes += sum(sizes)
         if not there:
             return  # the peer was lost, or this service is closed
         moved = {index for index, _ in windows}
@@ -257,6 +260,7 @@ class SharedMemoryService(Service, MessageHooks):
         by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
         others = iter(message.buffers)
         message.buffers = [by_index[i] if i in by_index else next(others) for i in range(count)]
+        self.received_bytes += sum(size for _, size in places)
         return loan
 
     def _on_returned(self, message: Message, data: bytes) -> None:
@@ -324,6 +328,10 @@ class SharedMemoryService(Service, MessageHooks):
             self._to_return.pop(member, None)
             self._asked.pop(member, None)
         self.loans.forget(member)
+
+    def stats(self) -> Mapping[str, int]:
+        """Returns the bytes that went and came by shared memory."""
+        return {"shm_bytes_sent": self.sent_bytes, "shm_bytes_received": self.received_bytes}
 
     def idle(self) -> bool:
         """Returns whether all borrowers have opened what they were lent.

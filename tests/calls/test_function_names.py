@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zrpc.services.inspection.function_names import function_of
+from zrpc.calls.function_names import function_of
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder

@@ -1,0 +1,294 @@
+"""`zrpc.stats`: what a worker has done, in numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zrpc as rpc
+import zrpc.autograd as dist_autograd
+from tests.support.waiting import until
+from zrpc.agent import stats as rpc_stats
+from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+
+MIB = 1 << 20
+
+
+def fail() -> None:
+    raise KeyError("on purpose")
+
+
+running, gate = threading.Event(), threading.Event()
+
+
+def hold() -> bool:
+    running.set()
+    return gate.wait(60)
+
+
+@pytest.fixture(autouse=True)
+def closed_gate() -> Iterator[None]:
+    running.clear()
+    gate.clear()
+    yield
+    gate.set()
+
+
+def test_calls_are_counted_by_function_at_both_ends(mesh: Mesh) -> None:
+    def call() -> None:
+        for _ in range(3):
+            rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
+        rpc.rpc_async("worker1", max, (1, 2)).wait()
+        with pytest.raises(KeyError):
+            rpc.rpc_sync("worker1", fail)
+
+    mesh.run("worker0", call)
+    caller, callee = mesh.run("worker0", rpc.stats), mesh.run("worker1", rpc.stats)
+    counted = {name: (each.number, each.errors) for name, each in caller.calls.items()}
+    assert counted == {"torch.add": (3, 0), "max": (1, 0), "fail": (1, 1)}
+    handled = {name: (each.number, each.errors) for name, each in callee.handlers.items()}
+    assert handled == counted
+    assert not callee.calls
+    assert not caller.handlers
+    assert (caller.name, caller.rank, callee.name, callee.rank) == ("worker0", 0, "worker1", 1)
+
+
+def test_the_times_of_a_call_add_up(mesh: Mesh) -> None:
+    def call() -> None:
+        future = rpc.rpc_async("worker1", hold)
+        assert running.wait(60)
+        during = rpc.stats(), rpc.rpc_sync("worker1", rpc.stats)
+        threading.Event().wait(0.2)
+        gate.set()
+        assert future.wait()
+        return during
+
+    caller, callee = mesh.run("worker0", call)
+    assert caller.calls_in_flight == caller.peers["worker1"].calls_in_flight == 1
+    assert callee.requests_in_progress == callee.peers["worker0"].requests_in_progress == 2
+    assert callee.threads.running == 2
+    made = mesh.run("worker0", rpc.stats).calls["hold"]
+    run = mesh.run("worker1", rpc.stats).handlers["hold"]
+    assert run.run_seconds >= 0.2
+    assert made.seconds >= run.queue_seconds + run.run_seconds
+    assert sum(made.histogram) == 1
+    assert made.seconds / 2 <= made.quantile(1) <= 2 * made.seconds
+
+
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_the_time_in_the_queue_is_not_that_of_the_handler(mesh: Mesh) -> None:
+    def call() -> None:
+        first = rpc.rpc_async("worker1", hold)
+        assert running.wait(60)
+        second = rpc.rpc_async("worker1", max, (1, 2))
+        until(lambda: mesh.agent(1).pool.queued == 1)
+        assert rpc_stats_of(mesh, 1).threads.queued == 1
+        threading.Event().wait(0.2)
+        gate.set()
+        rpc.wait_all([first, second])
+
+    mesh.run("worker0", call)
+    handled = rpc_stats_of(mesh, 1).handlers["max"]
+    assert handled.queue_seconds >= 0.2
+    assert handled.run_seconds < handled.queue_seconds
+
+
+def rpc_stats_of(mesh: Mesh, worker: int) -> rpc_stats.Stats:
+    return rpc_stats.take_stats(mesh.agent(worker))
+
+
+def test_async_functions_and_values_of_rrefs_are_counted_once(mesh: Mesh) -> None:
+    def call() -> None:
+        assert rpc.rpc_sync("worker1", twice_later, (4,)) == 8
+        assert rpc.rpc_sync("worker1", twice_by_future, (4,)) == 8
+        rref = rpc.remote("worker1", max, (1, 2))
+        assert rref.to_here() == 2
+        assert rref.rpc_sync().bit_length() == 2
+        with pytest.raises(KeyError):
+            rpc.remote("worker1", fail).to_here()
+
+    mesh.run("worker0", call)
+    calls, handlers = rpc_stats_of(mesh, 0).calls, rpc_stats_of(mesh, 1).handlers
+    once = ("twice_later", "twice_by_future", "max", "fail")
+    assert {name: calls[name].number for name in once} == dict.fromkeys(once, 1)
+    assert {name: handlers[name].number for name in once} == dict.fromkeys(once, 1)
+    assert calls["fail"].errors == 0  # the reference is made: its value is an error
+    assert handlers["fail"].errors == 1
+    assert (calls["FETCH"].number, calls["FETCH"].errors) == (2, 1)
+    assert (handlers["FETCH"].number, handlers["FETCH"].errors) == (2, 1)
+    assert calls["bit_length"].number == handlers["int.bit_length"].number == 1
+
+
+async def twice_later(number: int) -> int:
+    return 2 * number
+
+
+@rpc.functions.async_execution
+def twice_by_future(number: int) -> rpc.Future[int]:
+    future: rpc.Future[int] = rpc.Future()
+    future.set_result(2 * number)
+    return future
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ({"transport": "tcp"}, "tcp"),
+        ({"transport": "ipc"}, "direct"),
+        ({"transport": "ipc", "shared_memory": 0}, "ipc"),
+        ({"transport": "ipc"}, "shared_memory"),
+    ],
+    ids=["tcp", "direct", "ipc", "shared memory"],
+)
+def test_bytes_are_counted_by_way(make_mesh: MakeMesh, options: Any, way: str) -> None:
+    mesh = make_mesh(workers=2, options=options)
+    size = 100_000 if way in ("tcp", "direct") else 4 * MIB
+    tensor = torch.zeros(size, dtype=torch.uint8)
+
+    def send() -> None:
+        # The first message to a worker asks whether it can open shared memory.
+        rpc.rpc_sync("worker1", torch.numel, (tensor,))
+        until(lambda: rpc_stats_of(mesh, 0).traffic[way].bytes_sent or send_once())
+        rpc.rpc_sync("worker1", torch.numel, (tensor,))
+
+    def send_once() -> None:
+        rpc.rpc_sync("worker1", torch.numel, (tensor,))
+
+    mesh.run("worker0", send)
+    out, into = rpc_stats_of(mesh, 0), rpc_stats_of(mesh, 1)
+    numbers = {each: sides(out.traffic[each], into.traffic[each]) for each in out.traffic}
+    large = {each for each, sent in numbers.items() if min(sent) >= size}
+    # Before shared memory is agreed upon, sockets carry large tensors.
+    assert large - ({"ipc"} if way == "shared_memory" else set()) == {way}
+    sent, received = numbers[way]
+    assert sent == pytest.approx(received, rel=0.01)
+    if way != "shared_memory":
+        assert out.peers["worker1"].bytes_sent >= sent
+        assert into.peers["worker0"].bytes_received >= received
+
+
+def sides(out: rpc_stats.TrafficStats, into: rpc_stats.TrafficStats) -> tuple[int, int]:
+    return out.bytes_sent, into.bytes_received
+
+
+def test_calls_to_the_worker_itself_have_a_way_of_their_own(mesh: Mesh) -> None:
+    mesh.run("worker0", rpc.rpc_sync, "worker0", max, args=(1, 2))
+    traffic = rpc_stats_of(mesh, 0).traffic
+    assert traffic["inproc"].bytes_sent == traffic["inproc"].bytes_received > 0
+    assert {way for way, each in traffic.items() if each.bytes_sent} == {"inproc"}
+
+
+@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 10_000})
+def test_the_room_of_flow_control_is_shown(mesh: Mesh) -> None:
+    def call() -> None:
+        first = rpc.rpc_async("worker1", hold)
+        second = rpc.rpc_async("worker1", len, (bytes(9_000),))  # waits for room
+        rpc.wait_all([first, second])
+
+    calling = mesh.submit("worker0", call)
+    until(lambda: peer_of(mesh).calls_without_room == 1)
+    assert 0 < peer_of(mesh).room < 9_000
+    assert peer_of(mesh).bytes_in_flight + peer_of(mesh).room == 10_000
+    gate.set()
+    calling.result(60)
+    peer = peer_of(mesh)
+    assert (peer.bytes_in_flight, peer.calls_without_room, peer.room) == (0, 0, 10_000)
+
+
+def peer_of(mesh: Mesh) -> Any:
+    peers = rpc_stats_of(mesh, 0).peers
+    return peers.get("worker1", rpc_stats.PeerStats(1, "member", 0, 0, 0, 0, 0, 0, None))
+
+
+def test_references_and_contexts_are_counted(mesh: Mesh) -> None:
+    def hold_them() -> None:
+        rref = rpc.remote("worker1", torch.ones, (2,))
+        rref.to_here()
+        with dist_autograd.context():
+            tensor = torch.ones(2, requires_grad=True)
+            rpc.rpc_sync("worker1", torch.add, (tensor, 1))
+            return rref, rpc.stats(), rpc.rpc_sync("worker1", rpc.stats)
+
+    rref, user, owner = mesh.run("worker0", hold_them)
+    assert (user.rrefs_owned, user.rrefs_held, user.autograd_contexts) == (0, 1, 1)
+    assert (owner.rrefs_owned, owner.rrefs_held, owner.autograd_contexts) == (1, 0, 1)
+    del rref
+    until(lambda: rpc_stats_of(mesh, 1).rrefs_owned == 0, collect=True)
+    until(lambda: rpc_stats_of(mesh, 1).autograd_contexts == 0)
+
+
+def test_stats_travel_as_pickle_and_json(mesh: Mesh) -> None:
+    mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    found = rpc_stats_of(mesh, 0)
+    assert pickle.loads(pickle.dumps(found)) == found
+    as_dict = dataclasses.asdict(found)
+    assert json.loads(json.dumps(as_dict)) == as_dict
+    assert len(as_dict["bucket_seconds"]) + 1 == len(as_dict["calls"]["max"]["histogram"])
+
+
+@pytest.mark.zrpc(workers=2, processes=True)
+def test_a_lost_worker_is_still_in_the_numbers(mesh: Mesh) -> None:
+    def lose() -> rpc_stats.Stats:
+        until(lambda: rpc.stats().peers["worker1"].state == "lost")
+        return rpc.stats()
+
+    mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    before = mesh.run("worker0", rpc.stats)
+    mesh.kill("worker1")
+    after = mesh.run("worker0", lose)
+    assert after.traffic["direct"].bytes_sent >= before.traffic["direct"].bytes_sent > 0
+    assert after.traffic["direct"].bytes_received >= before.traffic["direct"].bytes_received > 0
+
+
+def test_no_count_is_lost_if_several_threads_count() -> None:
+    table = Table(CallCount)
+    numbers, threads = 20_000, 8
+
+    def count() -> None:
+        for _ in range(numbers):
+            table.row("f").add(0.001, True)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        workers = [threading.Thread(target=count) for _ in range(threads)]
+        for each in workers:
+            each.start()
+        for each in workers:
+            each.join()
+    finally:
+        sys.setswitchinterval(interval)
+    row = table.row("f")
+    assert sum(row.histogram()) == row.errors == numbers * threads
+    assert row.seconds == pytest.approx(0.001 * numbers * threads)
+
+
+@given(st.floats(0, 1e9))
+def test_a_time_is_in_the_bucket_of_its_bounds(seconds: float) -> None:
+    count = CallCount()
+    count.add(seconds, False)
+    (bucket,) = [i for i, number in enumerate(count.histogram()) if number]
+    bounds = (0.0, *BUCKET_SECONDS, float("inf"))
+    assert bounds[bucket] <= seconds + 2e-9
+    assert seconds <= bounds[bucket + 1] + 2e-9
+
+
+def test_names_without_end_are_counted_together() -> None:
+    table = Table(CallCount)
+    for number in range(MAX_NAMES + 10):
+        table.row(f"f{number}").add(0.0, False)
+    rows = table.rows()
+    assert len(rows) == MAX_NAMES + 1
+    assert sum(rows[OTHERS].histogram()) == 10

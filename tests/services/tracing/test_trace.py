@@ -1,0 +1,397 @@
+"""`zrpc.trace`: one file with what all workers did."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+import zrpc.autograd as dist_autograd
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+
+pytestmark = pytest.mark.zrpc(workers=3)
+MIB = 1 << 20
+
+
+class Trace:
+    """A trace as a reader of the file sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = json.loads(path.read_text())
+        self.events = self.file["traceEvents"]
+        self.slices = [each for each in self.events if each["ph"] == "X"]
+        for each in self.slices:
+            each["end"] = each["ts"] + each["dur"]
+        self.processes = {
+            each["pid"]: each["args"]["name"]
+            for each in self.events
+            if each["ph"] == "M" and each["name"] == "process_name"
+        }
+
+    def slice(self, name: str, pid: int | None = None) -> Any:
+        """The only slice with this name."""
+        (found,) = self.all(name, pid)
+        return found
+
+    def all(self, name: str, pid: int | None = None) -> list[Any]:
+        return [s for s in self.slices if s["name"] == name and pid in (None, s["pid"])]
+
+    def inside(self, outer: Any) -> set[str]:
+        """The names of the slices within another one, of the same thread."""
+        return {
+            each["name"]
+            for each in self.slices
+            if each is not outer
+            and (each["pid"], each["tid"]) == (outer["pid"], outer["tid"])
+            and outer["ts"] <= each["ts"]
+            and each["end"] <= outer["end"]
+        }
+
+    def long(self, name: str) -> list[tuple[Any, Any]]:
+        """What overlaps: the beginnings with this name, with their ends."""
+        ends = {
+            (each["cat"], each["id"], each["pid"], each["name"]): each
+            for each in self.events
+            if each["ph"] == "e"
+        }
+        return [
+            (each, ends[each["cat"], each["id"], each["pid"], each["name"]])
+            for each in self.events
+            if each["ph"] == "b" and each["name"] == name
+        ]
+
+    def arrows(self) -> list[tuple[Any, Any]]:
+        """The arrows: the slices at which each begins and ends, the innermost ones."""
+        begins = {each["id"]: each for each in self.events if each["ph"] == "s"}
+        ends = {each["id"]: each for each in self.events if each["ph"] == "f"}
+        assert begins.keys() == ends.keys()
+        return [(self._at(begins[key]), self._at(ends[key])) for key in begins]
+
+    def _at(self, point: Any) -> Any:
+        found = [
+            each
+            for each in self.slices
+            if (each["pid"], each["tid"]) == (point["pid"], point["tid"])
+            and each["ts"] <= point["ts"] <= each["end"]
+            # Those of zrpc's own parts of a call are inside of the call's.
+            and each["name"] not in ("pack", "wait for room", "send", "wait", "take the answer")
+        ]
+        return min(found, key=lambda each: each["dur"])
+
+    def check_nesting(self) -> None:
+        """No two slices of a thread overlap in part."""
+        rows = defaultdict(list)
+        for each in self.slices:
+            rows[each["pid"], each["tid"]].append(each)
+        for row in rows.values():
+            stack: list[Any] = []
+            for each in sorted(row, key=lambda s: (s["ts"], -s["dur"])):
+                # Times have three decimals, in microseconds.
+                while stack and stack[-1]["end"] <= each["ts"] + 0.002:
+                    stack.pop()
+                assert not stack or each["end"] <= stack[-1]["end"] + 0.002, (stack[-1], each)
+                stack.append(each)
+
+
+def traced(mesh: Mesh, path: Path, program: Any, worker: int = 0, **options: Any) -> Trace:
+    """Runs a program on a worker, in a trace."""
+
+    def run() -> None:
+        with rpc.trace(path, **options):
+            program()
+
+    mesh.run(worker, run)
+    return Trace(path)
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    with rpc.span("in the leaf"):
+        return tensor + 1
+
+
+def relay(tensor: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", leaf, (tensor,))
+
+
+async def relay_later(tensor: torch.Tensor) -> torch.Tensor:
+    return await rpc.rpc_async("worker2", leaf, (tensor,))
+
+
+def fail() -> None:
+    raise KeyError("on purpose")
+
+
+def test_a_call_is_shown_at_both_ends_with_an_arrow_and_its_nested_call(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    trace = traced(mesh, path, lambda: rpc.rpc_sync("worker1", relay, (torch.ones(2),)))
+    assert [name.split()[0] for name in trace.processes.values()] == [
+        "worker0",
+        "worker1",
+        "worker2",
+    ]
+    assert "(rank 1, " in trace.processes[1]
+    outer, relayed = trace.slice("rpc_sync#relay(worker0 -> worker1)", 0), trace.slice("relay", 1)
+    inner, leaves = trace.slice("rpc_sync#leaf(worker1 -> worker2)", 1), trace.slice("leaf", 2)
+    parts = {"pack", "wait for room", "send", "wait", "take the answer"}
+    assert trace.inside(outer) == trace.inside(inner) == parts
+    assert trace.inside(relayed) == parts | {inner["name"]}
+    assert trace.inside(leaves) == {"in the leaf"}
+    # The nested call names the call whose handler has made it.
+    assert outer["args"]["parent"] is None
+    assert inner["args"]["parent"] == outer["args"]["call"] == relayed["args"]["call"]
+    assert [(a["name"], b["name"]) for a, b in trace.arrows()] == [
+        (outer["name"], "relay"),
+        (inner["name"], "leaf"),
+    ]
+    # Each lies within what has caused it, on all clocks.
+    for cause, effect in ((outer, relayed), (relayed, inner), (inner, leaves)):
+        assert cause["ts"] <= effect["ts"]
+        assert effect["end"] <= cause["end"]
+    trace.check_nesting()
+    for name in ("on the wire", "in the queue", "answer"):
+        spans = trace.long(name)
+        assert {begin["id"] for begin, _ in spans} == {outer["args"]["call"], inner["args"]["call"]}
+        assert all(begin["ts"] <= end["ts"] for begin, end in spans)
+    assert trace.file["otherData"]["missing"] == []
+    assert trace.file["otherData"]["dropped"] == {"worker0": 0, "worker1": 0, "worker2": 0}
+
+
+def test_async_calls_and_coroutines_overlap(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        futures = [rpc.rpc_async("worker1", relay_later, (torch.ones(2),)) for _ in range(3)]
+        rpc.wait_all(futures)
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    name = "rpc_async#relay_later(worker0 -> worker1)"
+    calls = trace.all(name, 0)
+    assert len(calls) == len(trace.long(name)) == 3
+    assert {each["args"]["call"] for each in calls} == {
+        begin["id"] for begin, _ in trace.long("relay_later")
+    }
+    nested = trace.all("rpc_async#leaf(worker1 -> worker2)", 1)
+    assert {each["args"]["parent"] for each in nested} == {each["args"]["call"] for each in calls}
+    pairs = sorted((a["name"], b["name"]) for a, b in trace.arrows())
+    assert pairs == sorted(
+        [(name, "begin relay_later"), ("rpc_async#leaf(worker1 -> worker2)", "leaf")] * 3
+    )
+    trace.check_nesting()
+
+
+def test_calls_that_fail_say_so(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        with pytest.raises(KeyError):
+            rpc.rpc_sync("worker1", fail)
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    assert trace.slice("rpc_sync#fail(worker0 -> worker1)")["args"]["failed"]
+    assert trace.slice("fail", 1)["args"]["failed"]
+
+
+def test_references_are_shown(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        rref = rpc.remote("worker1", max, (1, 2))
+        assert rref.to_here() == 2
+        assert rref.rpc_sync().bit_length() == 2
+        del rref
+        until(lambda: mesh.run(1, rpc.stats).rrefs_owned == 0, collect=True)
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    pairs = {(a["name"], b["name"]) for a, b in trace.arrows()}
+    assert {
+        ("rpc_remote#max(worker0 -> worker1)", "max"),
+        ("to_here(worker0 -> worker1)", "FETCH"),
+        ("rref#bit_length(worker0 -> worker1)", "int.bit_length"),
+    } <= pairs
+    assert trace.all("REFERENCE", 0)
+    assert trace.all("REFERENCE", 1)
+
+
+def test_a_backward_pass_and_its_gradients_are_shown(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        with dist_autograd.context() as context_id:
+            tensor = torch.ones(2, requires_grad=True)
+            loss = rpc.rpc_sync("worker1", relay, (tensor,)).sum()
+            dist_autograd.backward(context_id, [loss])
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    passes = [each for each in trace.slices if each["name"].startswith("backward pass 0.")]
+    (own,) = [each for each in passes if each["pid"] == 0]
+    name = own["name"].removeprefix("backward ")
+    for worker in (1, 2):
+        handler = trace.slice(f"BACKWARD ({name})", worker)
+        assert f"backward {name}" in trace.inside(handler)
+    gradient = f"GRADIENT ({name})"
+    arrows = [(a["pid"], b["pid"]) for a, b in trace.arrows() if a["name"] == gradient]
+    # Back through the messages there, and through their answers: the sums are worker0's.
+    assert sorted(arrows) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    assert all(a["args"]["bytes"] > 0 for a, _ in trace.arrows() if a["name"] == gradient)
+
+
+@pytest.mark.zrpc(workers=2, options={"transport": "ipc"})
+def test_large_messages_show_their_size_and_shared_memory(mesh: Mesh, tmp_path: Path) -> None:
+    tensor = torch.zeros(4 * MIB, dtype=torch.uint8)
+
+    def send() -> None:
+        rpc.rpc_sync("worker1", torch.add, (tensor, 1))
+
+    until(lambda: mesh.run(0, send) or mesh.run(1, rpc.stats).traffic["shared_memory"].bytes_sent)
+    trace = traced(mesh, tmp_path / "trace.json", send)
+    args = trace.slice("rpc_sync#torch.add(worker0 -> worker1)")["args"]
+    assert args["bytes"] >= 4 * MIB
+    assert args["answer_bytes"] >= 4 * MIB
+    assert args["shared_memory"]
+    assert args["answer_shared_memory"]
+
+
+def test_the_oldest_records_are_dropped_and_the_file_says_how_many(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    def program() -> None:
+        for number in range(50):
+            rpc.rpc_sync("worker1", max, (number, 2))
+
+    trace = traced(mesh, tmp_path / "trace.json", program, max_records=10)
+    calls = trace.all("rpc_sync#max(worker0 -> worker1)")
+    assert 0 < len(calls) <= 10
+    assert trace.file["otherData"]["dropped"]["worker0"] >= 40
+    assert trace.file["otherData"]["dropped"]["worker1"] >= 40
+
+
+def test_nothing_is_recorded_before_and_after(mesh: Mesh, tmp_path: Path) -> None:
+    mesh.run(0, rpc.rpc_sync, "worker1", max, args=(1, 2))
+    trace = traced(mesh, tmp_path / "trace.json", lambda: rpc.rpc_sync("worker1", min, (1, 2)))
+    assert not trace.all("rpc_sync#max(worker0 -> worker1)")
+    assert len(trace.all("rpc_sync#min(worker0 -> worker1)")) == 1
+    assert all(mesh.agent(worker).recorder is None for worker in range(3))
+    mesh.run(0, rpc.rpc_sync, "worker1", max, args=(1, 2))
+
+
+def test_two_traces_at_a_time_have_what_is_theirs(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        with rpc.trace(tmp_path / "inner.json"):
+            rpc.rpc_sync("worker1", min, (1, 2))
+
+    outer = traced(mesh, tmp_path / "outer.json", program)
+    inner = Trace(tmp_path / "inner.json")
+    for name, in_inner in (("max", 0), ("min", 1)):
+        call = f"rpc_sync#{name}(worker0 -> worker1)"
+        assert len(outer.all(call)) == 1
+        assert len(inner.all(call)) == in_inner
+    assert all(mesh.agent(worker).recorder is None for worker in range(3))
+
+
+def test_spans_of_the_program_are_on_its_thread(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        with rpc.span("step"), rpc.span("load"):
+            rpc.rpc_sync("worker1", max, (1, 2))
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    step = trace.slice("step", 0)
+    assert {"load", "rpc_sync#max(worker0 -> worker1)"} <= trace.inside(step)
+
+
+def test_an_error_in_the_program_ends_the_trace_and_writes_it(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        traced(mesh, tmp_path / "trace.json", program)
+    assert Trace(tmp_path / "trace.json").slice("max", 1)
+    assert all(mesh.agent(worker).recorder is None for worker in range(3))
+
+
+def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        traced(mesh, tmp_path / "missing" / "trace.json", lambda: pytest.fail("it has begun"))
+    assert all(mesh.agent(worker).recorder is None for worker in range(3))
+
+
+@pytest.mark.zrpc(workers=3, processes=True)
+def test_a_worker_that_dies_is_named_in_the_file(mesh: Mesh, tmp_path: Path) -> None:
+    path = str(tmp_path / "trace.json")
+    running, go_on = tmp_path / "running", tmp_path / "go on"
+
+    def program() -> None:
+        with rpc.trace(path):
+            rpc.rpc_sync("worker1", max, (1, 2))
+            running.touch()
+            until(go_on.exists)
+            until(lambda: len(rpc.get_worker_infos()) == 2)
+
+    tracing = mesh.submit(0, program)
+    until(running.exists)
+    mesh.kill("worker2")
+    go_on.touch()
+    tracing.result(60)
+    trace = Trace(Path(path))
+    (why,) = trace.file["otherData"]["missing"]
+    assert why.startswith("worker2 (rank 2): ")
+    assert trace.slice("max", 1)
+    assert trace.file["otherData"]["clock_offsets"]["worker1"]["seconds"] == 0  # one host
+
+
+def test_workers_of_different_clocks_are_aligned(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zrpc.services.tracing.worker_trace import WorkerTrace
+
+    pack = WorkerTrace.pack
+    barrier = threading.Lock()
+    shifts = iter((0.0, 1000.0, -50.0))
+
+    def shifted(records: Any) -> Any:
+        """As if this worker's clock were ahead."""
+        with barrier:
+            ahead = next(shifts)
+        moved = []
+        for each in records:
+            times = {
+                name: value + ahead
+                for name, value in each._asdict().items()
+                if type(value) is float and value
+            }
+            moved.append(each._replace(**times))
+        return pack(moved)
+
+    monkeypatch.setattr(WorkerTrace, "pack", shifted)
+    trace = traced(
+        mesh, tmp_path / "trace.json", lambda: rpc.rpc_sync("worker1", relay, (torch.ones(2),))
+    )
+    outer, relayed = trace.slice("rpc_sync#relay(worker0 -> worker1)"), trace.slice("relay", 1)
+    inner, leaves = trace.slice("rpc_sync#leaf(worker1 -> worker2)"), trace.slice("leaf", 2)
+    for cause, effect in ((outer, relayed), (relayed, inner), (inner, leaves)):
+        assert cause["ts"] <= effect["ts"]
+        assert effect["end"] <= cause["end"]
+
+
+def test_the_wire_has_no_more_messages_and_bytes_with_a_trace(
+    make_mesh: MakeMesh, tmp_path: Path
+) -> None:
+    mesh = make_mesh(workers=2)
+
+    def sent() -> Any:
+        return mesh.agent(0).network.sent([1]), rpc.stats().peers["worker1"].bytes_sent
+
+    def program() -> list[int]:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        before = sent()
+        rpc.rpc_sync("worker1", max, (1, 2))
+        return [after - first for first, after in zip(before, sent(), strict=True)]
+
+    def with_trace() -> list[int]:
+        with rpc.trace(tmp_path / "trace.json"):
+            return program()
+
+    assert mesh.run(0, program) == mesh.run(0, with_trace)

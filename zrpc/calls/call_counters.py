@@ -1,0 +1,112 @@
+"""How many calls there were, by function, and how long they took: at the caller and at the callee.
+
+No lock: several threads count at once. An increment is a few instructions between which CPython
+does not switch threads: it does so only at calls and at the ends of loops. So what is called, such
+as ``frexp``, is called first, and none is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import frexp
+from typing import Generic, TypeVar
+
+__all__ = ["BUCKET_SECONDS", "MAX_NAMES", "OTHERS", "CallCount", "HandlerCount", "Table"]
+
+# The upper bounds of a histogram's buckets, in seconds: from 1 us to 2 minutes. A last bucket takes
+# what is longer.
+BUCKET_SECONDS = tuple(2.0**exponent for exponent in range(-20, 8))
+# Names beyond this number are counted together: programs may make functions without end.
+MAX_NAMES = 1000
+OTHERS = "(others)"
+
+# The slot of a time is its exponent, as `frexp` has it, and this.
+_OFFSET = 40
+_SLOTS = 96
+# The slot of the first bucket.
+_FIRST = _OFFSET - 20
+# A time of 0 has the exponent 0 in `frexp`, which is that of a second.
+_LEAST_SECONDS = 1e-9
+
+
+class CallCount:
+    """The calls of one function, at the caller.
+
+    Attributes:
+        errors: the number of those that failed.
+        seconds: how long all of them took, until their answers arrived.
+    """
+
+    __slots__ = ("_slots", "errors", "seconds")
+
+    def __init__(self) -> None:
+        self.errors = 0
+        self.seconds = 0.0
+        self._slots = [0] * _SLOTS
+
+    def add(self, seconds: float, failed: bool) -> None:
+        """Counts a call."""
+        self._slots[frexp(seconds + _LEAST_SECONDS)[1] + _OFFSET] += 1
+        self.seconds += seconds
+        if failed:
+            self.errors += 1
+
+    def histogram(self) -> list[int]:
+        """Returns the number of calls in each bucket, see `BUCKET_SECONDS`."""
+        slots = self._slots.copy()
+        last = _FIRST + len(BUCKET_SECONDS)
+        return [sum(slots[: _FIRST + 1]), *slots[_FIRST + 1 : last], sum(slots[last:])]
+
+
+class HandlerCount:
+    """The executions of one function, at the callee.
+
+    Attributes:
+        number: how many there were.
+        errors: the number of those that failed.
+        queue_seconds: how long all of them waited for a thread, or for an RRef's value.
+        run_seconds: how long all of them ran, until their answers were packed.
+    """
+
+    __slots__ = ("errors", "number", "queue_seconds", "run_seconds")
+
+    def __init__(self) -> None:
+        self.number = self.errors = 0
+        self.queue_seconds = self.run_seconds = 0.0
+
+    def add(self, queue_seconds: float, run_seconds: float, failed: bool) -> None:
+        """Counts an execution."""
+        self.number += 1
+        self.queue_seconds += queue_seconds
+        self.run_seconds += run_seconds
+        if failed:
+            self.errors += 1
+
+
+C = TypeVar("C")
+# A function's name, or the kind of a request that has none.
+Key = str | int
+
+
+class Table(Generic[C]):
+    """A row of counts for each function. Any thread may call its methods.
+
+    Args:
+        make_row: makes a row without counts.
+    """
+
+    def __init__(self, make_row: Callable[[], C]) -> None:
+        self._make_row = make_row
+        # Single operations on the dict are atomic.
+        self._rows: dict[Key, C] = {}
+
+    def row(self, key: Key) -> C:
+        """Returns the row of a function."""
+        return self._rows.get(key) or self._rows.setdefault(self._checked(key), self._make_row())
+
+    def _checked(self, key: Key) -> Key:
+        return key if len(self._rows) < MAX_NAMES else OTHERS
+
+    def rows(self) -> dict[Key, C]:
+        """Returns the rows."""
+        return self._rows.copy()

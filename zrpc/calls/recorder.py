@@ -1,0 +1,286 @@
+"""Records what happens on a worker and when, while a trace is on.
+
+The parts of an agent have a `Recorder` while a trace is on, and None otherwise: that is all that a
+call costs then. Nothing is added to messages: both ends of a call know its caller and its number,
+so their records are matched when the trace is put together. Times are those of ``time.monotonic``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import monotonic
+from typing import Any, NamedTuple
+
+from zrpc.calls.cancel_scope import current_scope
+from zrpc.calls.pending_calls import PendingCall, name_of
+from zrpc.runtime.event_loop import in_event_loop
+from zrpc.wire.kind import Tag
+from zrpc.wire.member_id import NOBODY, MemberId
+from zrpc.wire.message import Message
+
+__all__ = [
+    "NO_PARENT",
+    "CallMarks",
+    "CallRecord",
+    "HandlerRecord",
+    "MessageRecord",
+    "Record",
+    "Recorder",
+    "SpanRecord",
+]
+
+# The parent of a call that no handler has made.
+NO_PARENT = (NOBODY, 0)
+
+
+class CallRecord(NamedTuple):
+    """A call, at the caller.
+
+    Attributes:
+        what: the function's name, or "".
+        kind: of its request.
+        peer: the callee.
+        call_id: its number.
+        parent: the caller and number of the call whose handler has made it; (-1, 0) if none has.
+        thread: the ident of the thread that has made it.
+        waits: whether that thread has waited for the answer at once.
+        packing, packed: when it was packed.
+        sending, left: when it was sent: the time between `packed` and `sending` is the wait for
+            room. 0 if it never was.
+        settled: when it got its outcome.
+        done: when the thread that has waited had its value; otherwise the same.
+        failed: whether the outcome is an error.
+        sent_bytes: the size of the request.
+        sent_shared: whether its large buffers went by shared memory.
+        answer_bytes: the size of the answer.
+        answer_shared: whether its large buffers came by shared memory.
+    """
+
+    what: str
+    kind: int
+    peer: int
+    call_id: int
+    parent: tuple[int, int]
+    thread: int
+    waits: bool
+    packing: float
+    packed: float
+    sending: float
+    left: float
+    settled: float
+    done: float
+    failed: bool
+    sent_bytes: int
+    sent_shared: bool
+    answer_bytes: int
+    answer_shared: bool
+
+
+class HandlerRecord(NamedTuple):
+    """A request, at the callee.
+
+    Attributes:
+        what: the function's name, or "".
+        kind: of the request.
+        caller: who sent it.
+        call_id: the caller's number of the call.
+        thread: the ident of the thread that has begun it.
+        here: whether that thread has ended it too: not so for a coroutine or a future.
+        arrived, started, finished: when; it was answered after that.
+        failed: whether it has raised an error.
+        about: which backward pass the request is about; empty if it is about none.
+    """
+
+    what: str
+    kind: int
+    caller: int
+    call_id: int
+    thread: int
+    here: bool
+    arrived: float
+    started: float
+    finished: float
+    failed: bool
+    about: str
+
+
+class MessageRecord(NamedTuple):
+    """A message that is neither a request nor an answer.
+
+    Attributes:
+        kind: of the message.
+        peer: the other worker.
+        out: whether it was sent.
+        thread: the ident of the thread that has sent or received it.
+        at: when.
+        size: of the message, in bytes.
+        about: which autograd context or backward pass it is about, and after `` #`` which of the
+            sender's or receiver's messages; empty if it is about none.
+    """
+
+    kind: int
+    peer: int
+    out: bool
+    thread: int
+    at: float
+    size: int
+    about: str
+
+
+class SpanRecord(NamedTuple):
+    """A piece of the program, or of zrpc, with a name.
+
+    Attributes:
+        name: its name.
+        thread: the ident of its thread.
+        task: the identity of the asyncio task that it ran in; 0 for none.
+        begun, ended: when.
+    """
+
+    name: str
+    thread: int
+    task: int
+    begun: float
+    ended: float
+
+
+Record = CallRecord | HandlerRecord | MessageRecord | SpanRecord
+
+
+class CallMarks:
+    """What is noted of a call in progress, for its `CallRecord`."""
+
+    __slots__ = (
+        "_recorder",
+        "_settled",
+        "left",
+        "packing",
+        "parent",
+        "sending",
+        "shared",
+        "size",
+        "thread",
+        "waits",
+    )
+
+    def __init__(self, recorder: Recorder, packing: float, size: int) -> None:
+        self._recorder = recorder
+        self.packing = packing
+        self.size = size
+        self.sending = self.left = 0.0
+        self.shared = self.waits = False
+        self.thread = threading.get_ident()
+        scope = current_scope()
+        self.parent = NO_PARENT if scope is None else (scope.caller.member_id, scope.call_id)
+        self._settled: tuple[float, bool, int, bool] = (0.0, True, 0, False)
+
+    def on_sent(self, message: Message) -> None:
+        """The message of the call has left."""
+        self.left = monotonic()
+        self.shared = any(tag == Tag.SHARED for tag, _ in message.extensions)
+
+    def on_settled(self, call: PendingCall, outcome: Any, failed: bool, now: float) -> None:
+        """The call has an outcome. If a thread waits for that, it calls `end` itself."""
+        size, shared = 0, False
+        if type(outcome) is Message:
+            size, shared = outcome.nbytes, Tag.SHARED in (outcome.attachments or ())
+        self._settled = (now, failed, size, shared)
+        if not self.waits:
+            self.end(call, now)
+
+    def end(self, call: PendingCall, done: float) -> None:
+        """Records the call."""
+        settled, failed, size, shared = self._settled
+        self._recorder.add(
+            CallRecord(
+                what=call.what,
+                kind=call.kind,
+                peer=call.peer,
+                call_id=call.call_id,
+                parent=self.parent,
+                thread=self.thread,
+                waits=self.waits,
+                packing=self.packing,
+                packed=call.begun,
+                sending=self.sending,
+                left=self.left or settled,  # the answer may come before the sender goes on
+                settled=settled,
+                done=done,
+                failed=failed,
+                sent_bytes=self.size,
+                sent_shared=self.shared,
+                answer_bytes=size,
+                answer_shared=shared,
+            )
+        )
+
+
+class Recorder:
+    """The latest records of one worker. Any thread may call its methods.
+
+    Args:
+        capacity: how many records are kept; the oldest are dropped.
+        describe: returns what a `Tag.PASS` extension says, for `MessageRecord.about`.
+    """
+
+    def __init__(self, capacity: int, describe: Callable[[bytes], str]) -> None:
+        self._describe = describe
+        self._records: deque[Record] = deque(maxlen=capacity)
+        # An increment is atomic, see `zrpc.calls.call_counters`.
+        self._added = 0
+
+    def add(self, record: Record) -> None:
+        """Adds a record."""
+        self._added += 1
+        self._records.append(record)
+
+    def records(self) -> tuple[list[Record], int]:
+        """Returns the records, and how many were dropped."""
+        records = list(self._records)
+        return records, max(0, self._added - len(records))
+
+    def on_handled(self, request: Message, started: float, finished: float, failed: bool) -> None:
+        """A request has run."""
+        scope = request.scope
+        function, thread = scope.function, threading.get_ident()
+        self.add(
+            HandlerRecord(
+                what="" if function is None else name_of((function,)),
+                kind=request.kind,
+                caller=request.sender,
+                call_id=request.call_id,
+                thread=scope.thread,
+                here=not (scope.deferred or scope.in_task) and thread == scope.thread,
+                arrived=scope.arrived,
+                started=started,
+                finished=finished,
+                failed=failed,
+                about=self._about(request),
+            )
+        )
+
+    def on_message(self, message: Message, peer: MemberId, out: bool) -> None:
+        """A message has come or is about to go that is neither a request nor an answer."""
+        thread, at = threading.get_ident(), monotonic()
+        size, about = message.nbytes, self._about(message)
+        self.add(MessageRecord(message.kind, peer, out, thread, at, size, about))
+
+    @contextlib.contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Records the time of a ``with`` statement, under a name."""
+        task = id(asyncio.current_task()) if in_event_loop() else 0
+        begun = monotonic()
+        try:
+            yield
+        finally:
+            self.add(SpanRecord(name, threading.get_ident(), task, begun, monotonic()))
+
+    def _about(self, message: Message) -> str:
+        for tag, data in message.extensions:
+            if tag == Tag.PASS:
+                return self._describe(data)
+        return ""

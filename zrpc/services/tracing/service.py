@@ -1,0 +1,162 @@
+"""Plugs traces into an agent, and collects those of all workers of a mesh."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
+from zrpc.agent.service import Service
+from zrpc.calls.future import Future
+from zrpc.calls.recorder import HandlerRecord, MessageRecord, Record, Recorder
+from zrpc.errors import RpcError
+from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
+from zrpc.services.tracing.chrome import chrome_trace
+from zrpc.services.tracing.worker_trace import WorkerTrace
+from zrpc.wire.kind import Kind
+
+__all__ = ["DEFAULT_RECORDS", "DIRECTORY", "TracingService", "merge", "trace_mesh"]
+
+# Some 30 MB at each worker.
+DEFAULT_RECORDS = 65_536
+# The variable with the directory for the traces of programs that don't ask for them.
+DIRECTORY = "ZRPC_TRACE"
+_SUFFIX = ".worker.json"
+# How long other workers may take to begin, and to send what they have.
+_ANSWER_SECONDS = 60.0
+# The session of a worker that records from its start to its end.
+_WHOLE_LIFE = ""
+
+
+class TracingService(Service):
+    """Keeps records while a trace is on. Any thread may call its methods."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        # Guards what follows.
+        self._lock = threading.Lock()
+        self._sessions: dict[str, float] = {}  # the traces that are on, and when they began
+        self._directory = os.environ.get(DIRECTORY)
+        if self._directory:
+            self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
+
+    def begin(self, session: str, capacity: int) -> None:
+        """Records from now on, for one more trace; the first one sets the number of records."""
+        with self._lock:
+            self._sessions[session] = time.monotonic()
+            if self.agent.recorder is None:
+                self.agent.record(Recorder(capacity, _describe))
+
+    def end(self, session: str) -> WorkerTrace:
+        """Returns what was recorded for a trace; the last one ends the recording."""
+        with self._lock:
+            since = self._sessions.pop(session)
+            recorder = self.agent.recorder
+            if not self._sessions:
+                self.agent.record(None)
+        records, dropped = recorder.records() if recorder is not None else ([], 0)
+        membership, info = self.agent.membership, self.agent.worker_info
+        return WorkerTrace(
+            member=info.member_id,
+            name=info.name,
+            rank=info.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            names={member: each.name for member, each in membership.infos.copy().items()},
+            threads={each.ident: each.name for each in threading.enumerate() if each.ident},
+            dropped=dropped,
+            rows=WorkerTrace.pack(each for each in records if _begun(each) >= since),
+        )
+
+    def close(self) -> None:
+        """Writes what this worker has recorded since its start, if it was told to."""
+        if self._directory:
+            name = f"{self.agent.worker_info.name}-{self.agent.worker_info.incarnation}{_SUFFIX}"
+            directory = Path(self._directory)
+            directory.mkdir(parents=True, exist_ok=True)
+            self.end(_WHOLE_LIFE).write(directory / name)
+
+
+def _begun(record: Record) -> float:
+    if isinstance(record, MessageRecord):
+        return record.at
+    if isinstance(record, HandlerRecord):
+        return record.started
+    return getattr(record, "packing", 0.0) or getattr(record, "begun", 0.0)
+
+
+def _describe(extension: bytes) -> str:
+    """Returns which pass, and which message of it, an extension is about."""
+    context_id, pass_id, send_id = PASS_LAYOUT.unpack(extension)
+    return pass_name(context_id, pass_id) + (f" #{send_id}" if send_id else "")
+
+
+@contextmanager
+def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Iterator[None]:
+    """Has all workers record while a ``with`` statement runs, and writes one file at its end."""
+    path = Path(path)
+    path.write_text("")  # if that is not possible, it is better known now
+    session = secrets.token_hex(8)
+    own = agent.service(TracingService)
+    others = [info for info in agent.get_worker_infos() if info != agent.worker_info]
+    missing: list[str] = []
+
+    def ask(function: Any, *args: Any) -> list[Any]:
+        body: Any = (function, (session, *args), {})
+        asked = [agent.caller.call_async(each, Kind.CALL, body, _ANSWER_SECONDS) for each in others]
+        outcomes = [_outcome(future) for future in asked]
+        for info, error in list(zip(others, outcomes, strict=True)):
+            if isinstance(error, RpcError):
+                missing.append(f"{info.name} (rank {info.rank}): {error}")
+                others.remove(info)
+        return [each for each in outcomes if not isinstance(each, RpcError)]
+
+    ask(_begin, capacity)
+    own.begin(session, capacity)
+    try:
+        yield
+    finally:
+        trace = own.end(session)
+        _write(path, [trace, *ask(_end)], missing)
+
+
+def _outcome(future: Future[Any]) -> Any:
+    """Returns the value of a future, or its error if its worker is gone, say."""
+    try:
+        return future.wait()
+    except RpcError as error:
+        return error
+
+
+def _begin(session: str, capacity: int) -> None:
+    current_agent().service(TracingService).begin(session, capacity)
+
+
+def _end(session: str) -> WorkerTrace:
+    return current_agent().service(TracingService).end(session)
+
+
+def merge(directory: Path, path: Path) -> int:
+    """Writes the traces that workers left in a directory as one file; returns their number.
+
+    Raises:
+        OSError: a file can't be read or written.
+        ValueError: one of them holds something else.
+    """
+    traces = [WorkerTrace.read(each) for each in directory.glob(f"*{_SUFFIX}")]
+    traces.sort(key=lambda trace: trace.member)
+    _write(path, traces, ())
+    return len(traces)
+
+
+def _write(path: Path, traces: list[WorkerTrace], missing: Any) -> None:
+    path.write_text(json.dumps(chrome_trace(traces, missing)))
