@@ -150,25 +150,27 @@ def nothing() -> None: ...
 
 @contextmanager
 def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
-    """Counts the messages without answer, by kind, that the workers of a mesh send."""
+    """Counts the messages that the workers of a mesh send, by kind."""
     counts: Counter[Kind] = Counter()
     lock = threading.Lock()
     outboxes = [mesh.agent(name).outbox for name in mesh]
-    for outbox in outboxes:
 
-        def post(
-            rank: int, message: Any, *rest: Any, _post: Any = outbox.post, **more: Any
-        ) -> None:
+    def counting(send: Any) -> Any:
+        def count_and_send(rank: int, message: Any, *rest: Any, **more: Any) -> None:
             with lock:
                 counts[Kind(message.kind)] += 1
-            _post(rank, message, *rest, **more)
+            send(rank, message, *rest, **more)
 
-        outbox.post = post  # type: ignore[method-assign]
+        return count_and_send
+
+    for outbox in outboxes:
+        outbox.post = counting(outbox.post)  # type: ignore[method-assign]
+        outbox.request = counting(outbox.request)  # type: ignore[method-assign]
     try:
         yield counts
     finally:
         for outbox in outboxes:
-            del outbox.post  # type: ignore[method-assign]
+            del outbox.post, outbox.request
 
 
 def residual() -> Any:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.services.autograd.split_models import (
+    LEAVES,
     W,
     X,
+    assert_as_local,
     call,
     layer,
     posted,
@@ -76,3 +78,52 @@ def test_no_messages_outside_of_a_context(mesh: Mesh) -> None:
     assert not any(
         counts[kind] for kind in (Kind.GRADIENT, Kind.BACKWARD, Kind.ABORT, Kind.RELEASE)
     )
+
+
+def test_two_workers_ask_nothing_before_a_pass(mesh: Mesh) -> None:
+    """Each message says what its tensors were computed from."""
+
+    def model() -> Any:
+        x = layer(0, X)
+        for _ in range(3):
+            x = layer(0, call("worker1", both, x, X)[0])
+        return (x + call("worker2", layer, 2, x)).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model, passes=2)
+    assert counts[Kind.DEPENDENCIES] == 0
+
+
+def test_only_the_senders_of_messages_that_went_elsewhere_are_asked(mesh: Mesh) -> None:
+    """Worker1 and worker2, once each, about what they have sent to each other."""
+
+    def there(x: Any) -> Any:
+        return layer(1, call("worker2", layer, 2, layer(1, x)))
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, lambda: call("worker1", there, X).sum(), LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 2
+
+
+def test_a_tensor_of_many_sources(mesh: Mesh) -> None:
+    """The message does not say them, so its sender is asked."""
+
+    def model() -> Any:
+        total = X
+        for _ in range(80):
+            total = total + call("worker1", torch.sin, X)
+        return call("worker1", layer, 1, call("worker1", layer, 1, total)).sum()
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, model, LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 0  # worker1's have one source each
+
+    def at_worker1() -> Any:
+        total = X
+        for _ in range(80):
+            total = total + call("worker0", torch.sin, X)
+        return total
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, lambda: call("worker1", at_worker1).sum(), LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 1

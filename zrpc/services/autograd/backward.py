@@ -1,10 +1,10 @@
 """Backward passes: one worker's part in them.
 
-The worker that begins a pass first finds out which tensors lead to its roots. It asks the workers
-that it exchanged tensors with, and then those that they name, what the tensors that they have
-sent were computed from (DEPENDENCIES). Then it asks each worker that has sent tensors which lead
-to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what leads to
-the roots and nothing else, and answers when that is done.
+The worker that begins a pass first finds out which tensors lead to the roots. Messages say what
+their tensors were computed from. If that is not known here, because a message went to another
+worker, its sender is asked (DEPENDENCIES). Then it asks each worker that has sent tensors which
+lead to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what
+leads to the roots and nothing else, and answers when that is done.
 
 A `Receive` node sends the gradients of its tensors back (GRADIENT), and a `Turn` node waits for
 them; see `zrpc.services.autograd.nodes`.
@@ -34,7 +34,7 @@ from zrpc.services.autograd.contexts import (
     pass_fields,
     unknown_context,
 )
-from zrpc.services.autograd.dependencies import Tracer, UsedTensors
+from zrpc.services.autograd.dependencies import UsedTensors
 from zrpc.services.autograd.nodes import Gradients, append_turn
 from zrpc.services.autograd.state import ContextState, Pass
 from zrpc.wire.exceptions import dump_exception, load_exception
@@ -110,20 +110,18 @@ class Passes:
         self, state: ContextState, pass_: Pass, roots: Sequence[torch.Tensor]
     ) -> UsedTensors:
         """Finds the tensors that lead to the roots, at all workers."""
-
-        def ask(peer: MemberId) -> Any:
-            return self._ask(state, pass_, peer, Kind.DEPENDENCIES, None)
-
-        asked = {peer: ask(peer) for peer in state.linked() - {self._own_id}}
-        tracer, used, found = Tracer(), UsedTensors(), 0
+        tracer, used, found = state.tracer, UsedTensors(state.carried), 0
         for root in roots:
             found |= tracer.trace(root)
-        used.learn(self._own_id, state.dependencies(tracer))
+        tracer.forget()
+        used.learn(self._own_id, state.dependencies())
         used.use(self._own_id, found)
         while unknown := used.unknown():
-            asked |= {peer: ask(peer) for peer in unknown - asked.keys()}
-            for peer in unknown:
-                used.learn(peer, asked[peer].wait())
+            asked = {
+                peer: self._ask(state, pass_, peer, Kind.DEPENDENCIES, None) for peer in unknown
+            }
+            for peer, future in asked.items():
+                used.learn(peer, future.wait())
         return used
 
     def _answer_dependencies(self, request: Message) -> None:
@@ -133,7 +131,7 @@ class Passes:
             state = self._contexts.join(context_id, request.sender)
             if state is None:
                 raise unknown_context(context_id)
-            dependencies = state.dependencies(Tracer())
+            dependencies = state.dependencies()
         except Exception as error:
             self._agent.callee.answer_error(request, error)
         else:
@@ -151,7 +149,7 @@ class Passes:
         asked: list[Any] = []
         token = _current_pass.set(pass_)
         try:
-            sent = state.take(part.sent, part.retain_graph)
+            sent = state.take(part.sent, part.arrived, part.retain_graph)
             creator = creator_of(pass_.pass_id)
             receivers = {message.to for message in sent}
             senders = {sender for sender, _ in part.arrived}

@@ -5,14 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from zrpc.errors import RpcError
 from zrpc.runtime.thread_pool import acquire
-from zrpc.services.autograd.dependencies import Dependencies, Tracer, graph_freed
+from zrpc.services.autograd.dependencies import (
+    Dependencies,
+    Reach,
+    Sources,
+    Tracer,
+    graph_freed,
+    read_sources,
+)
 from zrpc.services.autograd.nodes import empty_token
 from zrpc.wire.member_id import MemberId
 
@@ -28,12 +35,23 @@ class SentMessage:
         to: the receiver.
         position: where it is in the order in which this worker sent and received messages.
         exits: the results of `Send`, by the index of the tensor in the message.
+        reach: what each of these tensors was computed from, by the same index.
     """
 
     send_id: int
     to: MemberId
     position: int
     exits: Mapping[int, torch.Tensor]
+    reach: Mapping[int, Reach]
+
+    def only(self, indices: Iterable[int]) -> SentMessage:
+        """Returns the message with some of its tensors."""
+        indices = list(indices)
+        return replace(
+            self,
+            exits={index: self.exits[index] for index in indices},
+            reach={index: self.reach[index] for index in indices},
+        )
 
 
 class ContextState:
@@ -45,7 +63,10 @@ class ContextState:
         start: the leaf at which the engine's runs over received tensors end; never replaced.
         sends: the messages sent, by id, without the tensors that a pass has taken with it.
         receives: the position of each message received, by sender and id.
+        sources: what messages received say about their tensors, packed, by sender and id; without
+            those that a pass has gone over.
         positions: draws positions; needs no lock.
+        tracer: finds what tensors were computed from; needs no lock.
         peers: all workers with which a message of this context was exchanged.
         gradients: the gradients of the leaves at this worker.
         passes: backward passes, including those that are done: a message about one may come
@@ -59,7 +80,9 @@ class ContextState:
         self.start = empty_token(requires_grad=True)
         self.sends: dict[int, SentMessage] = {}
         self.receives: dict[tuple[MemberId, int], int] = {}
+        self.sources: dict[tuple[MemberId, int], bytes] = {}
         self.positions = itertools.count()
+        self.tracer = Tracer()
         self.peers: set[MemberId] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
@@ -69,6 +92,7 @@ class ContextState:
         with self.lock:
             self.sends.clear()
             self.gradients.clear()
+            self.tracer = Tracer()
             passes = list(self.passes.values())
         for pass_ in passes:
             pass_.fail(lambda: RpcError("the autograd context ended during a backward pass"))
@@ -83,22 +107,38 @@ class ContextState:
             senders = {sender for sender, _ in self.receives}
             return senders.union(message.to for message in self.sends.values())
 
-    def dependencies(self, tracer: Tracer) -> Dependencies:
+    def dependencies(self) -> Dependencies:
         """Returns which received tensors those that were sent were computed from."""
         with self.lock:
             messages = list(self.sends.values())
         sent = {
-            (message.send_id, index): tracer.trace(token)
+            (message.send_id, index): reach.arrived
             for message in messages
-            for index, token in message.exits.items()
+            for index, reach in message.reach.items()
         }
-        return Dependencies(tracer.arrived, sent)
+        return Dependencies(self.tracer.arrived, sent)
 
-    def take(self, used: Mapping[int, Iterable[int]], retain_graph: bool) -> list[SentMessage]:
+    def carried(self, sender: MemberId, send_id: int) -> Sources | None:
+        """Returns what a received message says about its tensors, or None if that is not known.
+
+        Raises:
+            ProtocolError: that can't be read.
+        """
+        with self.lock:
+            data = self.sources.get((sender, send_id))
+        return None if data is None else read_sources(data)
+
+    def take(
+        self,
+        used: Mapping[int, Iterable[int]],
+        arrived: Iterable[tuple[MemberId, int]],
+        retain_graph: bool,
+    ) -> list[SentMessage]:
         """Returns the messages with their used tensors, for a pass, in the order of positions.
 
         Unless the graph is retained, the pass takes these tensors with it. Those that it does not
-        use stay for later passes.
+        use stay for later passes. What ``arrived``, the received messages that it uses, say about
+        their tensors is forgotten: a later pass that uses them too must ask what is left.
 
         Raises:
             RpcError: another pass has taken one of them.
@@ -109,18 +149,19 @@ class ContextState:
                 message = self.sends.get(send_id)
                 if message is None or not message.exits.keys() >= set(indices):
                     raise graph_freed()
-                exits = {index: message.exits[index] for index in indices}
-                taken.append(SentMessage(send_id, message.to, message.position, exits))
+                taken.append(message.only(indices))
             if not retain_graph:
                 for message in taken:
                     self._drop(message)
+                for origin in arrived:
+                    self.sources.pop(origin, None)
         return sorted(taken, key=lambda message: message.position)
 
     def _drop(self, used: SentMessage) -> None:
         message = self.sends.pop(used.send_id)
-        rest = {i: token for i, token in message.exits.items() if i not in used.exits}
+        rest = message.exits.keys() - used.exits.keys()
         if rest:
-            self.sends[used.send_id] = SentMessage(used.send_id, message.to, message.position, rest)
+            self.sends[used.send_id] = message.only(sorted(rest))
 
     def add_gradient(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Adds to the gradient of a leaf."""
