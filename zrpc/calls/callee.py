@@ -120,7 +120,9 @@ class Callee:
         """Returns a sink that answers the request with the function's outcome."""
         return _Answer(self, request)
 
-    def answer(self, request: Message, value: Any) -> None:
+    def answer(
+        self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
+    ) -> None:
         """Answers a request with a value, or with an error if it can't be pickled."""
         if request.scope.cancelled:  # nobody waits for it
             self.requests.end(request)
@@ -134,6 +136,8 @@ class Callee:
                 reply.body = NONE
             else:
                 encoder.pack(value, reply)
+            if extension is not None:
+                reply.extensions = [*reply.extensions, extension]
             self._outbox.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
             if encoder is not None:

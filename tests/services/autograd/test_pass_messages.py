@@ -7,17 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+import zrpc
+import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     LEAVES,
     W,
     X,
     assert_as_local,
+    assert_freed,
     call,
     layer,
     posted,
     residual,
+    settle,
     train,
 )
+from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 
@@ -127,3 +132,32 @@ def test_a_tensor_of_many_sources(mesh: Mesh) -> None:
     with posted(mesh) as counts:
         assert_as_local(mesh, lambda: call("worker1", at_worker1).sum(), LEAVES)
     assert counts[Kind.DEPENDENCIES] == 1
+
+
+def test_a_training_step_sends_eleven_messages(mesh: Mesh) -> None:
+    """Here, worker1, here, worker1, here: 4 for calls, 4 for gradients, 2 to step, 1 at the end."""
+
+    def step(optimizer: Any) -> None:
+        with dist_autograd.context() as context_id:
+            x = layer(0, X)
+            for _ in range(2):
+                x = layer(0, call("worker1", layer, 1, x))
+            dist_autograd.backward(context_id, [x.sum()])
+            optimizer.step(context_id)
+
+    def arrived() -> int:
+        return sum(sum(mesh.agent(name).dispatcher.received.values()) for name in mesh)
+
+    with mesh.agent(0).as_current():
+        weight = zrpc.remote("worker1", lambda: W[1])
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.0)
+    settle(mesh)
+    before = arrived()
+    with posted(mesh) as counts:
+        mesh.run(0, step, optimizer)
+        assert_freed(mesh)
+    assert arrived() - before == 11
+    assert counts[Kind.CALL] == 2
+    assert counts[Kind.GRADIENT] == 4
+    assert counts[Kind.METHOD] == 1
+    assert counts[Kind.RELEASE] == 1

@@ -20,10 +20,17 @@ from zrpc.services.autograd.dependencies import (
     graph_freed,
     read_sources,
 )
+from zrpc.services.autograd.last_gradients import LastGradients
 from zrpc.services.autograd.nodes import empty_token
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["ContextState", "Pass", "SentMessage"]
+
+# See `zrpc.runtime.thread_pool.acquire`.
+Receive = Callable[[threading.Lock, float], None]
+
+# In place of the id of a send: a wait for the parts of other workers.
+_PARTS = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,37 +193,52 @@ class ContextState:
 class Pass:
     """One backward pass at one worker: the gradients that arrive for the tensors it has sent.
 
-    All methods may be called from any thread.
+    All methods may be called from any thread, but for those that say otherwise.
 
     Attributes:
         pass_id: its id, unique in the mesh.
         linked: the workers that it waits for, or that wait for it, while it runs here.
+        openings: the parts of other workers that begin with the gradients of a received message.
+        last: what this worker's part computes last; None where the pass has begun.
     """
 
     def __init__(self, pass_id: int) -> None:
         self.pass_id = pass_id
         self.linked: frozenset[MemberId] = frozenset()
+        self.openings: dict[tuple[MemberId, int], Any] = {}
+        self.last: LastGradients | None = None
         # Guards what follows.
         self._lock = threading.Lock()
         self._done = False
         self._arrived: dict[int, Any] = {}
         self._gates: dict[int, threading.Lock] = {}
         self._failure: Callable[[], Exception] | None = None
-        # The next two are used by the thread that runs the engine only.
+        self._parts: set[MemberId] = set()
+        # The next three are used by the thread that runs the engine only.
         self._gradients: dict[tuple[int, int], torch.Tensor | None] = {}
         self._unanswered: dict[tuple[MemberId, int], int] = {}
+        self._awaited = 0
 
     def begin(
-        self, linked: Iterable[MemberId], received: Mapping[tuple[MemberId, int], int]
+        self,
+        linked: Iterable[MemberId],
+        received: Mapping[tuple[MemberId, int], int],
+        awaited: int,
+        parts: Iterable[MemberId],
     ) -> None:
         """Begins this worker's part: it will send the gradients of some received messages.
 
         Args:
             linked: see the attribute.
             received: the positions of these messages.
+            awaited: for how many messages it will wait.
+            parts: the workers whose parts end before the pass does.
         """
         self.linked = frozenset(linked)
         self._unanswered = dict(received)
+        self._awaited = awaited
+        with self._lock:
+            self._parts = set(parts)
 
     def finish(self) -> None:
         """Ends this worker's part: what arrives from now on is dropped."""
@@ -225,14 +247,23 @@ class Pass:
             self._arrived.clear()
         self.linked = frozenset()
         self._gradients.clear()
+        self.openings.clear()
+        self.last = None
+
+    # -- for the thread that runs the engine -----------------------------------------------
 
     def answered(self, sender: MemberId, send_id: int) -> None:
-        """Notes that the gradients of a received message have been sent."""
+        """Notes that the gradients of a received message have been computed."""
         self._unanswered.pop((sender, send_id), None)
 
     def must_answer_after(self, position: int) -> bool:
         """Returns whether messages received after a position are not answered yet."""
         return any(each > position for each in self._unanswered.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients have arrived that it waits for, and all others are computed."""
+        return not self._awaited and not self._unanswered
 
     def store(self, send_id: int, gradients: Iterable[torch.Tensor | None]) -> None:
         """Keeps the gradients of a message's tensors until their `Send` nodes run."""
@@ -243,15 +274,47 @@ class Pass:
         """Returns the gradient of a sent tensor, and forgets it."""
         return self._gradients.pop((send_id, index), None)
 
-    def deliver(self, send_id: int, gradients: Any) -> None:
-        """Takes the answer to a send: a message with its gradients."""
+    def wait(self, send_id: int, receive: Receive) -> Any:
+        """Waits for the answer to a send and returns it; raises if the pass fails meanwhile."""
+        self._wait(send_id, lambda: send_id not in self._arrived, receive)
+        self._awaited -= 1
         with self._lock:
-            if self._done:
-                return
-            self._arrived.setdefault(send_id, gradients)
-            gate = self._gates.get(send_id)
-            if gate is not None and gate.locked():
-                gate.release()
+            return self._arrived.pop(send_id)
+
+    def wait_for_parts(self, receive: Receive) -> None:
+        """Waits until the parts of other workers have ended; raises if the pass fails meanwhile."""
+        self._wait(_PARTS, lambda: bool(self._parts), receive)
+
+    def _wait(self, key: int, missing: Callable[[], bool], receive: Receive) -> None:
+        with self._lock:
+            gate = self._gates[key] = threading.Lock()
+            if missing() and self._failure is None:
+                gate.acquire()
+        acquire(gate, receive=receive)  # until `_open`, or `fail`
+        self.check()
+        with self._lock:
+            del self._gates[key]
+
+    # -- for the threads that receive ------------------------------------------------------
+
+    def deliver(self, send_id: int, gradients: Any) -> None:
+        """Takes the answer to a send: its gradients, or a message with them."""
+        with self._lock:
+            if not self._done:
+                self._arrived.setdefault(send_id, gradients)
+                self._open(send_id)
+
+    def end_part(self, member: MemberId) -> None:
+        """Notes that a worker's part has ended."""
+        with self._lock:
+            self._parts.discard(member)
+            if not self._parts:
+                self._open(_PARTS)
+
+    def _open(self, key: int) -> None:
+        gate = self._gates.get(key)
+        if gate is not None and gate.locked():
+            gate.release()
 
     def fail(self, failure: Callable[[], Exception]) -> bool:
         """Fails the pass; returns False if it has failed already, or is done here."""
@@ -259,9 +322,8 @@ class Pass:
             if self._failure is not None or self._done:
                 return False
             self._failure = failure
-            for gate in self._gates.values():
-                if gate.locked():
-                    gate.release()
+            for key in self._gates:
+                self._open(key)
             return True
 
     def check(self) -> None:
@@ -269,18 +331,3 @@ class Pass:
         failure = self._failure
         if failure is not None:
             raise failure()
-
-    def wait(self, send_id: int, receive: Callable[[threading.Lock, float], None]) -> Any:
-        """Waits for the answer to a send and returns it; raises if the pass fails meanwhile.
-
-        For ``receive`` see `zrpc.runtime.thread_pool.acquire`.
-        """
-        with self._lock:
-            gate = self._gates[send_id] = threading.Lock()
-            if send_id not in self._arrived and self._failure is None:
-                gate.acquire()
-        acquire(gate, receive=receive)
-        self.check()
-        with self._lock:
-            del self._gates[send_id]
-            return self._arrived.pop(send_id)
