@@ -127,7 +127,9 @@ class Callee:
         """Returns a sink that answers the request with the function's outcome."""
         return _Answer(self, request)
 
-    def answer(self, request: Message, value: Any) -> None:
+    def answer(
+        self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
+    ) -> None:
         """Answers a request with a value, or with an error if it can't be pickled."""
         if request.scope.cancelled:  # nobody waits for it
             self.count(request)
@@ -143,6 +145,8 @@ class Callee:
             else:
                 encoder.pack(value, reply)
             self.count(request)
+            if extension is not None:
+                reply.extensions = [*reply.extensions, extension]
             self._outbox.post(request.sender, reply)
         except BaseException as error:  # SystemExit too: the caller waits for an answer
             if encoder is not None:

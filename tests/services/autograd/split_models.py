@@ -22,9 +22,10 @@ import zrpc.autograd as dist_autograd
 from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.agent.current import find_agent
+from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import Kind, Tag
 
 # No wait of these tests is longer, in seconds.
 SOON = 20.0
@@ -150,25 +151,35 @@ def nothing() -> None: ...
 
 @contextmanager
 def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
-    """Counts the messages without answer, by kind, that the workers of a mesh send."""
+    """Counts the messages that the workers of a mesh send, by kind.
+
+    As a GRADIENT count all messages with gradients: a request or an answer can bring them too.
+    """
     counts: Counter[Kind] = Counter()
     lock = threading.Lock()
     outboxes = [mesh.agent(name).outbox for name in mesh]
-    for outbox in outboxes:
 
-        def post(
-            rank: int, message: Any, *rest: Any, _post: Any = outbox.post, **more: Any
-        ) -> None:
+    def counting(send: Any) -> Any:
+        def count_and_send(rank: int, message: Any, *rest: Any, **more: Any) -> None:
+            kinds = {Kind(message.kind)} | {
+                Kind.GRADIENT
+                for tag, data in message.extensions
+                if tag == Tag.PASS and PASS_LAYOUT.unpack(data)[2]
+            }
             with lock:
-                counts[Kind(message.kind)] += 1
-            _post(rank, message, *rest, **more)
+                counts.update(kinds)
+            send(rank, message, *rest, **more)
 
-        outbox.post = post  # type: ignore[method-assign]
+        return count_and_send
+
+    for outbox in outboxes:
+        outbox.post = counting(outbox.post)  # type: ignore[method-assign]
+        outbox.request = counting(outbox.request)  # type: ignore[method-assign]
     try:
         yield counts
     finally:
         for outbox in outboxes:
-            del outbox.post  # type: ignore[method-assign]
+            del outbox.post, outbox.request
 
 
 def residual() -> Any:

@@ -9,8 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrpc.errors import RpcError
-from zrpc.services.autograd.dependencies import Arrived, Dependencies, Tracer, UsedTensors
+from zrpc.errors import ProtocolError, RpcError
+from zrpc.services.autograd.dependencies import (
+    Arrived,
+    Dependencies,
+    Sources,
+    Tracer,
+    UsedTensors,
+    pack_sources,
+    read_sources,
+)
 from zrpc.services.autograd.nodes import Receive, empty_token
 from zrpc.wire.member_id import MemberId
 
@@ -104,3 +112,48 @@ def test_a_used_tensor_that_its_sender_has_no_more() -> None:
     used.use(MemberId(0), 1)
     with pytest.raises(RpcError, match="retain_graph=True"):
         used.learn(MemberId(1), Dependencies([], {}))
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
+    st.sets(st.integers(0, 29), max_size=3),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(0, 29))),
+)
+def test_what_messages_say_is_enough_for_what_arrived(
+    drawn: list[set[int]], roots: set[int], carried: set[tuple[int, int]]
+) -> None:
+    """Whatever part of it came with messages, and was not asked for."""
+    edges = [{source for source in each if source < n} for n, each in enumerate(drawn)]
+    roots = {root for root in roots if root < len(edges)}
+    parts = [part(member, edges) for member in range(3)]
+
+    def sources(member: int, send_id: int) -> Sources | None:
+        if (member, send_id) not in carried:
+            return None
+        found = parts[member].sent[send_id, 0]
+        return read_sources(pack_sources([found], parts[member].arrived))
+
+    def resolve(used: UsedTensors) -> Any:
+        used.learn(MemberId(0), parts[0])
+        used.use(MemberId(0), sum(1 << root for root in roots))
+        while unknown := used.unknown():
+            for member in unknown:
+                used.learn(member, parts[member])
+        members = used.members() | {MemberId(0)}
+        sent = {
+            (member, send_id, place)
+            for member in members
+            for send_id, places in used.sent_by(member).items()
+            for place in places
+        }
+        return sent, {member: used.arrived_at(member) for member in members}
+
+    assert resolve(UsedTensors(sources)) == resolve(UsedTensors())
+
+
+def test_sources_that_end_too_early() -> None:
+    packed = pack_sources([1], [Arrived(MemberId(1), 7, 0)])
+    assert read_sources(packed).sets == [1]
+    for size in range(1, len(packed)):
+        with pytest.raises(ProtocolError, match="end too early"):
+            read_sources(packed[:size])

@@ -7,15 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+import zrpc
+import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
+    LEAVES,
     W,
     X,
+    assert_as_local,
+    assert_freed,
     call,
     layer,
     posted,
     residual,
+    settle,
     train,
 )
+from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 
@@ -76,3 +83,81 @@ def test_no_messages_outside_of_a_context(mesh: Mesh) -> None:
     assert not any(
         counts[kind] for kind in (Kind.GRADIENT, Kind.BACKWARD, Kind.ABORT, Kind.RELEASE)
     )
+
+
+def test_two_workers_ask_nothing_before_a_pass(mesh: Mesh) -> None:
+    """Each message says what its tensors were computed from."""
+
+    def model() -> Any:
+        x = layer(0, X)
+        for _ in range(3):
+            x = layer(0, call("worker1", both, x, X)[0])
+        return (x + call("worker2", layer, 2, x)).sum()
+
+    with posted(mesh) as counts:
+        train(mesh, model, passes=2)
+    assert counts[Kind.DEPENDENCIES] == 0
+
+
+def test_only_the_senders_of_messages_that_went_elsewhere_are_asked(mesh: Mesh) -> None:
+    """Worker1 and worker2, once each, about what they have sent to each other."""
+
+    def there(x: Any) -> Any:
+        return layer(1, call("worker2", layer, 2, layer(1, x)))
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, lambda: call("worker1", there, X).sum(), LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 2
+
+
+def test_a_tensor_of_many_sources(mesh: Mesh) -> None:
+    """The message does not say them, so its sender is asked."""
+
+    def model() -> Any:
+        total = X
+        for _ in range(80):
+            total = total + call("worker1", torch.sin, X)
+        return call("worker1", layer, 1, call("worker1", layer, 1, total)).sum()
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, model, LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 0  # worker1's have one source each
+
+    def at_worker1() -> Any:
+        total = X
+        for _ in range(80):
+            total = total + call("worker0", torch.sin, X)
+        return total
+
+    with posted(mesh) as counts:
+        assert_as_local(mesh, lambda: call("worker1", at_worker1).sum(), LEAVES)
+    assert counts[Kind.DEPENDENCIES] == 1
+
+
+def test_a_training_step_sends_eleven_messages(mesh: Mesh) -> None:
+    """Here, worker1, here, worker1, here: 4 for calls, 4 for gradients, 2 to step, 1 at the end."""
+
+    def step(optimizer: Any) -> None:
+        with dist_autograd.context() as context_id:
+            x = layer(0, X)
+            for _ in range(2):
+                x = layer(0, call("worker1", layer, 1, x))
+            dist_autograd.backward(context_id, [x.sum()])
+            optimizer.step(context_id)
+
+    def arrived() -> int:
+        return sum(sum(mesh.agent(name).dispatcher.received.values()) for name in mesh)
+
+    with mesh.agent(0).as_current():
+        weight = zrpc.remote("worker1", lambda: W[1])
+        optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.0)
+    settle(mesh)
+    before = arrived()
+    with posted(mesh) as counts:
+        mesh.run(0, step, optimizer)
+        assert_freed(mesh)
+    assert arrived() - before == 11
+    assert counts[Kind.CALL] == 2
+    assert counts[Kind.GRADIENT] == 4
+    assert counts[Kind.METHOD] == 1
+    assert counts[Kind.RELEASE] == 1

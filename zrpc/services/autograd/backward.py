@@ -1,20 +1,21 @@
 """Backward passes: one worker's part in them.
 
-The worker that begins a pass first finds out which tensors lead to its roots. It asks the workers
-that it exchanged tensors with, and then those that they name, what the tensors that they have
-sent were computed from (DEPENDENCIES). Then it asks each worker that has sent tensors which lead
-to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what leads to
-the roots and nothing else, and answers when that is done.
+The worker that begins a pass first finds out which tensors lead to the roots. Messages say what
+their tensors were computed from. If that is not known here, because a message went to another
+worker, its sender is asked (DEPENDENCIES). Then it asks each worker that has sent tensors which
+lead to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what
+leads to the roots and nothing else, and answers when that is done.
 
 A `Receive` node sends the gradients of its tensors back (GRADIENT), and a `Turn` node waits for
-them; see `zrpc.services.autograd.nodes`.
+them; see `zrpc.services.autograd.nodes`. The first gradients to a worker travel with BACKWARD if
+it needs them before all others, and its last ones with its answer.
 """
 
 from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ import torch
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler
 from zrpc.calls.execution import RequestJob
+from zrpc.calls.pending_calls import PendingCall
 from zrpc.errors import BackwardError, RpcError
-from zrpc.services.autograd import engine
+from zrpc.services.autograd import ddp, engine
 from zrpc.services.autograd.accelerator import visit_accelerator
 from zrpc.services.autograd.contexts import (
     PASS_LAYOUT,
@@ -35,7 +37,8 @@ from zrpc.services.autograd.contexts import (
     pass_name,
     unknown_context,
 )
-from zrpc.services.autograd.dependencies import Tracer, UsedTensors
+from zrpc.services.autograd.dependencies import UsedTensors
+from zrpc.services.autograd.last_gradients import LastGradients
 from zrpc.services.autograd.nodes import Gradients, append_turn
 from zrpc.services.autograd.state import ContextState, Pass
 from zrpc.wire.exceptions import dump_exception, load_exception
@@ -70,6 +73,19 @@ class Part(NamedTuple):
     retain_graph: bool
 
 
+class _PartAsked:
+    """Follows BACKWARD, the request for another worker's part, to its answer."""
+
+    def __init__(self, passes: Passes, context_id: int, pass_: Pass) -> None:
+        self._passes = passes
+        self._context_id = context_id
+        self._pass = pass_
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Takes the answer, with gradients, or the error; in the I/O thread."""
+        self._passes.on_part_answered(self._context_id, self._pass, call.peer, call.claim())
+
+
 class Passes:
     """The backward passes that one worker begins or takes part in."""
 
@@ -77,6 +93,8 @@ class Passes:
         self._agent = agent
         self._contexts = contexts
         self._own_id = agent.worker_info.member_id
+        # The gradients that are held back just now. Single operations on the set are atomic.
+        self._held: set[LastGradients] = set()
 
     def handlers(self) -> Mapping[Kind, Handler]:
         """Returns the handlers of messages about passes, in the I/O thread."""
@@ -93,7 +111,7 @@ class Passes:
 
     def _on_backward(self, request: Message) -> None:
         self._agent.callee.accept(request)
-        self._agent.pool.submit(RequestJob(request, self._take_part))
+        self._agent.receiver.run(RequestJob(request, self._take_part))
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
@@ -105,26 +123,27 @@ class Passes:
             member: Part(used.sent_by(member), sorted(used.arrived_at(member)), retain_graph)
             for member in used.members() | {self._own_id}
         }
-        self._run(state, pass_, roots, parts.pop(self._own_id), parts)
+        try:
+            self._run(state, pass_, roots, parts.pop(self._own_id), parts)
+        finally:
+            pass_.finish()
 
     def _find_used(
         self, state: ContextState, pass_: Pass, roots: Sequence[torch.Tensor]
     ) -> UsedTensors:
         """Finds the tensors that lead to the roots, at all workers."""
-
-        def ask(peer: MemberId) -> Any:
-            return self._ask(state, pass_, peer, Kind.DEPENDENCIES, None)
-
-        asked = {peer: ask(peer) for peer in state.linked() - {self._own_id}}
-        tracer, used, found = Tracer(), UsedTensors(), 0
+        tracer, used, found = state.tracer, UsedTensors(state.carried), 0
         for root in roots:
             found |= tracer.trace(root)
-        used.learn(self._own_id, state.dependencies(tracer))
+        tracer.forget()
+        used.learn(self._own_id, state.dependencies())
         used.use(self._own_id, found)
         while unknown := used.unknown():
-            asked |= {peer: ask(peer) for peer in unknown - asked.keys()}
-            for peer in unknown:
-                used.learn(peer, asked[peer].wait())
+            asked = {
+                peer: self._ask(state, pass_, peer, Kind.DEPENDENCIES, None) for peer in unknown
+            }
+            for peer, future in asked.items():
+                used.learn(peer, future.wait())
         return used
 
     def _answer_dependencies(self, request: Message) -> None:
@@ -134,7 +153,7 @@ class Passes:
             state = self._contexts.join(context_id, request.sender)
             if state is None:
                 raise unknown_context(context_id)
-            dependencies = state.dependencies(Tracer())
+            dependencies = state.dependencies()
         except Exception as error:
             self._agent.callee.answer_error(request, error)
         else:
@@ -149,43 +168,72 @@ class Passes:
         others: Mapping[MemberId, Part],
     ) -> None:
         """Runs this worker's part of a pass, and has others run theirs."""
-        asked: list[Any] = []
         token = _current_pass.set((state.context_id, pass_))
         try:
-            sent = state.take(part.sent, part.retain_graph)
+            sent = state.take(part.sent, part.arrived, part.retain_graph)
             creator = creator_of(pass_.pass_id)
             receivers = {message.to for message in sent}
             senders = {sender for sender, _ in part.arrived}
-            pass_.begin(
-                (receivers | senders | others.keys() | {creator}) - {self._own_id},
-                {origin: state.receives[origin] for origin in part.arrived},
-            )
+            received = {origin: state.receives[origin] for origin in part.arrived}
+            linked = (receivers | senders | others.keys() | {creator}) - {self._own_id}
+            pass_.begin(linked, received, len(sent), others.keys())
             for peer, other in others.items():
-                future = self._ask(state, pass_, peer, Kind.BACKWARD, other)
-                # While the engine runs, nobody looks at the future.
-                future.add_done_callback(partial(self._on_part_done, state, pass_))
-                asked.append(future)
+                # What a worker has sent last is what it needs gradients of first. If these are
+                # computed here, the worker can do nothing before them.
+                latest = peer, max(other.sent)
+                if latest in received:
+                    pass_.openings[latest] = other
+                else:
+                    self._ask_part(state.context_id, pass_, peer, other)
             last = state.start
             for message in sent:
                 wait = partial(self._await_gradients, message.send_id, message.position)
                 last = append_turn(last, wait, list(message.exits.values()))
             with self._agent.span(f"backward {pass_name(state.context_id, pass_.pass_id)}"):
                 engine.run(roots, last, part.retain_graph, state)
-            for future in asked:
-                future.wait()
-            pass_.check()
+            pass_.wait_for_parts(self._agent.receiver.receive)
         except Exception as error:
-            self._fail(state, pass_, error)
+            self._fail(state.context_id, pass_, error)
             pass_.check()
         finally:
             _current_pass.reset(token)
-            pass_.finish()
 
-    def _on_part_done(self, state: ContextState, pass_: Pass, future: Any) -> None:
+    def _ask_part(
+        self,
+        context_id: int,
+        pass_: Pass,
+        peer: MemberId,
+        part: Part,
+        send_id: int = 0,
+        gradients: Gradients = (),
+    ) -> None:
+        """Asks a worker to run its part of a pass, with the first gradients that it needs."""
+        token = current_id.set(None)  # outside of contexts
         try:
-            future.value()
-        except Exception as error:
-            self._fail(state, pass_, error)
+            self._agent.caller.call_notify(
+                self._agent.membership.infos[peer],
+                Kind.BACKWARD,
+                [part, list(gradients)],
+                0,
+                (Tag.PASS, PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)),
+                _PartAsked(self, context_id, pass_),
+            )
+        finally:
+            current_id.reset(token)
+
+    def on_part_answered(
+        self, context_id: int, pass_: Pass, peer: MemberId, outcome: Message | Exception
+    ) -> None:
+        """Takes the answer to BACKWARD, or the error that came instead. In the I/O thread."""
+        if isinstance(outcome, Exception):
+            self._fail(context_id, pass_, outcome)
+        elif outcome.kind == Kind.ERROR:
+            self._fail_as(context_id, pass_, bytes(outcome.body))
+        else:
+            send_id = pass_fields(outcome)[2]
+            if send_id:
+                pass_.deliver(send_id, outcome)
+            pass_.end_part(peer)
 
     def _ask(self, state: ContextState, pass_: Pass, peer: MemberId, kind: Kind, body: Any) -> Any:
         """Sends a request about a pass; returns a future of the answer."""
@@ -196,19 +244,44 @@ class Passes:
 
     def _take_part(self, request: Message) -> None:
         """Runs this worker's part of a pass for the worker that has begun it; in the pool."""
+        held = None
         try:
-            context_id, pass_id, _ = pass_fields(request)
-            part = self._agent.codec.unpack(request)
+            context_id, pass_id, send_id = pass_fields(request)
+            part, gradients = self._agent.codec.unpack(request)
             state = self._contexts.join(context_id, request.sender)
             if state is None:
                 raise unknown_context(context_id)
             pass_ = state.find_pass(pass_id)
             pass_.check()
-            self._run(state, pass_, [], part, {})
+            if send_id:
+                pass_.deliver(send_id, gradients)
+            held = self._run_for(request.sender, state, pass_, part)
         except Exception as error:
             self._agent.callee.answer_error(request, error)
-        else:
-            self._agent.callee.answer(request, None)
+            return
+        send_id, gradients = held or (0, ())
+        data = PASS_LAYOUT.pack(context_id, pass_id, send_id)
+        self._agent.callee.answer(request, list(gradients), (Tag.PASS, data))
+
+    def _run_for(
+        self, beginner: MemberId, state: ContextState, pass_: Pass, part: Part
+    ) -> tuple[int, Gradients] | None:
+        """Runs this worker's part of a pass; returns what is left to send to the beginner."""
+        post = partial(self._post_gradients, beginner, state.context_id, pass_)
+        last = pass_.last = LastGradients(beginner, post)
+        try:
+            self._run(state, pass_, [], part, {})
+            return last.take()
+        finally:
+            self._held.discard(last)
+            pass_.finish()
+
+    def tick(self) -> None:
+        """Has gradients sent that were held back for long; in the I/O thread."""
+        for last in list(self._held):
+            if last.tick():
+                self._held.discard(last)
+                self._agent.pool.submit(last.send)
 
     def _on_gradient(self, message: Message) -> None:
         context_id, pass_id, send_id = pass_fields(message)
@@ -228,9 +301,10 @@ class Passes:
             pass_.check()
             if time.monotonic() > deadline:
                 raise _accelerator_stalled()
-        message = pass_.wait(send_id, self._agent.receiver.receive)
-        if message.body:
-            pass_.store(send_id, self._agent.codec.unpack(message))
+        gradients = pass_.wait(send_id, self._agent.receiver.receive)
+        if isinstance(gradients, Message):
+            gradients = self._agent.codec.unpack(gradients) if gradients.body else ()
+        pass_.store(send_id, gradients)
 
     def take_gradient(self, send_id: int, index: int) -> torch.Tensor | None:
         """Returns the gradient of a tensor that was sent; for a `Send` node."""
@@ -242,8 +316,17 @@ class Passes:
         """Sends the gradients of tensors that were received; for a `Receive` node."""
         pass_ = _pass_of_thread()
         pass_.check()
-        self._post_gradients(sender, context_id, pass_, send_id, gradients)
         pass_.answered(sender, send_id)
+        part = pass_.openings.pop((sender, send_id), None)
+        if part is not None:
+            self._ask_part(context_id, pass_, sender, part, send_id, gradients)
+            return
+        last = pass_.last
+        if last and last.receiver == sender and pass_.complete and not ddp.in_use():
+            last.hold(send_id, gradients)
+            self._held.add(last)
+            return
+        self._post_gradients(sender, context_id, pass_, send_id, gradients)
 
     def _post_gradients(
         self,
@@ -264,17 +347,25 @@ class Passes:
         message.extensions = [*message.extensions, (Tag.PASS, data)]
         self._agent.outbox.post(peer, message)
 
-    def _fail(self, state: ContextState, pass_: Pass, error: Exception) -> None:
+    def _fail(self, context_id: int, pass_: Pass, error: Exception) -> None:
         """Fails the whole pass, because this worker's part has failed."""
-        linked = pass_.linked
         if creator_of(pass_.pass_id) != self._own_id and not isinstance(error, BackwardError):
             error = BackwardError(
                 f"Error on Node {self._agent.worker_info.id}: {type(error).__name__}: {error}"
             )
-        if not pass_.fail(lambda: error):
-            return  # the worker that failed first has told the others
-        body = dump_exception(error, repr(self._agent.worker_info), same_main=False)
-        data = PASS_LAYOUT.pack(state.context_id, pass_.pass_id, 0)
+        linked = pass_.linked
+        if pass_.fail(lambda: error):
+            body = dump_exception(error, repr(self._agent.worker_info), same_main=False)
+            self._abort(context_id, pass_, linked, body)
+
+    def _fail_as(self, context_id: int, pass_: Pass, body: bytes) -> None:
+        """Fails the whole pass with the error of another worker's part."""
+        linked = pass_.linked
+        if pass_.fail(lambda: load_exception(body)):
+            self._abort(context_id, pass_, linked, body)
+
+    def _abort(self, context_id: int, pass_: Pass, linked: Iterable[MemberId], body: bytes) -> None:
+        data = PASS_LAYOUT.pack(context_id, pass_.pass_id, 0)
         for peer in linked:
             aborted = Message(Kind.ABORT, body=body, extensions=[(Tag.PASS, data)])
             self._agent.outbox.post(peer, aborted)
@@ -283,7 +374,7 @@ class Passes:
         """Fails the passes that a member takes part in."""
         for state, pass_ in self._all():
             if member in pass_.linked:
-                self._fail(state, pass_, error)
+                self._fail(state.context_id, pass_, error)
 
     def on_messages_lost(self, member: MemberId) -> None:
         """Fails the passes that a member takes part in: lost messages may be gradients."""

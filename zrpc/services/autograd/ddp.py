@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["reduced_with", "watch"]
+__all__ = ["in_use", "reduced_with", "watch"]
 
 # Guards the two that follow.
 _lock = threading.Lock()
@@ -37,6 +37,11 @@ def watch() -> None:
         if not _watches:
             DistributedDataParallel.forward = _noting(DistributedDataParallel.forward)  # type: ignore[method-assign]
             _watches = True
+
+
+def in_use() -> bool:
+    """Returns whether a run of the engine may wait for other processes of a process group."""
+    return bool(_modules)
 
 
 def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,22 +1,34 @@
 """Which tensors that crossed between workers lead to the roots of a backward pass.
 
-Before a pass runs, each worker traces its part of the graph: from each tensor that it has sent
-down to the tensors that it has received (`Tracer`). The worker that begins the pass puts these
-parts together (`UsedTensors`).
+Each worker traces its graph when it sends: from each tensor down to the tensors that it has
+received, and to the leaves (`Tracer`). What it finds travels with the message. The worker that
+begins a pass puts these parts together (`UsedTensors`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import struct
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from zrpc.errors import RpcError
-from zrpc.services.autograd.nodes import RECEIVE_NODE
+from zrpc.errors import ProtocolError, RpcError
+from zrpc.services.autograd.nodes import ACCUMULATE_NODE, RECEIVE_NODE
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Arrived", "Dependencies", "Tracer", "UsedTensors", "graph_freed"]
+__all__ = [
+    "Arrived",
+    "Dependencies",
+    "Reach",
+    "Sources",
+    "Tracer",
+    "UsedTensors",
+    "graph_freed",
+    "pack_sources",
+    "read_sources",
+]
 
 
 class Arrived(NamedTuple):
@@ -40,69 +52,204 @@ class Dependencies(NamedTuple):
     sent: dict[tuple[int, int], int]
 
 
+class Sources(NamedTuple):
+    """What the tensors of one message were computed from, as far as the message says it.
+
+    Attributes:
+        arrived: the tensors that its sender had received, by their bits in ``sets``.
+        sets: by the place in the message, the set from which a tensor was computed; None if the
+            message does not say it.
+    """
+
+    arrived: dict[int, Arrived]
+    sets: list[int | None]
+
+
+class Reach(NamedTuple):
+    """What a tensor was computed from, as sets of bits that its worker's `Tracer` has given.
+
+    Attributes:
+        arrived: the received tensors.
+        leaves: the AccumulateGrad nodes.
+    """
+
+    arrived: int
+    leaves: int
+
+
+_NOTHING = Reach(0, 0)
+
+
 class Tracer:
-    """Finds the received tensors that others were computed from; one walk over the graph.
+    """Finds what tensors of one context were computed from; any thread may call its methods.
+
+    It walks over each node once, until `forget`. The bits stay the same after that.
 
     It also sees to it that no node has the sequence number of the `Turn` nodes, which the first
     node of each thread has.
     """
 
     def __init__(self) -> None:
+        # Guards what follows; nothing else is locked under it.
+        self._lock = threading.Lock()
         self._bits: dict[Arrived, int] = {}
-        self._sets: dict[Any, int] = {}
-        self._receives: set[Any] = set()
+        self._leaves: dict[Any, int] = {}
+        # By node, and without the `Receive` nodes, whose outputs differ.
+        self._sets: dict[Any, Reach] = {}
 
     @property
     def arrived(self) -> list[Arrived]:
         """The received tensors that were found so far, in the order of their bits."""
-        return list(self._bits)
+        with self._lock:
+            return list(self._bits)
+
+    def leaves(self, found: int) -> list[Any]:
+        """Returns the AccumulateGrad nodes in a set."""
+        with self._lock:
+            nodes = list(self._leaves)
+        return [nodes[bit] for bit in _bits_of(found)]
 
     def trace(self, tensor: torch.Tensor) -> int:
         """Returns the set of received tensors from which a tensor was computed."""
+        return self.reach(tensor).arrived
+
+    def reach(self, tensor: torch.Tensor) -> Reach:
+        """Returns what a tensor was computed from."""
         node = tensor.grad_fn
         if node is None:
-            return 0
-        self._walk(node)
-        return (
-            self._output_of(node, tensor.output_nr) if node in self._receives else self._sets[node]
-        )
+            return _NOTHING
+        with self._lock:
+            if node.__class__ is RECEIVE_NODE:
+                return Reach(self._output_of(node, tensor.output_nr), 0)
+            if node not in self._sets:
+                self._walk(node)
+            return self._sets[node]
+
+    def forget(self) -> None:
+        """Drops the nodes, which a pass may free; a later walk goes over them again."""
+        with self._lock:
+            self._sets.clear()
 
     def _output_of(self, receive: Any, output: int) -> int:
+        if not receive._sequence_nr():
+            receive._set_sequence_nr(1)
         sender, send_id = receive.origin
         return 1 << self._bits.setdefault(Arrived(sender, send_id, output), len(self._bits))
 
     def _walk(self, node: Any) -> None:
         """Finds the sets of a node and of all nodes below it."""
-        sets, receives = self._sets, self._receives
+        sets = self._sets
         stack = [node]
         while stack:
-            node = stack.pop()
+            node = stack[-1]
             if node in sets:
+                stack.pop()
                 continue
             edges = node.next_functions
-            below = [each for each, _ in edges if each is not None and each not in sets]
+            below = [
+                each
+                for each, _ in edges
+                if each is not None and each not in sets and each.__class__ is not RECEIVE_NODE
+            ]
             if below:
-                stack.append(node)
                 stack += below
                 continue
-            found = 0
-            for each, output in edges:
-                if each in receives:
-                    found |= self._output_of(each, output)
-                elif each is not None:
-                    found |= sets[each]
-            sets[node] = found
-            if node.__class__ is RECEIVE_NODE:
-                receives.add(node)
+            stack.pop()
+            sets[node] = self._reach_of(node, edges)
             if not node._sequence_nr():
                 node._set_sequence_nr(1)
 
+    def _reach_of(self, node: Any, edges: Iterable[tuple[Any, int]]) -> Reach:
+        """Returns the sets of a node that leads to nodes whose sets are known."""
+        if node.__class__ is ACCUMULATE_NODE:
+            return Reach(0, 1 << self._leaves.setdefault(node, len(self._leaves)))
+        found = _NOTHING
+        for each, output in edges:
+            if each is None:
+                continue
+            if each.__class__ is RECEIVE_NODE:
+                reach = Reach(self._output_of(each, output), 0)
+            else:
+                reach = self._sets[each]
+            if found is _NOTHING:
+                found = reach  # most nodes lead to one other, and share its sets
+            elif reach is not found:
+                found = Reach(found.arrived | reach.arrived, found.leaves | reach.leaves)
+        return found
+
+
+# A tensor's sources in a message: how many, then each with its bit, sender, message and place.
+_COUNT = struct.Struct("<H")
+_SOURCE = struct.Struct("<IIQI")
+# A tensor with more sources than this has none in its message: a chain of calls would otherwise
+# send as many bytes as the square of its length. The worker that begins a pass asks then.
+_MOST_SOURCES = 64
+_UNSAID = 0xFFFF
+
+
+def pack_sources(sets: Iterable[int], arrived: Sequence[Arrived]) -> bytes:
+    """Packs what the tensors of a message were computed from; see `Sources`."""
+    parts = []
+    for found in sets:
+        count = found.bit_count()
+        if count > _MOST_SOURCES:
+            parts.append(_COUNT.pack(_UNSAID))
+            continue
+        parts.append(_COUNT.pack(count))
+        parts += [_SOURCE.pack(bit, *arrived[bit]) for bit in _bits_of(found)]
+    return b"".join(parts)
+
+
+def read_sources(data: bytes) -> Sources:
+    """Reads what `pack_sources` has packed.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    arrived: dict[int, Arrived] = {}
+    sets: list[int | None] = []
+    at = 0
+    try:
+        while at < len(data):
+            [count] = _COUNT.unpack_from(data, at)
+            at += _COUNT.size
+            if count == _UNSAID:
+                sets.append(None)
+                continue
+            found = 0
+            for _ in range(count):
+                bit, sender, send_id, place = _SOURCE.unpack_from(data, at)
+                at += _SOURCE.size
+                arrived[bit] = Arrived(MemberId(sender), send_id, place)
+                found |= 1 << bit
+            sets.append(found)
+    except struct.error as error:
+        raise ProtocolError(
+            f"expected what the tensors of a message were computed from, found {len(data)} "
+            f"bytes that end too early: {error}"
+        ) from error
+    return Sources(arrived, sets)
+
+
+def _nothing_carried(_: MemberId, __: int) -> Sources | None:
+    return None
+
 
 class UsedTensors:
-    """The tensors that lead to the roots, put together from the parts of all workers; no I/O."""
+    """The tensors that lead to the roots, put together from the parts of all workers; no I/O.
 
-    def __init__(self) -> None:
+    Args:
+        carried: returns what a message said about its tensors, or None if that is not known here.
+    """
+
+    def __init__(
+        self, carried: Callable[[MemberId, int], Sources | None] = _nothing_carried
+    ) -> None:
+        self._carried = carried
+        self._read: dict[tuple[MemberId, int], Sources | None] = {}
         self._dependencies: dict[MemberId, Dependencies] = {}
+        # By worker, the tensors that it has received, by their bits.
+        self._names: dict[MemberId, dict[int, Arrived]] = {}
         # By worker: the used ones among the tensors that it has sent, and received.
         self._sent: dict[MemberId, dict[int, list[int]]] = {}
         self._arrived: dict[MemberId, int] = {}
@@ -116,36 +263,54 @@ class UsedTensors:
                 that part of the graph.
         """
         self._dependencies[member] = dependencies
+        self._names.setdefault(member, {}).update(enumerate(dependencies.arrived))
         self._resolve()
 
     def use(self, member: MemberId, found: int) -> None:
         """Adds tensors that a known worker has received, as a set, which lead to the roots."""
-        new = found & ~self._arrived.get(member, 0)
-        self._arrived[member] = self._arrived.get(member, 0) | new
-        self._unresolved += self._members_of(member, new)
+        self._add(member, found)
         self._resolve()
 
+    def _add(self, member: MemberId, found: int) -> None:
+        known = self._arrived.get(member, 0)
+        self._arrived[member] = known | found
+        self._unresolved += self._members_of(member, found & ~known)
+
     def _members_of(self, member: MemberId, found: int) -> list[Arrived]:
-        arrived = self._dependencies[member].arrived
-        return [arrived[bit] for bit in _bits_of(found)]
+        if not found:
+            return []
+        names = self._names[member]
+        return [names[bit] for bit in _bits_of(found)]
 
     def _resolve(self) -> None:
         waiting = []
         while self._unresolved:
             tensor = self._unresolved.pop()
-            dependencies = self._dependencies.get(tensor.sender)
-            if dependencies is None:
+            found = self._sources_of(tensor)
+            if found is None:
                 waiting.append(tensor)
                 continue
+            sent = self._sent.setdefault(tensor.sender, {})
+            sent.setdefault(tensor.send_id, []).append(tensor.place)
+            self._add(tensor.sender, found)
+        self._unresolved = waiting
+
+    def _sources_of(self, tensor: Arrived) -> int | None:
+        """Returns from what a tensor was computed by its sender, or None if that is not known."""
+        dependencies = self._dependencies.get(tensor.sender)
+        if dependencies is not None:
             found = dependencies.sent.get((tensor.send_id, tensor.place))
             if found is None:
                 raise graph_freed()
-            sent = self._sent.setdefault(tensor.sender, {})
-            sent.setdefault(tensor.send_id, []).append(tensor.place)
-            known = self._arrived.get(tensor.sender, 0)
-            self._arrived[tensor.sender] = known | found
-            self._unresolved += self._members_of(tensor.sender, found & ~known)
-        self._unresolved = waiting
+            return found
+        message = tensor.sender, tensor.send_id
+        if message not in self._read:
+            self._read[message] = self._carried(*message)
+        sources = self._read[message]
+        if sources is None or tensor.place >= len(sources.sets):
+            return None
+        self._names.setdefault(tensor.sender, {}).update(sources.arrived)
+        return sources.sets[tensor.place]
 
     def unknown(self) -> set[MemberId]:
         """Returns the workers whose parts must be known before the rest can be found."""

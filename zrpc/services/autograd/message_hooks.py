@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from zrpc.errors import ProtocolError
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
+from zrpc.services.autograd.dependencies import pack_sources
 from zrpc.services.autograd.nodes import Receive, Send
 from zrpc.services.autograd.state import ContextState, SentMessage
 from zrpc.wire.kind import Tag
@@ -25,17 +26,24 @@ from zrpc.wire.pickling import Decoder, Encoder
 
 __all__ = ["Crossing"]
 
-_GRAPH_LAYOUT = struct.Struct("<qQ")  # context, id of the send (0: no tensors); then indices
-_INDEX_LAYOUT = struct.Struct("<I")
+# Context, id of the send (0: no tensors), number of tensors. Their indices follow, and what they
+# were computed from.
+_GRAPH_LAYOUT = struct.Struct("<qQI")
 
 
 class Graph(NamedTuple):
-    """The context of a message, and which of its tensors are part of the graph."""
+    """The context of a message, and which of its tensors are part of the graph.
+
+    Attributes:
+        indices: those tensors, by their places among all tensors of the message.
+        sources: what they were computed from, see `pack_sources`.
+    """
 
     state: ContextState
     sender: MemberId
     send_id: int
-    indices: list[int]
+    indices: Sequence[int]
+    sources: bytes
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,36 +118,45 @@ class Crossing(MessageHooks):
         if state is None:
             return
         tensors = encoder.tensors.requiring_grad
-        send_id = 0
-        if tensors and torch.is_grad_enabled():
-            send_id = self._note_sent(state, encoder.destination, tensors.values())
         extension = encoder.extension(Tag.GRAPH)
-        extension.extend(_GRAPH_LAYOUT.pack(context_id, send_id))
-        if send_id:
-            extension.extend(b"".join(map(_INDEX_LAYOUT.pack, tensors)))
+        if not tensors or not torch.is_grad_enabled():
+            extension.extend(_GRAPH_LAYOUT.pack(context_id, 0, 0))
+            return
+        sent = self._note_sent(state, encoder.destination, tensors.values())
+        extension.extend(_GRAPH_LAYOUT.pack(context_id, sent.send_id, len(tensors)))
+        extension.extend(struct.pack(f"<{len(tensors)}I", *tensors))
+        sets = [reach.arrived for reach in sent.reach.values()]
+        extension.extend(pack_sources(sets, state.tracer.arrived if any(sets) else ()))
 
-    def _note_sent(self, state: ContextState, to: MemberId, tensors: Iterable[torch.Tensor]) -> int:
-        """Adds the nodes of an outgoing message; returns its id."""
-        send_id = next(self._send_ids)
-        exits = {}
+    def _note_sent(
+        self, state: ContextState, to: MemberId, tensors: Iterable[torch.Tensor]
+    ) -> SentMessage:
+        """Adds the nodes of an outgoing message."""
+        with state.lock:  # both in the same order
+            send_id, position = next(self._send_ids), next(state.positions)
+        exits, reach = {}, {}
         for index, tensor in enumerate(tensors):
             own = _alone(tensor)
             exits[index] = Send.apply(own, self._take_gradient, send_id, index)  # type: ignore[no-untyped-call]
-        message = SentMessage(send_id, to, next(state.positions), exits)
+            reach[index] = state.tracer.reach(exits[index])
+        message = SentMessage(send_id, to, position, exits, reach)
         with state.lock:
             state.sends[send_id] = message
-        return send_id
+        return message
 
     def read_graph(self, message: Message, data: bytes) -> Graph | None:
         """Reads which context a message is in, and which of its tensors; in the I/O thread."""
         if len(data) < _GRAPH_LAYOUT.size:
             raise ProtocolError(f"expected a context id, found {len(data)} bytes")
-        context_id, send_id = _GRAPH_LAYOUT.unpack_from(data)
+        context_id, send_id, count = _GRAPH_LAYOUT.unpack_from(data)
         state = self._join(context_id, message.sender)
         if state is None:
             return None
-        indices = [i for (i,) in _INDEX_LAYOUT.iter_unpack(data[_GRAPH_LAYOUT.size :])]
-        return Graph(state, message.sender, send_id, indices)
+        if not send_id:
+            return Graph(state, message.sender, 0, (), b"")
+        indices = struct.unpack_from(f"<{count}I", data, _GRAPH_LAYOUT.size)
+        sources = data[_GRAPH_LAYOUT.size + 4 * count :]
+        return Graph(state, message.sender, send_id, indices, sources)
 
     def open(self, decoder: Decoder) -> None:
         """Makes the graph's tensors in an incoming message part of this worker's graph."""
@@ -151,6 +168,7 @@ class Crossing(MessageHooks):
             if key in state.receives:
                 return  # the message is unpacked again, to raise its error again
             state.receives[key] = next(state.positions)
+            state.sources[key] = graph.sources
         tensors = [decoder.tensors[i].detach() for i in graph.indices]
         send_back = partial(self._send_gradients, state.context_id)
         with torch.enable_grad():

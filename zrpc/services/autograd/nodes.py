@@ -20,7 +20,16 @@ from torch.autograd.function import once_differentiable
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["RECEIVE_NODE", "Gradients", "Receive", "Send", "Turn", "append_turn", "empty_token"]
+__all__ = [
+    "ACCUMULATE_NODE",
+    "RECEIVE_NODE",
+    "Gradients",
+    "Receive",
+    "Send",
+    "Turn",
+    "append_turn",
+    "empty_token",
+]
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -85,6 +94,9 @@ class Receive(torch.autograd.Function):
 
 
 RECEIVE_NODE: Any = Receive._backward_cls
+# The class of the nodes that add up the gradients of leaves.
+_view: Any = torch.empty(0, requires_grad=True).view(0)
+ACCUMULATE_NODE: Any = type(_view.grad_fn.next_functions[0][0])
 # The nodes' names in profiles and in `grad_fn`, which are torch's.
 Send._backward_cls.__name__ = "SendRpcBackward"
 RECEIVE_NODE.__name__ = "RecvRpcBackward"

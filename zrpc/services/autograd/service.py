@@ -61,6 +61,10 @@ class AutogradService(Service, BackwardOfValue):
         """Returns what adds a node to the graph for each message with tensors."""
         return self._crossing
 
+    def tick(self) -> None:
+        """Has gradients sent that are held back, if the part that they belong to takes long."""
+        self.passes.tick()
+
     def awaited_members(self) -> Collection[MemberId]:
         """Returns the members that take part in passes that run here."""
         return self.passes.linked_members()
