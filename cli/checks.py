@@ -24,6 +24,7 @@ from zrpc.membership.endpoints import (
 from zrpc.membership.init_method import master_host, own_settings
 from zrpc.membership.secret import FILE_VARIABLE, VARIABLE, find_secret
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import ZmqRpcBackendOptions
 from zrpc.services.shm.segments import Segment, supports_segments
 from zrpc.transport.address import preferred_parent, supports_ipc
 from zrpc.transport.curve import Curve, KeyPair
@@ -113,7 +114,7 @@ def _check_interface(network: Network | None, encrypts: bool) -> tuple[Finding, 
             step = "mend the directory for sockets first"
             return Finding("interface", "warning", f"{interface}, not tried", step), False
         curve = Curve(KeyPair.new(), []) if encrypts else None
-        endpoint = listen_on(network, interface, curve)
+        endpoint = listen_on(network, interface, curve, ZmqRpcBackendOptions().port_range)
     except RendezvousError:  # outside of a launch, nothing is wrong
         return Finding("interface", "warning", "not known without a master", _MASTER_STEP), False
     except RpcError as error:

@@ -136,10 +136,13 @@ def join_mesh(
         AuthenticationError: the secrets of the workers differ, or can't be used.
         RendezvousError: the others did not arrive within ``options.init_timeout`` seconds, or
             don't fit together.
+        OptionError: an environment variable that stands for an option has a wrong value.
         RuntimeError: the name has a form that is not allowed.
     """
     options = options or ZmqRpcBackendOptions()
-    meeting = Meeting(store, init_method, secret or find_secret(), options)
+    # Raises an error for a wrong range also if no port is needed.
+    ports = options.port_range
+    meeting = Meeting(store, init_method, secret or find_secret(), options, ports)
     keys = make_keys(meeting)
     WorkerInfo(name, rank or 0)  # checks the name
     ipc = supports_ipc() and options.transport != "tcp"

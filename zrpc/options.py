@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,12 @@ LONGEST_TIMEOUT = 1e9
 
 # init_rpc's deadline if calls have no timeout: no wait is without a deadline.
 _INIT_SECONDS_WITHOUT_RPC_TIMEOUT = 300.0
+
+# The environment variables of two options.
+_INIT_TIMEOUT = "ZRPC_INIT_TIMEOUT"
+_PORT_RANGE = "ZRPC_PORT_RANGE"
+_PORTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", re.ASCII)
+_LAST_PORT = 65535
 
 _Device = int | str | torch.device
 
@@ -95,14 +102,18 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             than 1e9 seconds (31 years), here and in other options, count as 1e9.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``,
             ``file:///path``.
-        init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds.
-            Default: ``rpc_timeout``, or 300 if that is 0.
+        init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds. Default:
+            the environment variable ``ZRPC_INIT_TIMEOUT``, or else ``rpc_timeout``, or 300 if that
+            is 0.
         transport: ``"auto"``: Unix sockets between workers on the same host, tcp between hosts.
             ``"ipc"`` or ``"tcp"``: only that.
         security: ``"auto"``: Unix sockets in private directories on one host; over tcp, only
             CURVE between members that share a cluster secret. ``"required"``: a secret even if
             all workers share a host. ``"none"``: tcp without encryption, open to anyone who can
             reach it. All workers of a mesh must agree on ``"none"``.
+        port_range: the TCP ports that this worker may listen on, such as ``"20000-20100"`` or
+            ``"20000"``. It takes the first one that is free. Default: the environment variable
+            ``ZRPC_PORT_RANGE``, or else any free port.
         shared_memory: the maximum number of bytes of shared memory that this worker uses to send
             large tensors to workers on the same host. 0 sends them through sockets. Default: an
             eighth of the machine's memory.
@@ -127,9 +138,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     Raises:
         OptionError: the number of threads is below 1; a timeout, an interval or a number of bytes
-            is negative; or the transport or security is unknown. It is a ValueError too.
+            is negative; the transport or security is unknown; or the range has another form. It is
+            a ValueError too.
         TypeError: the number of threads isn't an int, a timeout isn't a number, or
-            ``init_method`` isn't a str.
+            ``init_method`` or ``port_range`` isn't a str.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -149,6 +161,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         init_timeout: float | None = None,
         transport: str = "auto",
         security: str = "auto",
+        port_range: str | None = None,
         shared_memory: int | None = None,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
@@ -177,6 +190,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport
         self.security = security
+        self._port_range = None if port_range is None else _ports("port_range", port_range)
         self.heartbeat_timeout = checked_timeout("heartbeat_timeout", heartbeat_timeout)
         self.warn_after = checked_timeout("warn_after", warn_after or 0)
         self.switch_interval = checked_timeout("switch_interval", switch_interval)
@@ -207,9 +221,15 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     @property
     def init_timeout(self) -> float:
         """How long `zrpc.init_rpc` waits for the other workers, in seconds."""
-        if self._init_timeout:
-            return self._init_timeout
+        if seconds := self._init_timeout or _init_timeout_of_environment():
+            return seconds
         return self.rpc_timeout or _INIT_SECONDS_WITHOUT_RPC_TIMEOUT
+
+    @property
+    def port_range(self) -> range | None:
+        """The TCP ports that this worker may listen on; None for any free one."""
+        text = os.environ.get(_PORT_RANGE, "").strip()
+        return self._port_range or (_ports(_PORT_RANGE, text) if text else None)
 
     @property
     def device_maps(self) -> dict[str, dict[torch.device, torch.device]]:
@@ -291,6 +311,40 @@ def no_timeout(name: str, seconds: Any) -> TypeError:
         f"{name} must be a number of seconds, 0 for none, but got {seconds!r} of type "
         f"{type(seconds).__name__}"
     )
+
+
+def _init_timeout_of_environment() -> float:
+    """Returns the seconds in the environment; 0 if there are none."""
+    text = os.environ.get(_INIT_TIMEOUT, "").strip() or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise OptionError(
+            f"expected a number of seconds in {_INIT_TIMEOUT}, found {text!r}"
+        ) from None
+    return checked_timeout(_INIT_TIMEOUT, seconds)
+
+
+def _ports(name: str, text: Any) -> range:
+    """Returns the ports that an option or a variable names.
+
+    Raises:
+        OptionError: the text has another form, or names no ports.
+        TypeError: it isn't a str.
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"{name} must be a str such as '20000-20100', but got {text!r} of type "
+            f"{type(text).__name__}"
+        )
+    found = _PORTS.fullmatch(text.strip())
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last <= _LAST_PORT:
+        raise OptionError(
+            f"{name} must be the first and the last TCP port, such as '20000-20100', from 1 to "
+            f"{_LAST_PORT}, but got {text!r}"
+        )
+    return range(first, last + 1)
 
 
 def _default_memory() -> int:

@@ -401,6 +401,31 @@ def test_the_init_timeout_is_by_default_the_timeout_of_calls() -> None:
     assert rpc.ZmqRpcBackendOptions(rpc_timeout=0).init_timeout > 0  # never without a limit
 
 
+def test_the_init_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", " 600 ")
+    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 600.0
+    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0
+    for unset in ("", "0"):
+        monkeypatch.setenv("ZRPC_INIT_TIMEOUT", unset)
+        assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("10m", "expected a number of seconds in ZRPC_INIT_TIMEOUT, found '10m'"),
+        ("-1", "ZRPC_INIT_TIMEOUT must be a finite number of seconds"),
+        ("inf", "ZRPC_INIT_TIMEOUT must be a finite number of seconds"),
+    ],
+)
+def test_a_wrong_init_timeout_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, wrong: str, found: str
+) -> None:
+    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", wrong)
+    with pytest.raises(rpc.OptionError, match=found):
+        rpc.init_rpc("me", rank=0, world_size=2)
+
+
 # -- in processes of their own ---------------------------------------------------------------
 
 

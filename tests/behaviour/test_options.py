@@ -69,6 +69,10 @@ def test_they_take_keywords_only() -> None:
         {"switch_interval": float("nan")},
         {"switch_interval": float("inf")},
         {"transport": "carrier pigeon"},
+        {"port_range": ""},
+        {"port_range": "20000-"},
+        {"port_range": "20100-20000"},
+        {"port_range": "20000-65536"},
     ],
     ids=str,
 )
@@ -102,6 +106,7 @@ def test_values_out_of_range_have_the_texts_of_torch(wrong: Any, text: str) -> N
         {"warn_after": "soon"},
         {"init_method": None},
         {"init_method": b"env://"},
+        {"port_range": 20000},
     ],
     ids=str,
 )

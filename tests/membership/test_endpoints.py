@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import zrpc
 import zrpc.bootstrap
 import zrpc.membership.endpoints
 from zrpc.bootstrap import join_mesh
-from zrpc.errors import AuthenticationError, RpcError
+from zrpc.errors import AuthenticationError, OptionError, RpcError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.options import ZmqRpcBackendOptions
@@ -31,7 +32,7 @@ SECRET = ClusterSecret(new_secret())
 
 @pytest.fixture(autouse=True)
 def _no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE", "ZRPC_IFACE"):
+    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE", "ZRPC_IFACE", "ZRPC_PORT_RANGE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -249,6 +250,83 @@ def test_an_interface_that_does_not_exist(monkeypatch: pytest.MonkeyPatch, inter
             assert isinstance(error, RpcError)
             assert f"can't listen on {interface} (" in str(error)
             assert "set ZRPC_IFACE to the name or the address" in str(error)
+
+
+# -- ports ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def neighbours() -> Iterator[tuple[int, list[socket.socket]]]:
+    """The first of three consecutive ports, and sockets that listen on them; close some."""
+    for first in range(21000, 22000, 3):
+        with contextlib.ExitStack() as stack:
+            try:
+                listening = [
+                    stack.enter_context(socket.create_server(("127.0.0.1", first + i)))
+                    for i in range(3)
+                ]
+            except OSError:
+                continue
+            yield first, listening
+            return
+    pytest.fail("no three consecutive ports are free")
+
+
+def ports(agents: Sequence[Any]) -> list[int]:
+    return sorted(int(agent.network.tcp_endpoint.rpartition(":")[2]) for agent in agents)
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_workers_listen_on_the_free_ports_of_a_range(
+    neighbours: tuple[int, list[socket.socket]], monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    first, listening = neighbours
+    for other in listening[1:]:
+        other.close()
+    options = {"transport": "tcp"}
+    if by == "option":
+        monkeypatch.setenv("ZRPC_PORT_RANGE", "1-2")  # the option counts
+        options["port_range"] = f"{first}-{first + 2}"
+    else:
+        monkeypatch.setenv("ZRPC_PORT_RANGE", f" {first} - {first + 2} ")
+    with Started(options, options) as agents:
+        talk(agents)
+        assert ports(agents) == [first + 1, first + 2]
+
+
+def test_a_range_without_a_free_port(neighbours: tuple[int, list[socket.socket]]) -> None:
+    first, _ = neighbours
+    options = {"transport": "tcp", "port_range": f"{first}-{first + 2}"}
+    with Started(options, options) as outcomes:
+        for error in outcomes:
+            assert isinstance(error, RpcError)
+            assert f"expected a free TCP port from {first} to {first + 2} on 127.0.0.1" in str(
+                error
+            )
+            assert "found all 3 of them in use: give port_range or ZRPC_PORT_RANGE more" in str(
+                error
+            )
+
+
+def test_one_worker_more_than_ports(neighbours: tuple[int, list[socket.socket]]) -> None:
+    first, listening = neighbours
+    listening[0].close()
+    options = {"transport": "tcp", "port_range": str(first), "init_timeout": 1.0}
+    with Started(options, options) as outcomes:
+        texts = sorted(str(error) for error in outcomes)
+        assert f"expected a free TCP port from {first} to {first} on 127.0.0.1" in texts[0]
+        assert "expected all workers to publish within 1 s where they listen" in texts[1]
+
+
+@pytest.mark.parametrize("variable", ["20000:20100", "20100-20000", "0", "65536", "-1", "any"])
+def test_a_malformed_range_in_the_environment_is_an_error_without_tcp_too(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv("ZRPC_PORT_RANGE", variable)
+    with Started({}) as [error]:
+        assert isinstance(error, OptionError)
+        assert "ZRPC_PORT_RANGE must be the first and the last TCP port" in str(error)
+        assert f"such as '20000-20100', from 1 to 65535, but got {variable!r}" in str(error)
 
 
 # -- forged peer records --------------------------------------------------------------------------

@@ -6,6 +6,7 @@ too, and exchange the addresses.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -64,6 +65,7 @@ class Meeting:
     init_method: str  # the URL of the store; empty if the store was passed in
     secret: ClusterSecret | None
     options: ZmqRpcBackendOptions  # this worker's
+    ports: range | None  # that this worker may listen on; None for all
 
 
 def make_keys(meeting: Meeting) -> KeyPair | None:
@@ -155,7 +157,8 @@ def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
             f"{interface}, and without one can't be told from strangers: {MAKE_A_SECRET}. "
             "For workers of one host only, let them meet at 127.0.0.1"
         )
-    return listen_on(network, interface, None if keys is None else Curve(keys, []))
+    curve = None if keys is None else Curve(keys, [])
+    return listen_on(network, interface, curve, meeting.ports)
 
 
 def endpoint_of(membership: Membership, record: PeerRecord) -> str:
@@ -232,7 +235,7 @@ def _exchange_tcp(
 ) -> list[str]:
     """Listens on tcp; returns the endpoints of all workers."""
     records = list(membership.records.values())
-    mine = listen_on(network, choose_interface(meeting.init_method), curve)
+    mine = listen_on(network, choose_interface(meeting.init_method), curve, meeting.ports)
     timeout = meeting.options.init_timeout
     found = exchange(meeting.store, records, membership.own_id, mine, timeout, meeting.secret)
     for record, endpoint in zip(records, found, strict=True):
@@ -246,11 +249,22 @@ def _exchange_tcp(
     return found
 
 
-def listen_on(network: Network, interface: str, curve: Curve | None) -> str:
+def listen_on(network: Network, interface: str, curve: Curve | None, ports: range | None) -> str:
     """Listens on a network interface; returns the endpoint, or raises an RpcError."""
     try:
-        return network.listen_tcp(interface, curve)
+        return network.listen_tcp(interface, curve, ports)
     except zmq.ZMQError as error:
+        if ports is not None and error.errno == zmq.EADDRINUSE:
+            raise RpcError(
+                f"expected a free TCP port from {ports[0]} to {ports[-1]} on {interface}, found "
+                f"all {len(ports)} of them in use: give port_range or ZRPC_PORT_RANGE more ports "
+                "(each worker of a host needs one), or stop what uses them"
+            ) from error
+        if ports is not None and error.errno == errno.EACCES:
+            raise RpcError(
+                f"can't listen on port {ports[0]} of {interface} ({error}): name ports from 1024 "
+                "on in port_range or ZRPC_PORT_RANGE"
+            ) from error
         raise RpcError(
             f"can't listen on {interface} ({error}): set {_IFACE} to the name or the address of a "
             "network interface of this host"

@@ -90,10 +90,18 @@ class Inbox:
         if self._direct is not None:
             self._direct.listen()
 
-    def bind_tcp(self, address: str, curve: Curve | None) -> str:
+    def bind_tcp(self, address: str, curve: Curve | None, ports: range | None = None) -> str:
         """Listens on a free port of one interface; returns the endpoint.
 
         The options set here hold for endpoints bound from now on, not for the Unix socket.
+
+        Args:
+            address: the interface's name or address.
+            curve: the keys for all connections; None if they are not encrypted.
+            ports: the ports to choose from; None for all.
+
+        Raises:
+            zmq.ZMQError: there is no such interface, or no free port.
         """
         self._socket.maxmsgsize = MAX_FRAME_BYTES
         if curve is not None:
@@ -101,9 +109,26 @@ class Inbox:
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
-        self._socket.bind(f"tcp://{address}:*")
+        self._bind_first_free(address, ports)
         endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
         return endpoint
+
+    def _bind_first_free(self, address: str, ports: range | None) -> None:
+        if ports is None:
+            self._socket.bind(f"tcp://{address}:*")
+            return
+        if not any(self._bound(f"tcp://{address}:{port}") for port in ports):
+            raise zmq.ZMQError(zmq.EADDRINUSE)
+
+    def _bound(self, endpoint: str) -> bool:
+        """Listens at an endpoint; returns False if it is in use."""
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            return False
+        return True
 
     def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
         """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.

@@ -101,15 +101,12 @@ class Network:
             self._inbox.bind_ipc(self.directory.socket_path)
         reserve.add_user()
 
-    def listen_tcp(self, address: str, curve: Curve | None) -> str:
-        """Also listens on one interface; returns the endpoint.
-
-        Without ``curve``, the keys for all tcp connections, these are not encrypted.
-        """
+    def listen_tcp(self, address: str, curve: Curve | None, ports: range | None = None) -> str:
+        """Also listens on one interface; returns the endpoint. See `Inbox.bind_tcp`."""
         self._curve = curve
         if curve is not None:
             self._gatekeeper = Gatekeeper(self._context, curve.public_keys.values())
-        self._tcp_endpoint = self._inbox.bind_tcp(address, curve)
+        self._tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
         return self._tcp_endpoint
 
     def connect(self, endpoints: Sequence[str]) -> None:
