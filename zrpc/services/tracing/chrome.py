@@ -29,7 +29,7 @@ Event = dict[str, Any]
 _Key = tuple[int, int]
 
 _LABELS = {Kind.REMOTE: "rpc_remote", Kind.FETCH: "to_here", Kind.METHOD: "rref"}
-# A message is an instant; so long it is shown, so that an arrow can begin or end there.
+# A message is an instant. It is shown with this length, so that arrows can begin and end there.
 _MESSAGE_MICROSECONDS = 1.0
 
 
