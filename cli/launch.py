@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -39,9 +41,24 @@ def _note_late_options(ctx: click.Context, args: tuple[str, ...]) -> None:
             return
 
 
+def _launch_traced(job: Job, path: Path) -> int:
+    """Launches workers, and writes what they have recorded to a file."""
+    path.write_text("")  # if that is not possible, it is better known now
+    with tempfile.TemporaryDirectory(prefix="zrpc-trace-") as directory:
+        code = launch(replace(job, env={**job.env, "ZRPC_TRACE": directory}))
+        # Not before: it imports torch, and the launcher forks.
+        from zrpc.services.tracing.service import merge
+
+        workers = merge(Path(directory), path)
+    click.echo(
+        f"zrpc launch: the trace of {workers} of {job.nprocs} workers is in {path}", err=True
+    )
+    return code
+
+
 _SECTIONS = {
     "Workers": ("nprocs", "module", "name_prefix", "env", "start_method", "drop_in", "timeout"),
-    "Output": ("log_dir",),
+    "Output": ("log_dir", "trace"),
     "Restarts": ("max_restarts",),
     "Workers that join and leave": ("elastic", "listen", "join"),
     "Network": ("iface",),
@@ -93,6 +110,11 @@ _SECTIONS = {
     help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on.",
 )
 @click.option(
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Record all workers until they exit, and write one file for https://ui.perfetto.dev.",
+)
+@click.option(
     "--timeout",
     type=POSITIVE,
     metavar="SECONDS",
@@ -138,6 +160,7 @@ def command(
     env: dict[str, str],
     iface: str | None,
     log_dir: Path | None,
+    trace: Path | None,
     timeout: float | None,
     start_method: str | None,
     max_restarts: int,
@@ -175,13 +198,15 @@ def command(
     _note_late_options(ctx, args)
     if drop_in:
         os.environ.update(child_environment(os.environ))
+    if iface is not None:
+        env = {**env, "ZRPC_IFACE": iface}
     job = Job(
         script,
         args,
         nprocs=nprocs,
         module=module,
         name_prefix=name_prefix,
-        env=env if iface is None else {**env, "ZRPC_IFACE": iface},
+        env=env,
         log_dir=log_dir,
         timeout=timeout,
         start_method=start_method,
@@ -191,7 +216,7 @@ def command(
         join=join,
     )
     try:
-        code = launch(job)
+        code = launch(job) if trace is None else _launch_traced(job, trace)
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error
     except (LaunchError, OSError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -192,3 +193,43 @@ def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path:
 def test_the_interface_is_passed_on(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import os; print(os.environ.get('ZRPC_IFACE'))")
     assert run("launch", "--iface", "eth7", "s.py", cwd=tmp_path)[:2] == (0, "[0] eth7\n")
+
+
+CALLING = """
+import zrpc
+
+with zrpc.session() as worker:
+    if worker.rank == 0:
+        zrpc.rpc_sync("worker1", max, args=(1, 2))
+"""
+
+
+def traced(path: Path) -> tuple[set[str], set[str]]:
+    """Returns the workers in a trace, and what they did."""
+    events = json.loads(path.read_text())["traceEvents"]
+    workers = {e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+    return workers, {event["name"] for event in events if event["ph"] == "X"}
+
+
+@pytest.mark.parametrize("by_launcher", [True, False], ids=["--trace", "ZRPC_TRACE"])
+def test_a_trace_of_the_whole_run(tmp_path: Path, by_launcher: bool) -> None:
+    (tmp_path / "calling.py").write_text(CALLING)
+    folder = tmp_path / "traces"
+    options = ["--trace", "trace.json"] if by_launcher else []
+    env = {} if by_launcher else {"ZRPC_TRACE": str(folder)}
+    code, _, err = run("launch", "-n", "2", *options, "calling.py", cwd=tmp_path, env=env)
+    assert code == 0, err
+    workers, did = traced((tmp_path if by_launcher else folder) / "trace.json")
+    assert workers == {"worker0", "worker1"}
+    assert {"rpc_sync#max(worker0 -> worker1)", "max"} <= did
+    if by_launcher:
+        assert "the trace of 2 of 2 workers is in trace.json" in err
+        assert not folder.exists()
+
+
+def test_a_trace_that_cannot_be_written_is_known_before_any_worker_starts(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('started')")
+    code, out, err = run("launch", "--trace", "missing/trace.json", "script.py", cwd=tmp_path)
+    assert code == 2
+    assert "started" not in out
+    assert "missing/trace.json" in err

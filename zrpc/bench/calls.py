@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ __all__ = [
     "nested",
     "peer_busy",
     "pipelined",
+    "recorded",
     "small_tensor",
     "threads",
     "torch_operator",
@@ -30,6 +33,18 @@ def empty(session: Session) -> Sample:
     """Calls a function that does nothing."""
     rpc_sync = session.rpc.rpc_sync
     return session.sampling.time(lambda: rpc_sync(PEER, targets.nothing))
+
+
+def recorded(session: Session) -> Sample:
+    """Calls a function that does nothing, while calls are recorded for people to look at."""
+    with tempfile.TemporaryDirectory() as directory:
+        recording: Any = (
+            session.rpc.trace(f"{directory}/trace.json")
+            if session.participant == "zrpc"
+            else torch.autograd.profiler.profile()
+        )
+        with recording:
+            return empty(session)
 
 
 def small_tensor(session: Session) -> Sample:

@@ -89,6 +89,7 @@ GROUPS: tuple[Group, ...] = (
         "calls",
         (
             Row("empty call", "calls:empty", limit=_zmq()),
+            Row("recorded call", "calls:recorded", limit=_zmq()),
             Row("call with a small tensor", "calls:small_tensor", limit=_zmq()),
             Row("torch operator", "calls:torch_operator", limit=_zmq()),
             Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),

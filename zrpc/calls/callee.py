@@ -19,6 +19,7 @@ from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_calls import name_of
 from zrpc.calls.pending_requests import PendingRequests
+from zrpc.calls.profiling import handler_profile, profiler
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcCancelledError
 from zrpc.membership.view import Membership
@@ -99,10 +100,10 @@ class Callee:
         scope = request.scope or self.accept(request)
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
-        if not request.attachments:
+        if not (request.attachments or profiler._is_profiler_enabled):
             self._run(Execution(sink, self._loop, self._run, scope, resolve))
             return
-        tags = list(request.attachments)
+        tags = list(request.attachments or ())
         begin = partial(self._run, self._execution_within(request, sink, resolve))
         for wait in [self._ready[tag] for tag in tags if tag in self._ready]:
             begin = partial(wait, request, begin)
@@ -113,6 +114,9 @@ class Callee:
     ) -> Execution:
         """Returns the execution of a function, within the scopes of the request's extensions."""
         scopes = [self._scopes[tag] for tag in request.attachments or () if tag in self._scopes]
+        if profiler._is_profiler_enabled:
+            ends = request.scope.caller.name, self._membership.info.name
+            scopes.append(lambda request: handler_profile(request, *ends))
         if not scopes:
             return Execution(sink, self._loop, self._run, request.scope, resolve)
         within = ExecutionWithin(sink, self._loop, self._run, request.scope, resolve)

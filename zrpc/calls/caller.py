@@ -31,6 +31,7 @@ from zrpc.calls.pending_calls import (
     Stage,
     name_of,
 )
+from zrpc.calls.profiling import begin_profile, end_profile, profiler
 from zrpc.calls.recorder import CallMarks, Recorder
 from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
@@ -128,11 +129,13 @@ class Caller:
         died: type[WorkerDied] = WorkerDied,
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
-        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-        marks = call.marks
-        if marks is not None:
-            marks.waits = True
+        shown = self._show(to, kind, obj, True) if profiler._is_profiler_enabled else None
+        marks = None
         try:
+            call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
+            marks = call.marks
+            if marks is not None:
+                marks.waits = True
             self._submit(call, message)
             try:
                 self.wait(call)
@@ -143,6 +146,8 @@ class Caller:
         finally:
             if marks is not None:
                 marks.end(call, time.monotonic())
+            if shown is not None:
+                end_profile(shown)
 
     def call_async(
         self,
@@ -170,9 +175,14 @@ class Caller:
             SerializationError: ``obj`` can't be pickled.
             NotInitializedError: the agent is closed.
         """
-        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-        future: Future[Any] = Future.of_call(call, self)
-        self._submit(call, message)
+        shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
+        try:
+            call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
+            future: Future[Any] = Future.of_call(call, self)
+            self._submit(call, message)
+        finally:
+            if shown is not None:
+                end_profile(shown)
         return future
 
     def call_notify(
@@ -184,13 +194,18 @@ class Caller:
         extension: tuple[int, bytes],
         follower: Follower,
     ) -> None:
-        """Sends a request; ``follower`` is told when there is an outcome.
+        """Sends a request; ``follower`` is told of the outcome, in the I/O thread or this one."""
+        shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
+        try:
+            call, message = self._pack(to, kind, obj, timeout, extension)
+            call.follower = follower
+            self._submit(call, message)
+        finally:
+            if shown is not None:
+                end_profile(shown)
 
-        It is told in the I/O thread, or in the thread that calls this.
-        """
-        call, message = self._pack(to, kind, obj, timeout, extension)
-        call.follower = follower
-        self._submit(call, message)
+    def _show(self, to: WorkerInfo, kind: Kind, obj: Any, waits: bool) -> Any:
+        return begin_profile(kind, obj, waits, self._membership.info.name, to.name)
 
     def _pack(
         self,

@@ -7,11 +7,16 @@ import pickletools
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["function_of", "handler_name", "kind_name", "readable"]
+__all__ = ["call_title", "function_of", "handler_name", "kind_name", "readable"]
 
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
 _WITH_FUNCTION = (Kind.CALL, Kind.REMOTE, Kind.METHOD)
+_LABELS: dict[int, str] = {
+    Kind.REMOTE: "rpc_remote",
+    Kind.FETCH: "to_here",
+    Kind.METHOD: "rref",
+}
 # Pickles that begin with these names don't hold the name of a module's function.
 _NO_FUNCTIONS = ("builtins.getattr", "cloudpickle.", "copyreg.", "zrpc.", "functools.partial")
 
@@ -41,6 +46,26 @@ def function_of(request: Message) -> str:
 def readable(name: object) -> str:
     """Returns a function's name as users know it."""
     return str(name).replace("_VariableFunctionsClass.", "torch.")
+
+
+def call_title(kind: int, what: str, waits: bool, caller: str, callee: str) -> str:
+    """Returns the title of a call in traces and profiles, in the form that torch's RPC has.
+
+    Args:
+        kind: of the request.
+        what: the function's name, or "".
+        waits: whether its thread waits for the answer at once.
+        caller: the name of the worker that makes the call.
+        callee: the name of the other worker.
+
+    Example:
+        >>> call_title(Kind.CALL, "max", True, "worker0", "worker1")
+        'rpc_sync#max(worker0 -> worker1)'
+    """
+    label = _LABELS.get(kind) or kind_name(kind)
+    if kind == Kind.CALL:
+        label = "rpc_sync" if waits else "rpc_async"
+    return f"{label}{what and '#'}{readable(what)}({caller} -> {callee})"
 
 
 def kind_name(kind: int) -> str:

@@ -181,7 +181,8 @@ class CallMarks:
     def on_sent(self, message: Message) -> None:
         """The message of the call has left."""
         self.left = monotonic()
-        self.shared = any(tag == Tag.SHARED for tag, _ in message.extensions)
+        if message.extensions:
+            self.shared = any(tag == Tag.SHARED for tag, _ in message.extensions)
 
     def on_settled(self, call: PendingCall, outcome: Any, failed: bool, now: float) -> None:
         """The call has an outcome. If a thread waits for that, it calls `end` itself."""
@@ -196,26 +197,27 @@ class CallMarks:
         """Records the call."""
         settled, failed, size, shared = self._settled
         self._recorder.add(
-            CallRecord(
-                what=call.what,
-                kind=call.kind,
-                peer=call.peer,
-                call_id=call.call_id,
-                parent=self.parent,
-                thread=self.thread,
-                waits=self.waits,
-                packing=self.packing,
-                packed=call.begun,
-                sending=self.sending,
-                left=self.left or settled,  # the answer may come before the sender goes on
-                settled=settled,
-                done=done,
-                failed=failed,
-                sent_bytes=self.size,
-                sent_shared=self.shared,
-                answer_bytes=size,
-                answer_shared=shared,
-            )
+            CallRecord,
+            (
+                call.what,
+                call.kind,
+                call.peer,
+                call.call_id,
+                self.parent,
+                self.thread,
+                self.waits,
+                self.packing,
+                call.begun,
+                self.sending,
+                self.left or settled,  # the answer may come before the sender goes on
+                settled,
+                done,
+                failed,
+                self.size,
+                self.shared,
+                size,
+                shared,
+            ),
         )
 
 
@@ -229,18 +231,19 @@ class Recorder:
 
     def __init__(self, capacity: int, describe: Callable[[bytes], str]) -> None:
         self._describe = describe
-        self._records: deque[Record] = deque(maxlen=capacity)
+        # The type and the fields of each. To make a named tuple takes much longer.
+        self._records: deque[tuple[Any, tuple[Any, ...]]] = deque(maxlen=capacity)
         # An increment is atomic, see `zrpc.calls.call_counters`.
         self._added = 0
 
-    def add(self, record: Record) -> None:
-        """Adds a record."""
+    def add(self, kind: type[Record], fields: tuple[Any, ...]) -> None:
+        """Adds a record: its type, and its fields."""
         self._added += 1
-        self._records.append(record)
+        self._records.append((kind, fields))
 
     def records(self) -> tuple[list[Record], int]:
         """Returns the records, and how many were dropped."""
-        records = list(self._records)
+        records = [kind(*fields) for kind, fields in self._records.copy()]
         return records, max(0, self._added - len(records))
 
     def on_handled(self, request: Message, started: float, finished: float, failed: bool) -> None:
@@ -248,26 +251,27 @@ class Recorder:
         scope = request.scope
         function, thread = scope.function, threading.get_ident()
         self.add(
-            HandlerRecord(
-                what="" if function is None else name_of((function,)),
-                kind=request.kind,
-                caller=request.sender,
-                call_id=request.call_id,
-                thread=scope.thread,
-                here=not (scope.deferred or scope.in_task) and thread == scope.thread,
-                arrived=scope.arrived,
-                started=started,
-                finished=finished,
-                failed=failed,
-                about=self._about(request),
-            )
+            HandlerRecord,
+            (
+                "" if function is None else name_of((function,)),
+                request.kind,
+                request.sender,
+                request.call_id,
+                scope.thread,
+                not (scope.deferred or scope.in_task) and thread == scope.thread,
+                scope.arrived,
+                started,
+                finished,
+                failed,
+                self._about(request),
+            ),
         )
 
     def on_message(self, message: Message, peer: MemberId, out: bool) -> None:
         """A message has come or is about to go that is neither a request nor an answer."""
         thread, at = threading.get_ident(), monotonic()
         size, about = message.nbytes, self._about(message)
-        self.add(MessageRecord(message.kind, peer, out, thread, at, size, about))
+        self.add(MessageRecord, (message.kind, peer, out, thread, at, size, about))
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -277,7 +281,7 @@ class Recorder:
         try:
             yield
         finally:
-            self.add(SpanRecord(name, threading.get_ident(), task, begun, monotonic()))
+            self.add(SpanRecord, (name, threading.get_ident(), task, begun, monotonic()))
 
     def _about(self, message: Message) -> str:
         for tag, data in message.extensions:

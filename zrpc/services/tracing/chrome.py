@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zrpc.calls.function_names import kind_name, readable
+from zrpc.calls.function_names import call_title, kind_name, readable
 from zrpc.calls.recorder import (
     NO_PARENT,
     CallRecord,
@@ -20,7 +20,6 @@ from zrpc.calls.recorder import (
 )
 from zrpc.services.tracing.clock import Clocks, Offset
 from zrpc.services.tracing.worker_trace import WorkerTrace
-from zrpc.wire.kind import Kind
 
 __all__ = ["chrome_trace"]
 
@@ -28,8 +27,7 @@ Event = dict[str, Any]
 # A call's caller and number.
 _Key = tuple[int, int]
 
-_LABELS = {Kind.REMOTE: "rpc_remote", Kind.FETCH: "to_here", Kind.METHOD: "rref"}
-# A message is an instant. It is shown with this length, so that an arrow can begin or end there.
+# A message is an instant. It is shown with this length, so that arrows can begin and end there.
 _MESSAGE_MICROSECONDS = 1.0
 
 
@@ -193,7 +191,9 @@ class _Row:
             yield self.slice(record.name, record.thread, record.begun, record.ended)
 
     def _call(self, call: CallRecord) -> Iterator[Event]:
-        name, key = self._title(call), f"{self._trace.member}.{call.call_id}"
+        ends = self._trace.name, self.name(call.peer)
+        name = call_title(call.kind, call.what, call.waits, *ends)
+        key = f"{self._trace.member}.{call.call_id}"
         args = {
             "call": key,
             "parent": None if tuple(call.parent) == NO_PARENT else "{}.{}".format(*call.parent),
@@ -215,14 +215,6 @@ class _Row:
             yield self.slice("take the answer", thread, call.settled, call.done)
         else:
             yield from self.long("call", name, key, left, call.settled, **args)
-
-    def _title(self, call: CallRecord) -> str:
-        kind = Kind(call.kind)
-        label = _LABELS.get(kind, kind.name)
-        if kind is Kind.CALL:
-            label = "rpc_sync" if call.waits else "rpc_async"
-        what = f"#{readable(call.what)}" if call.what else ""
-        return f"{label}{what}({self._trace.name} -> {self.name(call.peer)})"
 
     def _handler(self, handler: HandlerRecord) -> Iterator[Event]:
         name = readable(handler.what) or kind_name(handler.kind)

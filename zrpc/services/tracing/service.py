@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,17 @@ from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import WorkerTrace
 from zrpc.wire.kind import Kind
 
-__all__ = ["DEFAULT_RECORDS", "DIRECTORY", "TracingService", "merge", "trace_mesh"]
+__all__ = ["DEFAULT_RECORDS", "DIRECTORY", "MERGED", "TracingService", "merge", "trace_mesh"]
+
+logger = logging.getLogger(__name__)
 
 # Some 30 MB at each worker.
 DEFAULT_RECORDS = 65_536
 # The variable with the directory for the traces of programs that don't ask for them.
 DIRECTORY = "ZRPC_TRACE"
 _SUFFIX = ".worker.json"
+# The file there with the traces of all workers.
+MERGED = "trace.json"
 # How long other workers may take to begin, and to send what they have.
 _ANSWER_SECONDS = 60.0
 # The session of a worker that records from its start to its end.
@@ -80,10 +85,20 @@ class TracingService(Service):
     def close(self) -> None:
         """Writes what this worker has recorded since its start, if it was told to."""
         if self._directory:
-            name = f"{self.agent.worker_info.name}-{self.agent.worker_info.incarnation}{_SUFFIX}"
-            directory = Path(self._directory)
-            directory.mkdir(parents=True, exist_ok=True)
-            self.end(_WHOLE_LIFE).write(directory / name)
+            try:
+                self._write_part(Path(self._directory))
+            except OSError as error:
+                logger.error("%s: no trace is written: %s", self.agent.worker_info, error)
+
+    def _write_part(self, directory: Path) -> None:
+        """Writes this worker's trace; the last worker to do so makes one file of all of them."""
+        info, membership = self.agent.worker_info, self.agent.membership
+        directory.mkdir(parents=True, exist_ok=True)
+        self.end(_WHOLE_LIFE).write(directory / f"{info.name}-{info.incarnation}{_SUFFIX}")
+        # An elastic mesh has no size: each worker that leaves it may be the last.
+        size = membership.records[membership.own_id].world_size
+        if len(list(directory.glob(f"*{_SUFFIX}"))) >= size - len(membership.lost):
+            merge(directory, directory / MERGED)
 
 
 def _begun(record: Record) -> float:
@@ -158,5 +173,8 @@ def merge(directory: Path, path: Path) -> int:
     return len(traces)
 
 
-def _write(path: Path, traces: list[WorkerTrace], missing: Any) -> None:
-    path.write_text(json.dumps(chrome_trace(traces, missing)))
+def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> None:
+    # Several workers may do this at once.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    part.write_text(json.dumps(chrome_trace(traces, missing)))
+    part.replace(path)
