@@ -49,7 +49,12 @@ FACE = {
 }
 LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
-NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref"), ("tracing", "autograd")}
+NEIGHBOURS = {
+    ("autograd", "rref"),
+    ("debugger", "inspection"),
+    ("inspection", "rref"),
+    ("tracing", "autograd"),
+}
 # What other rooms may import from a room: everything else in it is private to it.
 SURFACE: dict[str, set[str]] = {
     "zrpc.runtime": {
@@ -100,11 +105,14 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.services": {
         "autograd.service",
         "collectives",
+        "debugger.prompt",
+        "debugger.service",
         "elastic.join",
         "elastic.limits",
         "inspection.discovery",
         "inspection.service",
         "inspection.report",
+        "inspection.snapshot",
         "loss_detection",
         "rref.service",
         "rref.rref",
@@ -118,6 +126,7 @@ SURFACE: dict[str, set[str]] = {
         "forkserver",
         "starter",
         "task",
+        "terminal",
         "worker",
     },
     "zrpc.drop_in": {"", "check"},

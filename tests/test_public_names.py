@@ -72,6 +72,7 @@ OWN_NAMES = {
     "all_gather",
     "as_completed",
     "barrier",
+    "breakpoint",
     "collect_all",
     "current_call",
     "get_worker_infos",

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
+    from zrpc.services.debugger.debugger import breakpoint as breakpoint
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
     from zrpc.testing.startup import local_mesh as local_mesh
@@ -94,6 +95,7 @@ _NAMES = {
         on_worker_lost session set_rpc_timeout world_size""",
     "zrpc.observe": "span stats trace",
     "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
+    "zrpc.services.debugger.debugger": "breakpoint",
     "zrpc.services.rref.rref": "PyRRef RRef",
     "zrpc.testing.startup": "local_mesh",
 }

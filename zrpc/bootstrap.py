@@ -28,6 +28,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
+from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.inspection.service import InspectionService
@@ -50,6 +51,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     Collectives,
     LossDetector,
     TracingService,
+    DebuggerService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

@@ -122,7 +122,13 @@ class Agent:
             explain=self._explain,
         )
         self.callee = Callee(
-            membership, self.codec, self.outbox, self.pool, self.event_loop, self.receiver.run
+            membership,
+            self.codec,
+            self.outbox,
+            self.pool,
+            self.event_loop,
+            self.receiver.run,
+            self._on_handler_failed,
         )
         shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
         if not elastic:
@@ -287,6 +293,10 @@ class Agent:
     def _on_messages_lost(self, member: MemberId) -> None:
         for service in self.services:
             service.on_messages_lost(member)
+
+    def _on_handler_failed(self, error: BaseException) -> None:
+        for service in self.services:
+            service.on_handler_failed(error)
 
     def _explain(self, member: MemberId) -> str:
         notes = (service.explain(member) for service in self.services)
