@@ -113,7 +113,8 @@ _SECTIONS = {
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on.",
+    help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on, "
+    "and rank0.1.out after its first restart.",
 )
 @click.option(
     "--trace",

@@ -55,6 +55,7 @@ OWN_NAMES = {
     "AuthenticationError",
     "BackwardError",
     "Call",
+    "CallFilter",
     "CallbackError",
     "NotInitializedError",
     "OptionError",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zrpc import optim as optim
     from zrpc import options as options
     from zrpc import testing as testing
+    from zrpc.agent.call_filter import CallFilter as CallFilter
     from zrpc.api import _get_current_rpc_agent as _get_current_rpc_agent
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
     from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
@@ -81,6 +82,7 @@ _MODULES = (
     "testing",
 )
 _NAMES = {
+    "zrpc.agent.call_filter": "CallFilter",
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
         get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
     "zrpc.backend_registry": "BackendType",

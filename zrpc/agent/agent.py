@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from zrpc.agent.call_filter import tag_own_loggers
 from zrpc.agent.closing import Closing, work_in_progress
 from zrpc.agent.current import as_current, context_of
 from zrpc.agent.dispatcher import Dispatcher
@@ -182,6 +183,7 @@ class Agent:
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
+        tag_own_loggers()
         # Before the threads start: one of them may close this agent at once.
         self.switch_interval.ask()
         keep_freed_memory()

@@ -228,7 +228,7 @@ class _Run:
         task = make(job.target, job.argv).within(
             cwd=os.getcwd(), env=env, line_buffered=True, on_error=job.on_error
         )
-        stdout, stderr = self._output.open(rank)
+        stdout, stderr = self._output.open(rank, restarts)
         reads_input = rank == template.first_rank and not restarts
         try:
             pid = self._starter.spawn(

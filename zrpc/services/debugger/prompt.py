@@ -75,8 +75,10 @@ class Prompt:
         path = self._directory / SOCKET
         listener = self._open()
         try:
-            listener.bind(str(path))
+            # The socket gets its name after it listens, or somebody would be refused.
+            listener.bind(f"{path}.new")
             listener.listen(1)
+            os.rename(f"{path}.new", path)
             listener.settimeout(self._timeout or None)
             self._say(f"; to debug it, run on this host as this user: zrpc debug {self._attach}")
             connection = self._accept(listener)
