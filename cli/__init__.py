@@ -7,7 +7,7 @@ import importlib
 import click
 
 # In the order in which they are shown.
-_COMMANDS = ("launch", "env", "run", "stacks", "debug", "secret", "bench")
+_COMMANDS = ("launch", "env", "run", "stacks", "top", "debug", "secret", "bench")
 
 
 class _LazyGroup(click.Group):

@@ -51,6 +51,7 @@ def breakpoint(timeout: float = 0) -> None:
     frame = sys._getframe(1)
     current = getattr(sys.gettrace(), "__self__", None)
     if isinstance(current, _Debugger):  # it is at the prompt already, and was told to step
+        sys.settrace(None)  # or it would stop in its own code
         current.set_trace(frame)
         return
     function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)

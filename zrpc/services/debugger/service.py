@@ -91,6 +91,10 @@ class DebuggerService(Service):
 
             post_mortem(error)
 
+    def stats(self) -> Mapping[str, int]:
+        """Returns how many threads of this worker stand at a breakpoint."""
+        return {"breakpoints": len(self._releases)}
+
     def close(self) -> None:
         """Lets all threads that stand at a breakpoint go on."""
         with self._lock:
