@@ -64,7 +64,7 @@ _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
 _SECTIONS = {
     "Workers": ("nprocs", "module", "name_prefix", "env", "start_method", "drop_in", "timeout"),
     "Output": ("log_dir", "trace"),
-    "Debugging": ("pdb",),
+    "Debugging and metrics": ("pdb", "metrics_port"),
     "Restarts": ("max_restarts",),
     "Workers that join and leave": ("elastic", "listen", "join"),
     "Network": ("iface",),
@@ -162,6 +162,12 @@ _SECTIONS = {
     help="Open the debugger at each error that a handler or the script raises, and at "
     "breakpoint(), while the other workers wait.",
 )
+@click.option(
+    "--metrics-port",
+    metavar="[ADDRESS:]PORT",
+    help="Serve each worker's zrpc.stats() to Prometheus, at this port plus its local rank (sets "
+    "ZRPC_METRICS_PORT). [default address: 127.0.0.1]",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -182,6 +188,7 @@ def command(
     join: str | None,
     drop_in: bool,
     pdb: bool,
+    metrics_port: str | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -214,6 +221,8 @@ def command(
         os.environ.update(child_environment(os.environ))
     if iface is not None:
         env = {**env, "ZRPC_IFACE": iface}
+    if metrics_port is not None:
+        env = {**env, "ZRPC_METRICS_PORT": metrics_port}
     if pdb:
         env = {"PYTHONBREAKPOINT": "zrpc.breakpoint", **env, _PDB: "1"}
     job = Job(

@@ -115,6 +115,7 @@ SURFACE: dict[str, set[str]] = {
         "inspection.service",
         "inspection.snapshot",
         "loss_detection",
+        "metrics.service",
         "rref.service",
         "rref.rref",
         "shm.service",

@@ -56,8 +56,8 @@ class WorkerRates:
     """One worker between two snapshots; what is None is not known.
 
     Attributes:
-        state: ``running``, ``leaving`` (it has called `shutdown`), ``stuck`` (a call has waited for the option
-            ``warn_after``), ``at a breakpoint``, ``lost``, or ``no answer``.
+        state: ``running``, ``leaving`` (it has called `shutdown`), ``stuck`` (a call has waited for
+            the option ``warn_after``), ``at a breakpoint``, ``lost``, or ``no answer``.
         why: for the last two, the reason.
         calls_in, calls_out: executions for others, and own calls that had an outcome, per second.
         p50_ms, p99_ms: of the own calls.
