@@ -95,7 +95,7 @@ def mesh_table(
 
 
 def worker_screen(worker: WorkerRates, rows: int) -> RenderableType:
-    """Returns the screen for one worker, with at most so many functions and peers each."""
+    """Returns the screen for one worker, with at most ``rows`` functions and peers each."""
     where = f", pid {worker.pid} on {worker.host}" if worker.pid else ""
     heading = Text(f"{worker.name} (rank {worker.rank}){where}: {worker.state}", style="bold")
     if worker.why:

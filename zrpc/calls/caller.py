@@ -428,12 +428,11 @@ def wait_until_settled(
     call.waiters = (*call.waiters, ident)
     try:
         while not acquire(call.gate, call.remaining(), receive):
-            if call.remaining():
-                continue  # its deadline was postponed meanwhile
-            call.fail(call.timed_out())
-            # If another thread has taken the call from the table, that thread settles it at once.
-            call.gate.acquire()
-            break
+            if not call.remaining():  # or its deadline was postponed meanwhile
+                call.fail(call.timed_out())
+                # If another thread has taken the call from the table, it settles the call at once.
+                call.gate.acquire()
+                break
         call.gate.release()
     except BaseException:
         call.waiters = tuple(each for each in call.waiters if each != ident)

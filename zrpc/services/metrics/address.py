@@ -1,4 +1,4 @@
-"""Where a worker serves its metrics, from the variable ``ZRPC_METRICS_PORT``."""
+"""The address of a worker's metrics page, from the variable ``ZRPC_METRICS_PORT``."""
 
 from __future__ import annotations
 
