@@ -7,7 +7,17 @@ import importlib
 import click
 
 # In the order in which they are shown.
-_COMMANDS = ("launch", "env", "doctor", "run", "stacks", "secret", "bench")
+_COMMANDS = (
+    "launch",
+    "env",
+    "doctor",
+    "run",
+    "stacks",
+    "top",
+    "debug",
+    "secret",
+    "bench",
+)
 
 
 class _LazyGroup(click.Group):

@@ -56,9 +56,15 @@ def _launch_traced(job: Job, path: Path) -> int:
     return code
 
 
+# The variable, and the function, by which a worker stops at an error; see
+# zrpc.services.debugger. By name, since `--help` must not import torch.
+_PDB = "ZRPC_PDB"
+_POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
+
 _SECTIONS = {
     "Workers": ("nprocs", "module", "name_prefix", "env", "start_method", "drop_in", "timeout"),
     "Output": ("log_dir", "trace"),
+    "Debugging and metrics": ("pdb", "metrics_port"),
     "Restarts": ("max_restarts",),
     "Workers that join and leave": ("elastic", "listen", "join"),
     "Network": ("iface",),
@@ -107,7 +113,8 @@ _SECTIONS = {
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on.",
+    help="Also keep each worker's output in this directory: rank0.out, rank0.err and so on, "
+    "and rank0.1.out after its first restart.",
 )
 @click.option(
     "--trace",
@@ -149,6 +156,18 @@ _SECTIONS = {
     is_flag=True,
     help="Put zrpc in the place of torch.distributed.rpc in the workers, as `zrpc run` does.",
 )
+@click.option(
+    "--pdb",
+    is_flag=True,
+    help="Open the debugger at each error that a handler or the script raises, and at "
+    "breakpoint(), while the other workers wait.",
+)
+@click.option(
+    "--metrics-port",
+    metavar="[ADDRESS:]PORT",
+    help="Serve each worker's zrpc.stats() to Prometheus, at this port plus its local rank (sets "
+    "ZRPC_METRICS_PORT). [default address: 127.0.0.1]",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -168,6 +187,8 @@ def command(
     listen: str | None,
     join: str | None,
     drop_in: bool,
+    pdb: bool,
+    metrics_port: str | None,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -200,6 +221,10 @@ def command(
         os.environ.update(child_environment(os.environ))
     if iface is not None:
         env = {**env, "ZRPC_IFACE": iface}
+    if metrics_port is not None:
+        env = {**env, "ZRPC_METRICS_PORT": metrics_port}
+    if pdb:
+        env = {"PYTHONBREAKPOINT": "zrpc.breakpoint", **env, _PDB: "1"}
     job = Job(
         script,
         args,
@@ -214,6 +239,7 @@ def command(
         elastic=elastic,
         listen=listen,
         join=join,
+        on_error=_POST_MORTEM if pdb else "",
     )
     try:
         code = launch(job) if trace is None else _launch_traced(job, trace)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import click
 
-from zrpc.services.inspection.discovery import Answer, MeshView, ask, directories, meshes
+from zrpc.services.inspection.discovery import Answer, MeshView, find_meshes
 from zrpc.services.inspection.report import Report
 
 from .finite_range import POSITIVE
@@ -39,14 +39,10 @@ def command(workers: tuple[str, ...], idle: bool, as_json: bool, timeout: float)
 
     The exit code is 0, or 1 if there is no such mesh.
     """
-    found, failed = meshes(ask(directories(), timeout))
-    chosen = [mesh for mesh in found if _has_worker(mesh, workers)]
-    failed = [answer for answer in failed if not workers or str(answer.pid) in workers]
-    if not chosen and not failed:
-        suffix = f" with {' or '.join(workers)}" if workers else ""
-        raise click.ClickException(f"no running mesh of this user{suffix} was found on this host")
-    for mesh in chosen:
-        mesh.ask_other_hosts(timeout)
+    try:
+        chosen, failed = find_meshes(workers, timeout)
+    except LookupError as error:
+        raise click.ClickException(str(error)) from error
     if as_json:
         _print_json(chosen, failed)
         return
@@ -55,11 +51,6 @@ def command(workers: tuple[str, ...], idle: bool, as_json: bool, timeout: float)
     for answer in failed:
         who = f"pid {answer.pid}" if answer.pid else answer.directory
         _warn(f"A worker ({who}) could not be asked: {answer.problem}")
-
-
-def _has_worker(mesh: MeshView, workers: Sequence[str]) -> bool:
-    known = {*map(str, mesh.pids.values()), *mesh.names.values()}
-    return not workers or bool(known & set(workers))
 
 
 def _print_json(found: Sequence[MeshView], failed: Sequence[Answer]) -> None:

@@ -27,6 +27,7 @@ _HERE = Path(__file__).parent
 _SYSTEM_PATHS = (
     "bench/soak",
     "bench/test_command.py",
+    "cli/test_debug.py",
     "cli/test_launch.py",
     "docs/test_pages.py",
     "drop_in/test_run.py",

@@ -49,7 +49,12 @@ FACE = {
 }
 LEAVES = {"zrpc.constants", "zrpc.errors", "zrpc.functions", "zrpc.options"}
 # A service may know these others, and no more.
-NEIGHBOURS = {("autograd", "rref"), ("inspection", "rref"), ("tracing", "autograd")}
+NEIGHBOURS = {
+    ("autograd", "rref"),
+    ("debugger", "inspection"),
+    ("inspection", "rref"),
+    ("tracing", "autograd"),
+}
 # What other rooms may import from a room: everything else in it is private to it.
 SURFACE: dict[str, set[str]] = {
     "zrpc.runtime": {
@@ -101,12 +106,17 @@ SURFACE: dict[str, set[str]] = {
         "autograd.grad_lock",
         "autograd.service",
         "collectives",
+        "debugger.prompt",
+        "debugger.service",
         "elastic.join",
         "elastic.limits",
         "inspection.discovery",
-        "inspection.service",
+        "inspection.rates",
         "inspection.report",
+        "inspection.service",
+        "inspection.snapshot",
         "loss_detection",
+        "metrics.service",
         "rref.service",
         "rref.rref",
         "shm.segments",
@@ -120,6 +130,7 @@ SURFACE: dict[str, set[str]] = {
         "forkserver",
         "starter",
         "task",
+        "terminal",
         "worker",
     },
     "zrpc.drop_in": {"", "check"},

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zrpc import optim as optim
     from zrpc import options as options
     from zrpc import testing as testing
+    from zrpc.agent.call_filter import CallFilter as CallFilter
     from zrpc.api import _get_current_rpc_agent as _get_current_rpc_agent
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
     from zrpc.api import _set_rpc_timeout as _set_rpc_timeout
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
+    from zrpc.services.debugger.debugger import breakpoint as breakpoint
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
     from zrpc.testing.startup import local_mesh as local_mesh
@@ -80,6 +82,7 @@ _MODULES = (
     "testing",
 )
 _NAMES = {
+    "zrpc.agent.call_filter": "CallFilter",
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
         get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
     "zrpc.backend_registry": "BackendType",
@@ -94,6 +97,7 @@ _NAMES = {
         on_worker_lost session set_rpc_timeout world_size""",
     "zrpc.observe": "span stats trace",
     "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
+    "zrpc.services.debugger.debugger": "breakpoint",
     "zrpc.services.rref.rref": "PyRRef RRef",
     "zrpc.testing.startup": "local_mesh",
 }

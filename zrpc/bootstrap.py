@@ -28,10 +28,12 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
+from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.loss_detection import LossDetector
+from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
@@ -50,6 +52,8 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     Collectives,
     LossDetector,
     TracingService,
+    DebuggerService,
+    MetricsService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

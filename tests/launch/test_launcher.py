@@ -86,7 +86,8 @@ def test_logs_contain_the_output_without_prefixes(
     )
     logs = tmp_path / "a" / "logs"
     logs.mkdir(parents=True)
-    (logs / "rank0.out").write_text("old " * 100)
+    for old in ("rank0.out", "rank0.1.out", "rank0.12.err"):
+        (logs / old).write_text("old " * 100)
     code, out, _ = start(script, nprocs=2, log_dir=str(logs)).finish()
     assert (code, sorted(out.splitlines())) == (0, ["[0] out 0", "[1] out 1"])
     content = {path.name: path.read_bytes() for path in logs.iterdir()}

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from zrpc.agent.call_filter import tag_own_loggers
 from zrpc.agent.closing import Closing, work_in_progress
 from zrpc.agent.current import as_current, context_of
 from zrpc.agent.dispatcher import Dispatcher
@@ -122,7 +123,13 @@ class Agent:
             explain=self._explain,
         )
         self.callee = Callee(
-            membership, self.codec, self.outbox, self.pool, self.event_loop, self.receiver.run
+            membership,
+            self.codec,
+            self.outbox,
+            self.pool,
+            self.event_loop,
+            self.receiver.run,
+            self._on_handler_failed,
         )
         shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
         if not elastic:
@@ -176,6 +183,7 @@ class Agent:
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
+        tag_own_loggers()
         # Before the threads start: one of them may close this agent at once.
         self.switch_interval.ask()
         keep_freed_memory()
@@ -287,6 +295,10 @@ class Agent:
     def _on_messages_lost(self, member: MemberId) -> None:
         for service in self.services:
             service.on_messages_lost(member)
+
+    def _on_handler_failed(self, error: BaseException) -> None:
+        for service in self.services:
+            service.on_handler_failed(error)
 
     def _explain(self, member: MemberId) -> str:
         notes = (service.explain(member) for service in self.services)

@@ -204,8 +204,9 @@ class Receiver:
             self._errands.popleft()()
         now = time.monotonic()
         self._after_turn(now)
-        if now >= self._calls.earliest:
-            self._calls.expire(now)
+        # Before calls expire: a service may postpone their deadlines.
         if now >= self._next_tick:
             self._tick()
             self._next_tick = now + _TICK_SECONDS
+        if now >= self._calls.earliest:
+            self._calls.expire(now)

@@ -93,6 +93,9 @@ class Service:
         """Returns numbers for `zrpc.agent.stats.Stats`, by name; it must be quick."""
         return {}
 
+    def on_handler_failed(self, error: BaseException) -> None:
+        """Learns that a handler has failed; called in its thread, before its caller is answered."""
+
     def explain(self, member: MemberId) -> str:
         """Returns what is known about why a member does not answer, for error messages.
 

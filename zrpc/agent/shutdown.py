@@ -65,11 +65,12 @@ class Shutdown:
         done: whether the whole mesh has nothing left to do.
         settled: whether this worker has nothing left to do, or to say.
         in_progress: whether a shutdown has begun, here or, if all leave together, anywhere.
+        begun: whether it has begun here.
     """
 
     def __init__(self, timing: ShutdownTiming) -> None:
         self.timing = timing
-        self.done = self.settled = self.in_progress = False
+        self.done = self.settled = self.in_progress = self.begun = False
         self._may_leave = threading.Event()
 
     @property
@@ -163,7 +164,7 @@ class CollectiveShutdown(Shutdown):
 
     def begin(self) -> None:
         """Begins the shutdown of this worker."""
-        self.in_progress = True
+        self.in_progress = self.begun = True
         self._next_reminder = time.monotonic() + self.timing.remind
         self._send(self._termination.begin())
 
@@ -225,7 +226,7 @@ class SoloShutdown(Shutdown):
 
     def begin(self) -> None:
         """Begins the shutdown of this worker."""
-        self.in_progress = True
+        self.in_progress = self.begun = True
         self._first = self._work()
         self._new_work_until = time.monotonic() + self.timing.new_work
 

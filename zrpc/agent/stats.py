@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zrpc.agent.agent import Agent
-from zrpc.calls.call_counters import BUCKET_SECONDS
+from zrpc.calls.call_counters import BUCKET_SECONDS, quantile
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.wire.member_id import MemberId
 
@@ -59,15 +59,7 @@ class CallStats:
             >>> CallStats(4, 0, 0.012, [0] * 12 + [4] + [0] * 16).quantile(0.5)
             0.0029296875
         """
-        wanted = q * sum(self.histogram)
-        lower = 0.0
-        uppers = (*BUCKET_SECONDS, 2 * BUCKET_SECONDS[-1])
-        for upper, count in zip(uppers, self.histogram, strict=True):
-            if count and wanted <= count:
-                return lower + (upper - lower) * wanted / count
-            wanted -= count
-            lower = upper
-        return 0.0
+        return quantile(self.histogram, q)
 
 
 @dataclass(frozen=True)

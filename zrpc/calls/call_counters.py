@@ -7,11 +7,19 @@ as ``frexp``, is called first, and none is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import frexp
 from typing import Generic, TypeVar
 
-__all__ = ["BUCKET_SECONDS", "MAX_NAMES", "OTHERS", "CallCount", "HandlerCount", "Table"]
+__all__ = [
+    "BUCKET_SECONDS",
+    "MAX_NAMES",
+    "OTHERS",
+    "CallCount",
+    "HandlerCount",
+    "Table",
+    "quantile",
+]
 
 # The upper bounds of a histogram's buckets, in seconds: from 1 us to 2 minutes. A last bucket takes
 # what is longer.
@@ -27,6 +35,19 @@ _SLOTS = 96
 _FIRST = _OFFSET - 20
 # A time of 0 has the exponent 0 in `frexp`, which is that of a second.
 _LEAST_SECONDS = 1e-9
+
+
+def quantile(histogram: Sequence[int], q: float) -> float:
+    """Returns the time, in seconds, within which this share of the calls of a histogram ended."""
+    wanted = q * sum(histogram)
+    lower = 0.0
+    uppers = (*BUCKET_SECONDS, 2 * BUCKET_SECONDS[-1])
+    for upper, count in zip(uppers, histogram, strict=True):
+        if count and wanted <= count:
+            return lower + (upper - lower) * wanted / count
+        wanted -= count
+        lower = upper
+    return 0.0
 
 
 class CallCount:

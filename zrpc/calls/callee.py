@@ -47,6 +47,7 @@ class Callee:
         pool: runs handlers.
         loop: runs ``async def`` handlers.
         run: runs a handler's job, in the pool or in the I/O thread.
+        on_failure: called with the error of each handler that has failed, in its thread.
 
     Attributes:
         requests: the requests that are not answered yet.
@@ -62,6 +63,7 @@ class Callee:
         pool: HandlerPool,
         loop: EventLoop,
         run: Callable[[Callable[[], None]], None],
+        on_failure: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         self._membership = membership
         self._codec = codec
@@ -69,6 +71,7 @@ class Callee:
         self._pool = pool
         self._loop = loop
         self._run = run
+        self._on_failure = on_failure
         self.requests = PendingRequests()
         self.counts = Table(HandlerCount)
         self.recorder: Recorder | None = None
@@ -198,13 +201,14 @@ class Callee:
         if self.recorder is not None:
             self.recorder.on_handled(request, started, now, failed)
 
-    def log_failure(self, error: BaseException) -> None:
-        """Logs that a handler failed, unless this worker is closed."""
+    def report_failure(self, error: BaseException) -> None:
+        """Logs that a handler failed, and calls `on_failure`, unless this worker is closed."""
         if self._outbox.closed:
             return
         # As text: a stored log record must not keep the handler's arguments alive.
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         logger.error("On %s: a call failed\n%s", self._membership.info, text.rstrip())
+        self._on_failure(error)
 
     def drop_abandoned(self) -> None:
         """Drops requests from the pool's queue if their callers no longer wait."""
@@ -232,6 +236,6 @@ class _Answer:
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
         try:
             if not (expected and self.request.scope.cancelled):
-                self._callee.log_failure(error)
+                self._callee.report_failure(error)
         finally:  # also if there is no memory for the log
             self._callee.answer_error(self.request, error)

@@ -427,10 +427,12 @@ def wait_until_settled(
     ident = threading.get_ident()
     call.waiters = (*call.waiters, ident)
     try:
-        if not acquire(call.gate, call.remaining(), receive):
-            call.fail(call.timed_out())
-            # If another thread has taken the call from the table, that thread settles it at once.
-            call.gate.acquire()
+        while not acquire(call.gate, call.remaining(), receive):
+            if not call.remaining():  # or its deadline was postponed meanwhile
+                call.fail(call.timed_out())
+                # If another thread has taken the call from the table, it settles the call at once.
+                call.gate.acquire()
+                break
         call.gate.release()
     except BaseException:
         call.waiters = tuple(each for each in call.waiters if each != ident)

@@ -49,6 +49,7 @@ class CancelScope:
         deferred: whether the handler has returned a future, which the outcome comes from.
         call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
+        call_id: the caller's number of the call.
         function: the function that the caller asked for, once it is unpickled.
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.

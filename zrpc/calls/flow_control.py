@@ -99,8 +99,11 @@ class FlowControl:
         try:
             if call.settled:
                 return Admission.SETTLED
-            if not acquire(gate, call.remaining()):
+            while not acquire(gate, call.remaining()):
+                if call.remaining():
+                    continue  # its deadline was postponed meanwhile
                 call.fail(no_room(call, self.limit))
+                break
         except BaseException:
             call.fail(no_room(call, self.limit))  # Ctrl-C: the call is never sent
             raise

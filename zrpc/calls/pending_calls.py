@@ -359,6 +359,17 @@ class PendingCalls:
         with self._lock:
             self.earliest = min([self.earliest, *rest])
 
+    def postpone(self, seconds: float) -> None:
+        """Gives all calls this much more time. Threads that wait look at the deadline again."""
+        # Before the table is read, as in `expire`.
+        with self._lock:
+            self.earliest = NEVER
+        calls = list(self._calls.values())
+        for call in calls:
+            call.deadline += seconds
+        with self._lock:
+            self.earliest = min([self.earliest, *(call.deadline for call in calls)])
+
     def fail(self, error: Callable[[PendingCall], Exception], peer: MemberId | None = None) -> None:
         """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
         for call in list(self._calls.values()):

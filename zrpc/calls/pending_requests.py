@@ -122,6 +122,11 @@ class PendingRequests:
         dropped, self._dropped = self._dropped, False
         return dropped
 
+    def postpone(self, seconds: float) -> None:
+        """Gives all requests this much more time."""
+        for request in list(self._requests.values()):
+            request.scope.deadline += seconds
+
     def close(self) -> None:
         """Drops all requests: this worker leaves."""
         for key, request in list(self._requests.items()):

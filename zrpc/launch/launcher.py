@@ -22,6 +22,7 @@ from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, LaunchError, Starter, make_starter
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
 from zrpc.launch.task import Task
+from zrpc.launch.terminal import Terminal, is_usable
 from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
 
 _TIMED_OUT_CODE = 124  # the same as coreutils' timeout
@@ -55,6 +56,8 @@ class Job:
         listen: ``HOST:PORT`` where the workers of an elastic mesh meet; None for a free port
             that only this machine can reach.
         join: ``HOST:PORT`` of a running elastic mesh, to which the workers are added.
+        on_error: ``module:function``, which a worker calls with an error that ends its program,
+            after the traceback; empty for none.
     """
 
     target: str
@@ -72,6 +75,7 @@ class Job:
     elastic: bool = False
     listen: str | None = None
     join: str | None = None
+    on_error: str = ""
 
     def check(self) -> None:
         """Checks that the job can be launched.
@@ -153,6 +157,9 @@ def launch(job: Job) -> int:
         except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
             return _INTERRUPTED_CODE
         stack.enter_context(inbox)
+        if is_usable():
+            terminal = stack.enter_context(Terminal(starter.make_directory()))
+            base = {**base, **terminal.env}
         run = _Run(job, starter, inbox, console, base, output)
         if text := job.listen or job.join:
             address = parse_address(text)
@@ -218,8 +225,10 @@ class _Run:
         job, template = self._job, self._environment
         make = Task.module if job.module else Task.script
         env = template.for_worker(self._base, rank, restarts)
-        task = make(job.target, job.argv).within(cwd=os.getcwd(), env=env, line_buffered=True)
-        stdout, stderr = self._output.open(rank)
+        task = make(job.target, job.argv).within(
+            cwd=os.getcwd(), env=env, line_buffered=True, on_error=job.on_error
+        )
+        stdout, stderr = self._output.open(rank, restarts)
         reads_input = rank == template.first_rank and not restarts
         try:
             pid = self._starter.spawn(

@@ -26,7 +26,8 @@ class Output:
     Args:
         console: Shows them.
         log_dir: The directory in which each worker's output is kept unchanged, in ``rank0.out``
-            and ``rank0.err``; None to keep none. It is created, and old files in it are replaced.
+            and ``rank0.err``, that after its first restart in ``rank0.1.out`` and so on; None to
+            keep none. It is created, and files with such names in it are removed.
 
     Raises:
         LaunchError: The directory can't be created.
@@ -36,7 +37,6 @@ class Output:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
-        self._begun: set[str] = set()  # names of log files
         self._tails: dict[int, deque[bytes]] = {}
         if log_dir is not None:
             try:
@@ -46,23 +46,23 @@ class Output:
                     f"the log directory {log_dir} can't be created: {error.strerror}"
                 ) from error
 
-    def open(self, rank: int) -> tuple[int, int]:
+    def open(self, rank: int, restarts: int = 0) -> tuple[int, int]:
         """Creates the pipes of one worker; returns descriptors for its standard output and error.
 
         The caller must close them once the worker has its copies.
         """
         tail = self._tails[rank] = deque(maxlen=_MAX_TAIL_LINES)
-        out = self._open(rank, error=False, tail=None)
-        return out, self._open(rank, error=True, tail=tail)
+        name = f"rank{rank}.{restarts}" if restarts else f"rank{rank}"
+        if self._log_dir is not None and not restarts:  # or an earlier launch's would mislead
+            for path in self._log_dir.glob(f"rank{rank}.*[0-9].*"):
+                path.unlink()
+        out = self._open(rank, f"{name}.out", error=False, tail=None)
+        return out, self._open(rank, f"{name}.err", error=True, tail=tail)
 
-    def _open(self, rank: int, *, error: bool, tail: deque[bytes] | None) -> int:
+    def _open(self, rank: int, name: str, *, error: bool, tail: deque[bytes] | None) -> int:
         log: BinaryIO | None = None
         if self._log_dir is not None:
-            name = f"rank{rank}.{'err' if error else 'out'}"
-            if name not in self._begun:  # a restarted worker appends to it
-                (self._log_dir / name).write_bytes(b"")
-                self._begun.add(name)
-            log = open(self._log_dir / name, "ab", buffering=0)  # noqa: SIM115
+            log = open(self._log_dir / name, "wb", buffering=0)  # noqa: SIM115
         reading, writing = os.pipe()
         self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
         return writing

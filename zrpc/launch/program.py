@@ -35,7 +35,7 @@ def run(task: Task) -> None:
         else:
             _run_function(task)
     except BaseException:
-        _hide_our_frames()
+        _hide_our_frames(task.on_error)
         raise
 
 
@@ -71,12 +71,17 @@ def _run_module(task: Task) -> None:
 def _run_function(task: Task) -> None:
     _set_arguments("", task.argv, [])
     _set_main(ModuleType("__main__"))
-    module, _, name = task.target.partition(":")
-    function: Any = importlib.import_module(module)
-    for attribute in name.split("."):
-        function = getattr(function, attribute)
+    function = _named(task.target)
     args, kwargs = pickle.loads(task.payload)
     sys.exit(function(*args, **kwargs))
+
+
+def _named(target: str) -> Any:
+    module, _, name = target.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in name.split("."):
+        found = getattr(found, attribute)
+    return found
 
 
 def _set_arguments(name: str, argv: tuple[str, ...], program: list[str]) -> None:
@@ -112,8 +117,10 @@ def _code_of(path: str, shown: str) -> CodeType:
         return compile(file.read(), shown, "exec")
 
 
-def _hide_our_frames() -> None:
+def _hide_our_frames(on_error: str) -> None:
     """Shows the error being raised as if the user's code were at the bottom of the stack.
+
+    Then calls what ``on_error`` names with it, if anything.
 
     The hook is installed only while the interpreter reports that one error. KeyboardInterrupt
     and SystemExit thus keep their effects: death by SIGINT, the exit code.
@@ -128,5 +135,7 @@ def _hide_our_frames() -> None:
             trace = trace.tb_next
         sys.last_traceback = trace
         hook(kind, error.with_traceback(trace), trace)
+        if on_error:
+            _named(on_error)(error)
 
     sys.excepthook = show

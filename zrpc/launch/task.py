@@ -24,6 +24,8 @@ class Task:
         sys_path: ``sys.path`` without the script's own entry; None for a fresh interpreter's.
         line_buffered: Whether standard output is flushed after each line, even if it isn't a
             terminal.
+        on_error: ``module:function`` to call with an error that ends the program, after its
+            traceback was shown; empty for none.
 
     Example:
         >>> Task.script("train.py", ["--epochs", "3"]).argv
@@ -38,6 +40,7 @@ class Task:
     env: dict[str, str] | None = None
     sys_path: tuple[str, ...] | None = None
     line_buffered: bool = False
+    on_error: str = ""
 
     @classmethod
     def script(cls, path: str, argv: Sequence[str] = ()) -> Task:
@@ -74,6 +77,7 @@ class Task:
         env: Mapping[str, str] | None = None,
         sys_path: Sequence[str] | None = None,
         line_buffered: bool = False,
+        on_error: str = "",
     ) -> Task:
         """Returns the same program in another environment; see the class for the arguments."""
         return replace(
@@ -82,4 +86,5 @@ class Task:
             env=None if env is None else dict(env),
             sys_path=None if sys_path is None else tuple(sys_path),
             line_buffered=line_buffered,
+            on_error=on_error,
         )

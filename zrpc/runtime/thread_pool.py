@@ -10,6 +10,7 @@ A thread that does not belong to the pool may run its jobs as a *guest*, see `Ha
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import itertools
 import logging
@@ -17,12 +18,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from zrpc.runtime.context_thread import ContextThread
 
-__all__ = ["HandlerPool", "Load", "ThreadOwner", "acquire", "in_handler", "in_pool", "set_owner"]
+__all__ = [
+    "HandlerPool",
+    "Load",
+    "ThreadOwner",
+    "acquire",
+    "in_handler",
+    "in_pool",
+    "set_owner",
+    "waiting",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +124,23 @@ def acquire(
         if owner is not None:
             owner.give_way()
         return gate.acquire(timeout=timeout)
+    finally:
+        pool._unblock()
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Lets the pool replace this thread while it waits in the block for anything else."""
+    pool: HandlerPool | None = getattr(_thread, "pool", None)
+    if pool is None:
+        yield
+        return
+    pool._block()
+    try:
+        owner: ThreadOwner | None = getattr(_thread, "owner", None)
+        if owner is not None:
+            owner.give_way()
+        yield
     finally:
         pool._unblock()
 

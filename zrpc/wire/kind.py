@@ -61,6 +61,8 @@ class Kind(IntEnum):
     # A call of a method of an RRef's value.
     METHOD = 18, Rules(answered=True, metered=True, droppable=True)
     REFERENCE = 19  # reference counting
+    # Whether the sender's program stands at a breakpoint.
+    BREAKPOINT = 22, Rules(counted=False)
     # Take part in a backward pass; answered when the receiver's part is done.
     BACKWARD = 24, Rules(answered=True)
     GRADIENT = 25  # the gradients of the tensors that a message carried

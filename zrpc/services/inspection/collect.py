@@ -11,6 +11,7 @@ from typing import Any
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import handler_name, kind_name, readable
 from zrpc.calls.pending_calls import NEVER, PendingCall
+from zrpc.services.inspection.numbers import take_numbers
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind, Tag
@@ -24,10 +25,11 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
-    It has at most ``max_entries`` threads, calls, requests and jobs each.
+    It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has the numbers
+    of `zrpc.services.inspection.numbers` instead.
     """
     load = agent.pool.load(max_entries)
-    found = activities(agent)[:max_entries]
+    found = activities(agent)[:max_entries] if max_entries else []
     handled = {activity.request for activity in found}
     waited_for = {call_id for activity in found for call_id in activity.calls}
     queued = {id(request) for request in _requests_of(load.backlog)}
@@ -51,6 +53,7 @@ def take_snapshot(
         calls_in_all=len(calls),
         requests_in_all=len(requests),
         notes=list(notes),
+        stats=None if max_entries else take_numbers(agent),
     )
 
 

@@ -7,17 +7,24 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zrpc.errors import AuthenticationError
-from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, peer_of
+from zrpc.services.inspection.listener import (
+    OTHERS,
+    OTHERS_NUMBERS,
+    OWN_NUMBERS,
+    SELF,
+    SOCKET,
+    peer_of,
+)
 from zrpc.services.inspection.snapshot import Member, Snapshot
 from zrpc.transport.address import check_private, is_alive, private_directories
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Answer", "MeshView", "ask", "directories", "meshes"]
+__all__ = ["Answer", "MeshView", "ask", "directories", "find_meshes", "meshes"]
 
 _EXITED = "its process has exited"
 _NOT_REACHED = "it is on another host, and did not answer the workers here in time"
@@ -59,21 +66,53 @@ class MeshView:
     names: dict[MemberId, str] = field(default_factory=dict)
     pids: dict[MemberId, int] = field(default_factory=dict)
 
+    def has_worker(self, workers: Collection[str]) -> bool:
+        """Returns whether it has one of these names or process ids, or none is given."""
+        known = {*map(str, self.pids.values()), *self.names.values()}
+        return not workers or bool(known & set(workers))
+
     def seen_again(self, timeout: float) -> MeshView:
         """Returns the same mesh as it is now, as far as it is on this host."""
         answers = ask([Path(s.directory) for s in self.snapshots.values() if s.directory], timeout)
         snapshots = {s.member: s for answer in answers for s in answer.snapshots}
         return MeshView(snapshots, names=self.names)
 
-    def ask_other_hosts(self, timeout: float) -> None:
+    def ask_other_hosts(self, timeout: float, question: str = OTHERS) -> None:
         """Has a worker ask those that can't be reached from here, for ``timeout`` seconds."""
         local = [Path(s.directory) for s in self.snapshots.values() if s.directory]
         if not local or _NOT_REACHED not in self.silent.values():
             return
-        [answer] = ask(local[:1], timeout, OTHERS)
+        [answer] = ask(local[:1], timeout, question)
         for snapshot in answer.snapshots:
             if self.silent.pop(snapshot.member, None) is not None:
                 self.snapshots[snapshot.member] = snapshot
+
+
+def find_meshes(
+    workers: Collection[str], timeout: float, numbers: bool = False
+) -> tuple[list[MeshView], list[Answer]]:
+    """Finds and asks this user's meshes that have a worker on this host.
+
+    Args:
+        workers: only meshes with a worker of these process ids or names; empty for all.
+        timeout: seconds for the answers of the workers here, and again for those elsewhere.
+        numbers: whether to ask for their numbers, and not for what they do.
+
+    Returns:
+        The meshes, and the workers on this host that belong to none that is known.
+
+    Raises:
+        LookupError: there are none.
+    """
+    found, failed = meshes(ask(directories(), timeout, OWN_NUMBERS if numbers else SELF))
+    chosen = [mesh for mesh in found if mesh.has_worker(workers)]
+    failed = [answer for answer in failed if not workers or str(answer.pid) in workers]
+    if not chosen and not failed:
+        suffix = f" with {' or '.join(workers)}" if workers else ""
+        raise LookupError(f"no running mesh of this user{suffix} was found on this host")
+    for mesh in chosen:
+        mesh.ask_other_hosts(timeout, OTHERS_NUMBERS if numbers else OTHERS)
+    return chosen, failed
 
 
 def directories() -> list[Path]:

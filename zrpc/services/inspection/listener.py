@@ -17,15 +17,28 @@ from pathlib import Path
 
 from zrpc.services.inspection.congestion import InspectionSettings
 
-__all__ = ["MAX_VISITORS", "OTHERS", "SELF", "SOCKET", "Listener", "Visitor", "peer_of"]
+__all__ = [
+    "MAX_VISITORS",
+    "OTHERS",
+    "OTHERS_NUMBERS",
+    "OWN_NUMBERS",
+    "SELF",
+    "SOCKET",
+    "Listener",
+    "Visitor",
+    "peer_of",
+]
 
 logger = logging.getLogger(__name__)
 
 # The socket's name in the worker's private directory.
 SOCKET = "inspect"
-# The questions: what are you doing? And: what are the members on other hosts doing?
+# The questions: what are you doing? What are the members on other hosts doing? And the same for
+# numbers: what have you done so far?
 SELF = "self"
 OTHERS = "others"
+OWN_NUMBERS = "own numbers"
+OTHERS_NUMBERS = "others' numbers"
 
 # How many may ask at the same time.
 MAX_VISITORS = 8

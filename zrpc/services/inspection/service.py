@@ -24,7 +24,14 @@ from zrpc.services.inspection.congestion import (
     Report,
     Reports,
 )
-from zrpc.services.inspection.listener import OTHERS, SELF, Listener, Visitor
+from zrpc.services.inspection.listener import (
+    OTHERS,
+    OTHERS_NUMBERS,
+    OWN_NUMBERS,
+    SELF,
+    Listener,
+    Visitor,
+)
 from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
@@ -40,6 +47,8 @@ SETTINGS = InspectionSettings()
 
 # The number of a question to workers on other hosts, which their answers repeat.
 _NUMBER = struct.Struct("<Q")
+# Follows it if the worker's numbers are asked for.
+_NUMBERS = b"n"
 
 
 class InspectionService(Service):
@@ -139,19 +148,21 @@ class InspectionService(Service):
             return None
 
     def _answer_visitor(self, visitor: Visitor, question: str) -> None:
-        if question == SELF:
-            visitor.write(self._dump_snapshot())
-        if question == OTHERS:
-            self._ask_other_hosts(visitor)
-        else:
-            visitor.finish()
+        if question in (OTHERS, OTHERS_NUMBERS):
+            self._ask_other_hosts(visitor, question == OTHERS_NUMBERS)
+            return
+        if question in (SELF, OWN_NUMBERS):
+            visitor.write(self._dump_snapshot(question == OWN_NUMBERS))
+        visitor.finish()
 
-    def _dump_snapshot(self) -> bytes:
+    def _dump_snapshot(self, numbers: bool) -> bytes:
+        if numbers:
+            return take_snapshot(self.agent, None, (), 0).dump()
         notes = [self.explain(member).lstrip("; ") for member in self._reports.members()]
         full_for = self._queues[Place.POOL].full_for(time.monotonic())
         return take_snapshot(self.agent, full_for, notes, self.settings.max_entries).dump()
 
-    def _ask_other_hosts(self, visitor: Visitor) -> None:
+    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> None:
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
         members.discard(self.agent.membership.own_id)
@@ -161,12 +172,14 @@ class InspectionService(Service):
         self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
         number = next(self._numbers)
         self._asked[number] = (visitor, members)
+        body = _NUMBER.pack(number) + (_NUMBERS if numbers else b"")
         for member in sorted(members):
-            self.agent.outbox.post(member, Message(Kind.INSPECT, body=_NUMBER.pack(number)))
+            self.agent.outbox.post(member, Message(Kind.INSPECT, body=body))
 
     def _on_inspect(self, message: Message) -> None:
         """Answers a member whose user asks what workers on other hosts are doing."""
-        body = bytes(message.body[: _NUMBER.size]) + self._dump_snapshot()
+        number, what = message.body[: _NUMBER.size], message.body[_NUMBER.size :]
+        body = bytes(number) + self._dump_snapshot(bytes(what) == _NUMBERS)
         self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body))
 
     def _on_snapshot(self, message: Message) -> None:

@@ -11,7 +11,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 __all__ = ["FORMAT", "Activity", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 2
+FORMAT = 3
 
 
 class Frame(NamedTuple):
@@ -149,6 +149,7 @@ class Snapshot:
         calls_in_all: the number of all outstanding calls.
         requests_in_all: the number of all requests that are not answered.
         notes: further sentences, such as what a peer has reported.
+        stats: what `zrpc.services.inspection.numbers` returns; None if it was not asked for.
     """
 
     member: MemberId
@@ -164,6 +165,7 @@ class Snapshot:
     calls_in_all: int = 0
     requests_in_all: int = 0
     notes: list[str] = field(default_factory=list)
+    stats: dict[str, Any] | None = None
 
     def dump(self) -> bytes:
         """Returns the snapshot as JSON."""

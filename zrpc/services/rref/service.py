@@ -102,7 +102,7 @@ class ValueSink:
 
     def error(self, error: BaseException) -> None:
         """Takes what the function has raised."""
-        self._callee.log_failure(error)
+        self._callee.report_failure(error)
         self._callee.count(self.request, failed=True)
         self._value.set(error=error)
         self._callee.answer(self.request, None)

@@ -1,0 +1,163 @@
+"""Breakpoints of launched workers, at a terminal; and zrpc debug."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from click.testing import CliRunner
+from zrpc.cli import main
+
+from tests.support.terminal import DEADLINE, TerminalProgram
+from tests.support.waiting import until
+
+ZRPC = ["-m", "zrpc.cli"]
+BEGIN = """
+    import os
+    import zrpc as rpc
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker{rank}")
+"""
+HANDLER = (
+    BEGIN
+    + """
+    def handler(number):
+        local = number + 1
+        breakpoint()
+        return local
+    if rank == 0:
+        print("got", rpc.rpc_sync("worker1", handler, (6,), timeout=2))
+    rpc.shutdown()
+"""
+)
+Begin = Callable[..., TerminalProgram]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """Starts ``zrpc`` on a terminal; a script is the source of its last argument."""
+    started: list[TerminalProgram] = []
+
+    def begin(*arguments: str, script: str = "") -> TerminalProgram:
+        if script:
+            (tmp_path / "script.py").write_text(dedent(script))
+            arguments = (*arguments, "script.py")
+        started.append(TerminalProgram([*ZRPC, *arguments], tmp_path))
+        return started[-1]
+
+    yield begin
+    for program in started:
+        program.close()
+
+
+def test_breakpoint_of_a_handler_opens_a_prompt_at_the_launchers_terminal(begin: Begin) -> None:
+    launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
+    assert "worker1 (rank 1), pid" in launched.read_until("(Pdb) ")
+    launched.type("p local\n")
+    launched.read_until("7\r\n(Pdb) ")
+    # Longer than the call's timeout.
+    launched.type("import time; time.sleep(3)\n")
+    launched.read_until("(Pdb) ")
+    launched.type("c\n")
+    launched.read_until("[0]")
+    assert launched.finish() == 0
+    assert "got 7" in launched.seen
+
+
+def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Begin) -> None:
+    launched = begin(
+        "launch",
+        "--pdb",
+        "-n",
+        "2",
+        script=BEGIN
+        + """
+    rpc.barrier()
+    here = f"script of {rank}"
+    raise ValueError(here)
+    """,
+    )
+    shown = ""
+    for _ in range(2):
+        shown += launched.read_until("(Pdb) ")
+        launched.type("p here\n")
+        shown += launched.read_until("(Pdb) ")
+        launched.type("q\n")
+    assert launched.finish() == 1
+    for rank in range(2):
+        assert f"'script of {rank}'" in shown
+    assert shown.count("has raised ValueError") >= 2
+
+
+def test_worker_that_is_killed_at_the_prompt_ends_it(begin: Begin) -> None:
+    launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
+    found = re.search(r"-- worker1 \(rank 1\), pid (\d+)", launched.read_until("(Pdb) "))
+    assert found is not None
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert launched.finish() == 128 + signal.SIGKILL
+    assert "rank 1 failed (SIGKILL" in launched.seen
+
+
+@pytest.mark.parametrize("where", ["handler", "script"])
+def test_ctrl_c_at_the_prompt_stops_the_workers(begin: Begin, where: str) -> None:
+    script = HANDLER if where == "handler" else BEGIN + "    breakpoint()\n    print(rank)\n"
+    launched = begin("launch", "--pdb", "-n", "2", script=script)
+    launched.read_until("(Pdb) ")
+    launched.type("\x03")
+    assert launched.finish() == 128 + signal.SIGINT
+
+
+def test_ctrl_d_quits_the_debugger(begin: Begin) -> None:
+    launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
+    launched.read_until("(Pdb) ")
+    launched.type("\x04")
+    assert launched.finish() != 0
+    assert "BdbQuit" in launched.seen
+
+
+def test_zrpc_debug_attaches_detaches_and_attaches_again(begin: Begin, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(dedent(HANDLER))
+    launched = subprocess.Popen(
+        [sys.executable, *ZRPC, "launch", "--pdb", "-n", "2", "script.py"],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "err").open("wb"),
+        text=True,
+    )
+    try:
+        err = tmp_path / "err"
+        found = until(
+            lambda: re.search(r"pid (\d+), stands.*: zrpc debug 1\n", err.read_text()),
+            err.read_text,
+            within=DEADLINE,
+        )
+        assert found is not None
+        refused = CliRunner().invoke(main, ["debug", "nobody"])
+        assert refused.exit_code == 1
+        assert "no worker nobody of this user waits at a breakpoint" in refused.output
+        assert f"worker1 (rank 1, pid {found[1]})" in refused.output
+        first = begin("debug", found[1])
+        first.read_until("(Pdb) ")
+        first.type("p local\n")
+        first.read_until("7\r\n(Pdb) ")
+        first.type("\x03")
+        first.read_until(f"detached; worker1 waits: zrpc debug {found[1]}")
+        assert first.finish() == 0
+        second = begin("debug", found[1])
+        second.read_until("(Pdb) ")
+        second.type("c\n")
+        second.read_until("goes on")
+        assert second.finish() == 0
+        out, _ = launched.communicate(timeout=DEADLINE)
+        assert (launched.returncode, out) == (0, "[0] got 7\n")
+    finally:
+        launched.kill()
+        launched.communicate()

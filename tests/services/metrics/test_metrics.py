@@ -1,0 +1,203 @@
+"""The metrics page, read by Prometheus's own parser."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import zrpc
+from zrpc.errors import OptionError
+from zrpc.launch.port import ReservedPort
+from zrpc.services.metrics.address import metrics_address
+from zrpc.testing import Mesh
+
+ROOT = Path(__file__).parents[3]
+CALLS = 5
+MakeMesh = Callable[..., Mesh]
+
+
+class Page:
+    """What a worker serves, by name and labels."""
+
+    def __init__(self, port: int) -> None:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        self.samples = {
+            (sample.name, *sorted(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
+        self.names = {name for name, *_ in self.samples}
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.samples[(name, *sorted(labels.items()))]
+
+
+def adds(left: int, right: int) -> int:
+    return left + right
+
+
+def fails() -> None:
+    raise KeyError("on purpose")
+
+
+@pytest.fixture
+def mesh_port(monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh) -> tuple[Mesh, int]:
+    """A mesh of two workers, and the port of the first; the next one is of the second."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    while True:
+        with ReservedPort() as first:
+            port = first.number
+        if port < 60000:
+            break
+    monkeypatch.setenv("ZRPC_METRICS_PORT", str(port))
+    return make_mesh(2), port
+
+
+def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> None:
+    mesh, port = mesh_port
+    for number in range(CALLS):
+        assert mesh.run(0, zrpc.rpc_sync, 1, adds, (number, 1)) == number + 1
+    with pytest.raises(KeyError):
+        mesh.run(0, zrpc.rpc_sync, 1, fails)
+    reference = mesh.run(0, zrpc.remote, 1, adds, (1, 2))
+    mesh.run(0, reference.to_here)
+    caller, callee = Page(port), Page(port + 1)
+
+    assert caller.value("zrpc_worker", worker="worker0", rank="0") == 1
+    mine = {"worker": "worker0", "function": "adds"}
+    assert caller.value("zrpc_call_seconds_count", **mine) == CALLS + 1
+    assert caller.value("zrpc_call_seconds_bucket", le="+Inf", **mine) == CALLS + 1
+    assert caller.value("zrpc_call_seconds_bucket", le="128.0", **mine) == CALLS + 1
+    assert caller.value("zrpc_call_errors_total", **mine) == 0
+    stats = mesh.run(0, zrpc.stats)
+    total = caller.value("zrpc_call_seconds_sum", **mine)
+    assert total == pytest.approx(stats.calls["adds"].seconds)
+    failed = {"worker": "worker0", "function": "fails"}
+    assert caller.value("zrpc_call_errors_total", **failed) == 1
+    assert caller.value("zrpc_calls_in_flight", worker="worker0") == 0
+    assert caller.value("zrpc_rrefs_held", worker="worker0") == 1
+
+    runs = {"worker": "worker1", "function": "adds"}
+    assert callee.value("zrpc_handler_runs_total", **runs) == CALLS + 1
+    assert callee.value("zrpc_handler_run_seconds_total", **runs) > 0
+    assert callee.value("zrpc_handler_errors_total", worker="worker1", function="fails") == 1
+    assert callee.value("zrpc_rrefs_owned", worker="worker1") == 1
+    assert callee.value("zrpc_threads", worker="worker1", state="queued") == 0
+    ways = ("direct", "ipc", "shared_memory", "tcp", "inproc")
+    received = [callee.value("zrpc_received_bytes_total", worker="worker1", way=w) for w in ways]
+    assert sum(received) >= 32 * (CALLS + 2)
+    assert callee.value("zrpc_peer_received_bytes_total", worker="worker1", peer="worker0") > 0
+    assert callee.value("process_resident_memory_bytes") > 2**20
+
+
+def test_buckets_are_cumulative(mesh_port: tuple[Mesh, int]) -> None:
+    mesh, port = mesh_port
+    for _ in range(CALLS):
+        mesh.run(0, zrpc.rpc_sync, 1, adds, (1, 2))
+    page = Page(port)
+    bounds = [*map(repr, mesh.run(0, zrpc.stats).bucket_seconds), "+Inf"]
+    counts = [
+        page.value("zrpc_call_seconds_bucket", worker="worker0", function="adds", le=bound)
+        for bound in bounds
+    ]
+    assert counts == sorted(counts)
+    assert counts[-1] == CALLS
+
+
+def test_dashboard_shows_metrics_of_the_page(mesh_port: tuple[Mesh, int]) -> None:
+    mesh, port = mesh_port
+    mesh.run(0, zrpc.rpc_sync, 1, adds, (1, 2))
+    names = Page(port).names | Page(port + 1).names
+    dashboard = json.loads((ROOT / "examples" / "grafana_dashboard.json").read_text())
+    expressions = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
+    used = {n for each in expressions for n in re.findall(r"\b(?:zrpc|process)_\w+", each)}
+    assert len(used) > 10
+    assert used - names == set()
+
+
+def test_page_ends_with_the_worker(mesh_port: tuple[Mesh, int]) -> None:
+    mesh, port = mesh_port
+    assert Page(port).names
+    mesh.shutdown()
+    with pytest.raises(OSError, match="refused"):
+        Page(port)
+
+
+def test_taken_port_is_logged_and_the_worker_goes_on(
+    mesh_port: tuple[Mesh, int], make_mesh: MakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, port = mesh_port
+    other = make_mesh(2)
+    assert other.run(0, zrpc.rpc_sync, 1, adds, (1, 2)) == 3
+    assert f"serves no metrics: http://127.0.0.1:{port}: Address already in use" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "expected"),
+    [
+        ({}, 0, None),
+        ({"ZRPC_METRICS_PORT": ""}, 0, None),
+        ({"ZRPC_METRICS_PORT": "9400"}, 3, ("127.0.0.1", 9403)),
+        ({"ZRPC_METRICS_PORT": "9400", "LOCAL_RANK": "1"}, 9, ("127.0.0.1", 9401)),
+        ({"ZRPC_METRICS_PORT": "0.0.0.0:9400"}, 0, ("0.0.0.0", 9400)),
+        ({"ZRPC_METRICS_PORT": "[::1]:9400"}, 0, ("::1", 9400)),
+    ],
+)
+def test_address_of_a_worker(env: Any, rank: int, expected: Any) -> None:
+    assert metrics_address(env, rank) == expected
+
+
+@pytest.mark.parametrize("value", ["many", "0", "70000", "65535", "localhost", "-1", "1.5"])
+def test_wrong_port_is_refused(value: str) -> None:
+    with pytest.raises(OptionError, match=r"expected PORT or ADDRESS:PORT in ZRPC_METRICS_PORT"):
+        metrics_address({"ZRPC_METRICS_PORT": value}, 1)
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh
+) -> None:
+    monkeypatch.setenv("ZRPC_METRICS_PORT", "9400")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(OptionError, match=r"pip install 'torch-zrpc\[metrics\]'"):
+        make_mesh(1)
+
+
+@pytest.mark.system
+def test_launcher_gives_each_worker_a_port(tmp_path: Path, free_port: int) -> None:
+    (tmp_path / "script.py").write_text(
+        dedent(
+            f"""
+            import urllib.request
+            import zrpc
+            zrpc.init_rpc()
+            zrpc.barrier()
+            rank = zrpc.get_worker_info().id
+            url = f"http://127.0.0.1:{{{free_port} + rank}}/metrics"
+            text = urllib.request.urlopen(url, timeout=20).read().decode()
+            assert f'zrpc_worker{{{{rank="{{rank}}",worker="worker{{rank}}"}}}} 1.0' in text, text
+            zrpc.shutdown()
+            """
+        )
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "zrpc.cli", "launch", "-n", "2"),
+            *("--metrics-port", str(free_port), "script.py"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,86 @@
+"""A program on a pseudo-terminal, as a user at a keyboard sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DEADLINE = 60.0
+_ROWS, _COLUMNS = 40, 160
+
+
+class TerminalProgram:
+    """A program that has a pseudo-terminal of its own, and is in its foreground."""
+
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", _ROWS, _COLUMNS, 0, 0))
+        self._slave = slave  # kept open, to look at its modes at the end
+        self._modes: Any = termios.tcgetattr(slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _IN_FOREGROUND, *command],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            cwd=cwd,
+            env={**os.environ, "TERM": "xterm", **(env or {})},
+            start_new_session=True,
+        )
+        self.seen = ""
+        self._read = 0
+
+    def read_until(self, text: str) -> str:
+        """Returns what is shown from the last call on, up to a text."""
+        deadline = time.monotonic() + DEADLINE
+        while (at := self.seen.find(text, self._read)) < 0:
+            ready, _, _ = select.select(
+                [self._master], [], [], max(0.0, deadline - time.monotonic())
+            )
+            assert ready, f"no {text!r} in time, but {self.seen}"
+            self.seen += os.read(self._master, 65536).decode(errors="replace")
+        begun, self._read = self._read, at + len(text)
+        return self.seen[begun : self._read]
+
+    def type(self, text: str) -> None:
+        """Types a text; ``\\x03`` is Ctrl-C."""
+        os.write(self._master, text.encode())
+
+    def finish(self) -> int:
+        """Waits for the end; returns the exit code. The terminal must be as it was."""
+        deadline = time.monotonic() + DEADLINE
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.seen
+            if select.select([self._master], [], [], 0.05)[0]:
+                self.seen += os.read(self._master, 65536).decode(errors="replace")
+        while select.select([self._master], [], [], 0)[0]:
+            self.seen += os.read(self._master, 65536).decode(errors="replace")
+        assert termios.tcgetattr(self._slave) == self._modes
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for fd in (self._master, self._slave):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+_IN_FOREGROUND = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""

@@ -1,0 +1,116 @@
+"""The terminal at which workers are debugged: one worker at a time, line by line.
+
+The terminal stays in the mode in which it is, with the echo and the line editing of the system, so
+nothing has to be restored however a session ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+from pathlib import Path
+
+if sys.platform != "win32":
+    import termios
+
+__all__ = ["Terminal", "is_usable", "relay"]
+
+_STDIN, _STDERR = 0, 2
+_NAME = "debugger"
+_MAX_WAITING = 128  # more workers than this wait in vain for a free place in the queue
+
+
+def is_usable() -> bool:
+    """Returns whether this process has a terminal, and is in its foreground."""
+    try:
+        return (
+            os.isatty(_STDIN)
+            and os.isatty(_STDERR)
+            and os.tcgetpgrp(_STDIN) == os.getpgrp()
+            and hasattr(socket, "AF_UNIX")
+        )
+    except (OSError, AttributeError):  # it is another session's terminal, or this is Windows
+        return False
+
+
+def relay(connection: socket.socket, wake: int | None = None) -> bool:
+    """Carries lines from the terminal to a worker's debugger, and text back to standard error.
+
+    What was typed before is dropped. At Ctrl-D the debugger gets its command ``EOF``, which quits.
+
+    Args:
+        connection: to the worker.
+        wake: a descriptor; when it is readable, the session ends.
+
+    Returns:
+        True if the worker has ended the session, False if ``wake`` has.
+    """
+    with contextlib.suppress(termios.error):
+        termios.tcflush(_STDIN, termios.TCIFLUSH)
+    while True:
+        sources = [connection.fileno(), _STDIN, *([] if wake is None else [wake])]
+        ready, _, _ = select.select(sources, [], [])
+        if wake in ready:
+            return False
+        try:
+            if connection.fileno() in ready:
+                data = connection.recv(65536)
+                if not data:
+                    return True
+                _show(data)
+            if _STDIN in ready:
+                connection.sendall(os.read(_STDIN, 4096) or b"EOF\n")
+        except OSError:  # the worker is gone, or the terminal
+            return True
+
+
+def _show(data: bytes) -> None:
+    while data:
+        data = data[os.write(_STDERR, data) :]
+
+
+class Terminal:
+    """Gives the launcher's terminal to the workers that stand at a breakpoint, while entered.
+
+    A thread of it serves them, in the order in which they have come.
+
+    Args:
+        directory: a private directory, for its socket.
+
+    Attributes:
+        env: the variable by which workers find it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        path = Path(directory) / _NAME
+        self.env = {"ZRPC_DEBUGGER": str(path)}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(_MAX_WAITING)
+        self._reading, self._writing = os.pipe()
+        self._thread = threading.Thread(target=self._serve, name="zrpc-terminal", daemon=True)
+
+    def _serve(self) -> None:
+        while True:
+            sources = [self._listener.fileno(), self._reading]
+            if self._reading in select.select(sources, [], [])[0]:
+                return
+            connection, _ = self._listener.accept()
+            with connection:
+                if not relay(connection, self._reading):
+                    return
+
+    def __enter__(self) -> Terminal:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.write(self._writing, b"x")
+        self._thread.join()
+        self._listener.close()
+        os.close(self._reading)
+        os.close(self._writing)

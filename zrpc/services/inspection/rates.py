@@ -1,0 +1,203 @@
+"""What a worker does per second, from two snapshots with numbers. No I/O in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from zrpc.calls.call_counters import quantile
+from zrpc.services.inspection.discovery import MeshView
+from zrpc.services.inspection.snapshot import Snapshot
+from zrpc.wire.member_id import MemberId, rank_of
+
+__all__ = ["FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
+
+
+@dataclass
+class FunctionRates:
+    """One function: what this worker runs of it for others, and its own calls of it.
+
+    Attributes:
+        runs: executions per second.
+        run_ms, queue_ms: how long one ran, and waited to run, on average; None if there was none.
+        busy: seconds per second that all of them ran.
+        calls: calls per second.
+        p50_ms, p99_ms: within which time half of those calls, and 99 % of them, had an answer.
+        errors: executions and calls that failed, per second.
+    """
+
+    name: str
+    runs: float = 0.0
+    run_ms: float | None = None
+    queue_ms: float | None = None
+    busy: float = 0.0
+    calls: float = 0.0
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    errors: float = 0.0
+
+
+@dataclass
+class PeerRates:
+    """The traffic with one peer; bytes are per second and without shared memory."""
+
+    name: str
+    state: str
+    bytes_out: float
+    bytes_in: float
+    calls_in_flight: int
+    requests_in_progress: int
+    room: int | None
+
+
+@dataclass
+class WorkerRates:
+    """One worker between two snapshots; what is None is not known.
+
+    Attributes:
+        state: ``running``, ``leaving`` (it has called `shutdown`), ``stuck`` (a call has waited for
+            the option ``warn_after``), ``at a breakpoint``, ``lost``, or ``no answer``.
+        why: for the last two, the reason.
+        calls_in, calls_out: executions for others, and own calls that had an outcome, per second.
+        p50_ms, p99_ms: of the own calls.
+        queued, handlers: calls that wait for a thread, and handlers that run or wait.
+        bytes_in, bytes_out: per second, by all ways.
+        cpu: processor time per second: 1.0 is one processor.
+        memory: resident bytes.
+        rrefs: values owned, and references held to values of others.
+    """
+
+    name: str
+    rank: int
+    pid: int | None = None
+    host: str = ""
+    state: str = "running"
+    why: str = ""
+    calls_in: float | None = None
+    calls_out: float | None = None
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    queued: int | None = None
+    handlers: int | None = None
+    bytes_in: float | None = None
+    bytes_out: float | None = None
+    cpu: float | None = None
+    memory: int | None = None
+    rrefs: int | None = None
+    functions: list[FunctionRates] = field(default_factory=list)
+    peers: list[PeerRates] = field(default_factory=list)
+
+
+def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[WorkerRates]:
+    """Returns the rates of all workers of a mesh, by rank.
+
+    Args:
+        before: earlier snapshots. A worker that has none, or was restarted since, has no rates.
+        now: the mesh as it is.
+    """
+    lost = {m.member for each in now.snapshots.values() for m in each.members if m.lost}
+    found = [_worker(before.get(member), each) for member, each in now.snapshots.items()]
+    for member, why in now.silent.items():
+        state = "lost" if member in lost else "no answer"
+        pid = now.pids.get(member) or None
+        found.append(WorkerRates(now.names[member], rank_of(member), pid, state=state, why=why))
+    return sorted(found, key=lambda worker: worker.rank)
+
+
+def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
+    new = now.stats or {}
+    rates = WorkerRates(now.name, rank_of(now.member), now.pid, now.host)
+    if not new:
+        return rates
+    threads = new["threads"]
+    rates.state = new["state"]
+    rates.queued, rates.handlers = threads["queued"], threads["running"] + threads["waiting"]
+    rates.memory, rates.rrefs = new["memory_bytes"], new["rrefs_owned"] + new["rrefs_held"]
+    old = before.stats if before is not None else None
+    seconds = new["seconds"] - old["seconds"] if old else 0.0
+    if not old or seconds <= 0:
+        return rates
+    rates.cpu = (new["cpu_seconds"] - old["cpu_seconds"]) / seconds
+    rates.bytes_out = _sum(old, new, "traffic", "bytes_sent") / seconds
+    rates.bytes_in = _sum(old, new, "traffic", "bytes_received") / seconds
+    rates.calls_in = _sum(old, new, "handlers", "number") / seconds
+    rates.calls_out = _sum(old, new, "calls", "number") / seconds
+    histograms = [_histogram(old, new, name) for name in new["calls"]]
+    totals = [sum(column) for column in zip(*histograms, strict=True)]
+    rates.p50_ms, rates.p99_ms = _quantiles(totals)
+    rates.functions = _functions(old, new, seconds)
+    rates.peers = _peers(old, new, seconds)
+    return rates
+
+
+def _functions(
+    old: Mapping[str, Any], new: Mapping[str, Any], seconds: float
+) -> list[FunctionRates]:
+    """Returns the functions that did anything, the busiest first."""
+    found = []
+    for name in sorted({*new["handlers"], *new["calls"]}):
+        runs = _more(old, new, "handlers", name, "number")
+        calls = _more(old, new, "calls", name, "number")
+        if not runs and not calls:
+            continue
+        run = _more(old, new, "handlers", name, "run_seconds")
+        queue = _more(old, new, "handlers", name, "queue_seconds")
+        failed = sum(_more(old, new, side, name, "errors") for side in ("handlers", "calls"))
+        p50, p99 = _quantiles(_histogram(old, new, name)) if calls else (None, None)
+        found.append(
+            FunctionRates(
+                name,
+                runs / seconds,
+                run / runs * 1000 if runs else None,
+                queue / runs * 1000 if runs else None,
+                run / seconds,
+                calls / seconds,
+                p50,
+                p99,
+                failed / seconds,
+            )
+        )
+    return sorted(found, key=lambda each: (-each.busy, -each.calls))
+
+
+def _peers(old: Mapping[str, Any], new: Mapping[str, Any], seconds: float) -> list[PeerRates]:
+    """Returns the peers, those with the most traffic first."""
+    found = [
+        PeerRates(
+            name,
+            peer["state"],
+            _more(old, new, "peers", name, "bytes_sent") / seconds,
+            _more(old, new, "peers", name, "bytes_received") / seconds,
+            peer["calls_in_flight"],
+            peer["requests_in_progress"],
+            peer["room"],
+        )
+        for name, peer in new["peers"].items()
+    ]
+    return sorted(found, key=lambda each: -(each.bytes_in + each.bytes_out))
+
+
+def _more(
+    old: Mapping[str, Any], new: Mapping[str, Any], table: str, row: str, column: str
+) -> float:
+    """Returns by how much a count has grown; a row that is new, or began again, by all of it."""
+    count = float(new[table].get(row, {}).get(column, 0))
+    earlier = float(old[table].get(row, {}).get(column, 0))
+    return count - earlier if count >= earlier else count
+
+
+def _sum(old: Mapping[str, Any], new: Mapping[str, Any], table: str, column: str) -> float:
+    return sum(_more(old, new, table, row, column) for row in new[table])
+
+
+def _histogram(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[int]:
+    counts = new["calls"].get(name, {}).get("histogram", [])
+    earlier = old["calls"].get(name, {}).get("histogram") or [0] * len(counts)
+    return [count - first for count, first in zip(counts, earlier, strict=True)]
+
+
+def _quantiles(histogram: list[int]) -> tuple[float | None, float | None]:
+    if not sum(histogram):
+        return None, None
+    return quantile(histogram, 0.5) * 1000, quantile(histogram, 0.99) * 1000

@@ -1,0 +1,1 @@
+"""A page with `zrpc.stats` for Prometheus, if the user asks for one."""
