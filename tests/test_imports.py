@@ -72,6 +72,7 @@ SURFACE: dict[str, set[str]] = {
         "hooks",
         "init_method",
         "liveness",
+        "missing_ranks",
         "peer_record",
         "rendezvous",
         "secret",
