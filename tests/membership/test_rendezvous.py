@@ -174,8 +174,9 @@ def test_missing_ranks_are_named(connect: Connect) -> None:
     for error in (first, second):
         assert isinstance(error, RendezvousError)
         assert re.search(
-            r"expected 4 workers( at 127.0.0.1:\d+)? within 0.2 s, but ranks 1, 3 are missing: start "
-            r"them, or check RANK and WORLD_SIZE.*ZRPC_INIT_TIMEOUT.*; hosts .*: node0 \(0, 2\)$",
+            r"expected 4 workers( at 127.0.0.1:\d+)? within 0.2 s, but ranks 1, 3 are missing: "
+            r"start them, or check RANK and WORLD_SIZE.*ZRPC_INIT_TIMEOUT.*; hosts .*: "
+            r"node0 \(0, 2\)$",
             str(error),
         )
 
