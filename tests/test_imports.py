@@ -78,6 +78,7 @@ SURFACE: dict[str, set[str]] = {
         "hooks",
         "init_method",
         "liveness",
+        "missing_ranks",
         "peer_record",
         "rendezvous",
         "secret",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
 from zrpc.membership.endpoints import Meeting, find_endpoints, listen, make_keys
-from zrpc.membership.init_method import restart_count
+from zrpc.membership.init_method import local_world_size, restart_count
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import StoreLost, meet
 from zrpc.membership.secret import ClusterSecret, find_secret
@@ -181,6 +182,8 @@ def _own_record(
         token=token,
         host_key=host_key(),
         network_key=network_key(),
+        host=socket.gethostname(),
+        local_world_size=local_world_size(),
         directory=str(network.directory.path) if network.directory else "",
         ipc=ipc,
         main=_main_key(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tests.support.records import peer_record
 from tests.support.threads import start_all
 from tests.support.waiting import until
-from zrpc.errors import RendezvousError
+from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import (
     RendezvousTiming,
@@ -27,6 +28,7 @@ from zrpc.membership.rendezvous import (
     exchange,
     meet,
 )
+from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
 SOON = 10.0
@@ -172,8 +174,12 @@ def test_missing_ranks_are_named(connect: Connect) -> None:
     [first, second] = start(connect, [record(0, 4), record(2, 4)], timeout=0.2)()
     for error in (first, second):
         assert isinstance(error, RendezvousError)
-        assert "expected 4 workers within 0.2 s, but ranks [1, 3] are missing" in str(error)
-        assert "RANK" in str(error)
+        assert re.search(
+            r"expected 4 workers( at 127.0.0.1:\d+)? within 0.2 s, but ranks 1, 3 are missing: "
+            r"start them, or check RANK and WORLD_SIZE.*ZRPC_INIT_TIMEOUT.*; hosts .*: "
+            r"node0 \(0, 2\)$",
+            str(error),
+        )
 
 
 def test_workers_that_left_again_are_named(connect: Connect) -> None:
@@ -183,6 +189,17 @@ def test_workers_that_left_again_are_named(connect: Connect) -> None:
     assert isinstance(error, RendezvousError)
     assert "WorkerInfo(id=1, name=gone)" in str(error)
     assert "left again, or are from an earlier run" in str(error)
+
+
+@pytest.mark.parametrize("secret", [None, ClusterSecret("b" * 32)])
+def test_a_store_of_another_mesh_is_named(secret: ClusterSecret | None) -> None:
+    """Rank 0 finds the port in use; the others connect to what they take for its store."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    start(lambda: host, [record(0, 2), record(1, 2)])()
+    with pytest.raises((RendezvousError, AuthenticationError)) as info:
+        meet(host, record(1, 2), 0.3, secret)
+    assert f"expected 2 workers at 127.0.0.1:{host.port} within 0.3 s" in str(info.value)
+    assert "is that of another mesh: give each mesh a MASTER_PORT of its own" in str(info.value)
 
 
 def test_one_name_twice(connect: Connect) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import Forked
+from tests.support.waiting import SOON
 from zrpc.errors import AuthenticationError
 from zrpc.membership.secret import ClusterSecret, find_secret, new_secret, write_secret
 
 TEXT = "s" * 40
+
+_needs_another_user = pytest.mark.skipif(
+    not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user"
+)
 
 
 def test_no_secret() -> None:
@@ -70,31 +78,120 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path, mode: int) -> No
     path = tmp_path / "secret"
     write_secret(path, TEXT)
     path.chmod(mode)
-    with pytest.raises(AuthenticationError, match=f"mode 0600, found {mode:04o}") as caught:
+    with pytest.raises(
+        AuthenticationError, match=f"have mode 0600 .*, found mode {mode:04o}, "
+    ) as caught:
         find_secret({"ZRPC_SECRET_FILE": str(path)})
     assert TEXT not in str(caught.value)
     path.chmod(0o400)
     assert find_secret({"ZRPC_SECRET_FILE": str(path)})
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs another user")
+@_needs_another_user
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     write_secret(path, TEXT)
     os.chown(path, 12345, 12345)
-    with pytest.raises(AuthenticationError, match="belongs to user 12345"):
+    with pytest.raises(
+        AuthenticationError, match="found mode 0600, user 12345 and group 12345: its owner could"
+    ):
         find_secret({"ZRPC_SECRET_FILE": str(path)})
 
 
 def test_a_path_that_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, told in [
-        ("missing", "can't be read"),
-        (".", "expected a file"),
-        ("pipe", "expected a file"),
+        ("missing", "No such file or directory.*: make it with `zrpc secret FILE`"),
+        (".", "found the directory .*: name the file in it"),
+        ("pipe", "expected a file with the cluster secret, found .*pipe, which is none: make one"),
     ]:
         with pytest.raises(AuthenticationError, match=told):
             find_secret({"ZRPC_SECRET_FILE": str(tmp_path / name)})
+
+
+def test_a_symbolic_link_without_a_target(tmp_path: Path) -> None:
+    (tmp_path / "secret").symlink_to("..data/secret")
+    with pytest.raises(AuthenticationError, match=r"link to \.\.data/secret, and nothing is there"):
+        find_secret({"ZRPC_SECRET_FILE": str(tmp_path / "secret")})
+
+
+# -- another user --------------------------------------------------------------------------
+
+USER, GROUP = 12345, 23456
+_READ = f"""
+import os, sys
+from zrpc.errors import AuthenticationError
+from zrpc.membership.secret import find_secret
+os.setgroups([{GROUP}])
+os.setgid({USER})
+os.setuid({USER})
+try:
+    print(find_secret({{"ZRPC_SECRET_FILE": sys.argv[1]}}))
+except AuthenticationError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def mounted() -> Iterator[Path]:
+    """A secret as kubelet mounts it: links to a directory, which is replaced as a whole."""
+    with tempfile.TemporaryDirectory() as name:
+        volume = Path(name)
+        volume.chmod(0o755)  # in place of a tmpfs: the pod's user can pass
+        (volume / "..2026_11_22").mkdir(mode=0o755)
+        (volume / "..2026_11_22" / "secret").write_text(TEXT)
+        (volume / "..data").symlink_to("..2026_11_22")
+        (volume / "secret").symlink_to("..data/secret")
+        yield volume / "secret"
+
+
+def read_as_user(path: Path, mode: int, owner: int = 0, group: int = GROUP) -> str:
+    """Returns what a process of another user and of a group finds, or the error's text."""
+    os.chown(path, owner, group)
+    path.chmod(mode)
+    script, out = path.parent / "read.py", path.parent / "out"
+    script.write_text(_READ)
+    out.unlink(missing_ok=True)
+    forked = Forked()
+    try:
+        pid = forked.start(script, [str(path)], env=os.environ, out=out)
+        assert forked.wait(pid, SOON) == 0
+    finally:
+        forked.kill()
+    return out.read_text()
+
+
+@pytest.mark.system
+@_needs_another_user
+def test_a_mounted_secret_of_kubernetes(mounted: Path) -> None:
+    assert read_as_user(mounted, 0o440) == "<ClusterSecret>\n"
+
+
+@pytest.mark.system
+@_needs_another_user
+def test_a_file_of_the_user(mounted: Path) -> None:
+    for mode in (0o400, 0o600):
+        assert read_as_user(mounted, mode, owner=USER) == "<ClusterSecret>\n"
+
+
+@pytest.mark.system
+@_needs_another_user
+@pytest.mark.parametrize(
+    ("mode", "owner", "group", "told"),
+    [
+        (0o444, 0, GROUP, "others could have read the cluster secret"),
+        (0o644, 0, GROUP, "In Kubernetes, set defaultMode: 0400 for the volume"),
+        (0o460, 0, GROUP, "others could have read the cluster secret"),
+        (0o440, USER, GROUP, "others could have read the cluster secret"),
+        (0o440, 777, GROUP, "(12345) or to root, found mode 0440, user 777 and group 23456: its"),
+        (0o400, 0, 0, "has mode 0400, user 0 and group 0; give it to this user (12345) by `chown`"),
+        (0o400, 0, 0, "In Kubernetes, set securityContext.fsGroup of the pod"),
+    ],
+)
+def test_a_file_that_another_user_may_not_use(
+    mounted: Path, mode: int, owner: int, group: int, told: str
+) -> None:
+    assert told in read_as_user(mounted, mode, owner, group)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"short", b" " * 100, b"\xff" * 64, b"x" * 10_000])
@@ -108,7 +205,8 @@ def test_a_file_without_a_secret(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("text", ["short", "x" * 31, "x" * 5000, " " * 64])
 def test_a_secret_that_can_be_guessed(text: str) -> None:
-    with pytest.raises(AuthenticationError, match=r"32 to 4096 characters.*zrpc secret"):
+    told = r"ZRPC_SECRET holds no.* 32 to 4096 characters, found one of \d+: make .*zrpc secret"
+    with pytest.raises(AuthenticationError, match=told):
         find_secret({"ZRPC_SECRET": text})
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -120,6 +123,80 @@ def test_a_port_that_is_in_use_is_named() -> None:
         port = other.getsockname()[1]
         with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, found that address in use"):
             connect_store(f"tcp://127.0.0.1:{port}", 0, 2, SOON)
+
+
+class Occupant:
+    """Another program at a port: what it does with each connection is a function's choice."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._serve = serve
+        self._accepted: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._accepted.append(self._listener.accept()[0])
+                self._serve(self._accepted[-1])
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(SOON)
+        assert not self._thread.is_alive()
+        for each in self._accepted:
+            each.close()
+
+
+def no_answer(connection: socket.socket) -> None:
+    pass
+
+
+def hang_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def greet(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+@pytest.mark.parametrize("serve", [no_answer, hang_up, greet])
+def test_a_port_of_another_program_is_named_by_all_ranks(
+    serve: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(Occupant(serve)) as other:
+        url = f"tcp://127.0.0.1:{other.port}"
+        with pytest.raises(RendezvousError, match="found that address in use") as of_host:
+            connect_store(url, 0, 2, SOON)
+        with pytest.raises(RendezvousError, match="does not answer as one") as of_client:
+            connect_store(url, 1, 2, 0.5)
+    for error in (of_host, of_client):
+        assert f"127.0.0.1:{other.port}" in str(error.value)
+        assert "Name a port that is free in MASTER_PORT" in str(error.value)
+    assert capfd.readouterr().err == ""  # no stack of C++ frames
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_master_with_an_unknown_name(rank: int) -> None:
+    with pytest.raises(
+        RendezvousError, match=r"no host of that name .*: check MASTER_ADDR"
+    ) as info:
+        connect_store("tcp://no-such-host.invalid:29500", rank, 2, 0.2)
+    assert "no-such-host.invalid:29500" in str(info.value)
+
+
+def test_a_master_behind_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(*_: Any) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(RendezvousError) as info:
+        connect_store("tcp://10.1.2.3:29500", 1, 2, 0.1)
+    assert "at 10.1.2.3:29500 within 0.1 s, found no answer (timed out)" in str(info.value)
+    assert "firewalls on the way let TCP port 29500 pass" in str(info.value)
 
 
 def test_a_second_store_of_one_process_is_the_first(

@@ -15,6 +15,7 @@ def peer_record(rank: int, world_size: int = 4, *, start: int = 0, **changes: An
         "world_size": world_size,
         "token": f"{rank:016x}{start:016x}",
         "host_key": "host",
+        "host": "node0",
         "directory": f"/run/{rank}/{start}",
         "main": "main",
     }

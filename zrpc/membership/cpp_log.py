@@ -1,7 +1,8 @@
-"""Keeps the C++ warnings of torch's stores from the users' terminal.
+"""Keeps the C++ logs of torch's stores from the users' terminal.
 
 A TCPStore that loses its host logs a warning with a stack of thirty C++ frames, beside the error
-that it raises. The error is handled, or reported in words of our own.
+that it raises. One that can't connect logs such an error. Either is handled, or reported in words
+of our own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
-__all__ = ["without_warnings"]
+__all__ = ["without_errors", "without_warnings"]
 
-_ERROR = 2  # torch's levels: 0 is INFO, 1 is WARNING
+_ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
 
 # Guards the number below and the changes of torch's level.
 _lock = threading.Lock()
@@ -39,19 +41,29 @@ def _find_level() -> ctypes.c_int | None:
 _level = _find_level()
 
 
-@contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
-    """Hides C++ warnings of this process during the block, unless ``TORCH_CPP_LOG_LEVEL`` is set.
+def without_warnings() -> AbstractContextManager[None]:
+    """Hides C++ warnings of this process during a block, unless ``TORCH_CPP_LOG_LEVEL`` is set.
 
     Any thread may enter it; the last one that leaves shows warnings again.
     """
+    return _from(_ERROR)
+
+
+def without_errors() -> AbstractContextManager[None]:
+    """Hides C++ errors too: see `without_warnings`."""
+    return _from(_FATAL)
+
+
+@contextlib.contextmanager
+def _from(level: int) -> Iterator[None]:
     if _level is None:
         yield
         return
     global _users, _before
     with _lock:
         if not _users:
-            _before, _level.value = _level.value, max(_level.value, _ERROR)
+            _before = _level.value
+        _level.value = max(_level.value, level)
         _users += 1
     try:
         yield

@@ -24,6 +24,7 @@ from zrpc.wire.member_id import RANKS
 
 __all__ = [
     "agent_store",
+    "local_world_size",
     "master",
     "master_host",
     "own_settings",
@@ -42,6 +43,8 @@ _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # Set by `zrpc launch` alone: how often a worker may be restarted while the others go on.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
+# Set by torchrun and `zrpc launch`, Open MPI, and MPICH.
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def own_variables() -> dict[str, str]:
@@ -142,6 +145,14 @@ def restart_count(world_size: int | None) -> int | None:
     if not text.isdecimal():
         raise RendezvousError(f"expected a number in {_RESTART_COUNT}, found {text!r}")
     return int(text)
+
+
+def local_world_size() -> int:
+    """Returns how many workers of the mesh this host has; 0 if the engine doesn't say."""
+    for name in _LOCAL_SIZES:
+        if (text := os.environ.get(name, "").strip()).isdecimal():
+            return int(text)
+    return 0
 
 
 def agent_store() -> bool:

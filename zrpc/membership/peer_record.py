@@ -35,6 +35,8 @@ class PeerRecord:
     incarnation: int = 0  # how many members had its rank before; the others count them
     main_digest: str = ""  # of the text of its main script; empty if there is none
     network_key: str = ""  # equal for workers that can reach each other by loopback
+    host: str = ""  # its host's name, for errors
+    local_world_size: int = 0  # how many workers its host has; 0 if the engine doesn't say
 
     @classmethod
     def parse(cls, text: str) -> PeerRecord:

@@ -31,9 +31,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.distributed import DistNetworkError, Store
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
@@ -93,8 +94,9 @@ def meet(
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
+    place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
-        return _Rendezvous(entries, record, timeout, timing).run()
+        return _Rendezvous(entries, record, timeout, timing, place).run()
 
 
 @contextlib.contextmanager
@@ -124,12 +126,23 @@ class _Rendezvous:
     """One call of `meet`."""
 
     def __init__(
-        self, entries: SignedStore, record: PeerRecord, timeout: float, timing: RendezvousTiming
+        self,
+        entries: SignedStore,
+        record: PeerRecord,
+        timeout: float,
+        timing: RendezvousTiming,
+        place: str,
     ) -> None:
         self._entries = entries
         self._record = record
         self._deadline = time.monotonic() + timeout
-        self._timeout = timeout
+        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
+        self._maybe_another_mesh = (
+            f" (or the store{place} is that of another mesh: give each mesh a MASTER_PORT of its "
+            "own)"
+            if place
+            else ""
+        )
         self._timing = timing
         self._keys = [f"record/{rank}" for rank in range(record.world_size)]
         # What is in place of a record, by rank: the entry, and what is wrong with it.
@@ -280,8 +293,8 @@ class _Rendezvous:
         """Waits until a record is replaced, after others have abandoned these."""
         if not self._wait_for(lambda: self._read_records() != records):
             raise RendezvousError(
-                f"expected {len(records)} workers within {self._timeout:g} s, but some of them "
-                "left again, or are from an earlier run: start them again"
+                f"{self._expected} but some of them left again, or are from an earlier run"
+                f"{self._maybe_another_mesh}: start them again"
             )
 
     def _all_see(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> bool:
@@ -303,8 +316,8 @@ class _Rendezvous:
         _check(records, self._record)
         late = [record.info for key, record in keys.items() if not self._entries.check([key])]
         raise RendezvousError(
-            f"expected {len(records)} workers within {self._timeout:g} s, but {late} left again, "
-            "or are from an earlier run: start them again"
+            f"{self._expected} but {late} left again, or are from an earlier run"
+            f"{self._maybe_another_mesh}: start them again"
         )
 
     def _incomplete(self) -> RendezvousError | AuthenticationError:
@@ -315,13 +328,12 @@ class _Rendezvous:
         if self._refused:
             rank, (_, error) = next(iter(self._refused.items()))
             return AuthenticationError(
-                f"expected {len(self._keys)} workers within {self._timeout:g} s, but what claims "
-                f"to be ranks {sorted(self._refused)} was refused. Rank {rank}: {error}"
+                f"{self._expected} but what claims to be ranks {rank_ranges(self._refused)} was "
+                f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
             )
-        missing = sorted(set(range(len(self._keys))) - {record.rank for record in records})
+        missing = set(range(len(self._keys))) - {record.rank for record in records}
         return RendezvousError(
-            f"expected {len(self._keys)} workers within {self._timeout:g} s, but ranks {missing} "
-            "are missing: start them, or check RANK and WORLD_SIZE"
+            f"{self._expected} but {describe_missing(missing)}; {describe_hosts(records)}"
         )
 
     def _shorten_deadline(self, seconds: float) -> None:

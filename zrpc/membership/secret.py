@@ -6,6 +6,7 @@ hosts, ``zrpc secret`` makes one that is copied to all of them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -31,6 +32,9 @@ FILE_VARIABLE = "ZRPC_SECRET_FILE"
 # Anyone who can read the store can try secrets against a signature, so it must not be guessable.
 _MIN_CHARACTERS = 32
 _MAX_CHARACTERS = 4096
+_ROOT = 0
+# The mode of a mounted secret of Kubernetes in a pod with an fsGroup: its volume is read-only.
+_GROUPS_COPY = 0o440
 _PURPOSE = b"zrpc rendezvous entry 1"
 
 
@@ -93,6 +97,9 @@ def write_secret(path: Path, text: str) -> None:
 def find_secret(environment: Mapping[str, str] = os.environ) -> ClusterSecret | None:
     """Returns the secret that ``ZRPC_SECRET_FILE`` or ``ZRPC_SECRET`` names; None without either.
 
+    The file must belong to this user or to root, and nobody else may read it. One exception is mode
+    0440 and root as the owner, which is what Kubernetes gives to the secrets of a pod with a group.
+
     Raises:
         AuthenticationError: both are set; the file can't be read, belongs to another user, or can
             be read by others; the secret is too short.
@@ -104,7 +111,12 @@ def find_secret(environment: Mapping[str, str] = os.environ) -> ClusterSecret | 
         )
     if file:
         return _read(Path(file))
-    return ClusterSecret(text) if text else None
+    if not text:
+        return None
+    try:
+        return ClusterSecret(text)
+    except AuthenticationError as error:
+        raise AuthenticationError(f"{VARIABLE} holds no cluster secret: {error}") from error
 
 
 def _read(path: Path) -> ClusterSecret:
@@ -112,10 +124,7 @@ def _read(path: Path) -> ClusterSecret:
         # O_NONBLOCK: does not wait for a writer if the path is that of a pipe.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
     except OSError as error:
-        raise AuthenticationError(
-            f"{FILE_VARIABLE} names {path}, which can't be read ({error.strerror}): make it with "
-            "`zrpc secret FILE`, and copy it to each host"
-        ) from error
+        raise _unreadable(path, error) from error
     try:
         _check_file(path, os.fstat(fd))
         data = os.read(fd, _MAX_CHARACTERS + 2)
@@ -127,20 +136,52 @@ def _read(path: Path) -> ClusterSecret:
         raise AuthenticationError(f"the file {path} holds no cluster secret: {error}") from error
 
 
+def _unreadable(path: Path, error: OSError) -> AuthenticationError:
+    advice = "make it with `zrpc secret FILE`, and copy it to each host"
+    if path.is_symlink() and not path.exists():
+        advice = f"it is a symbolic link to {path.readlink()}, and nothing is there"
+    elif isinstance(error, PermissionError):
+        advice = (
+            f"give it to this user ({os.geteuid()}) by `chown`, and check the directories above "
+            "it. In Kubernetes, set securityContext.fsGroup of the pod, so that its group can read "
+            "it"
+        )
+        with contextlib.suppress(OSError):
+            advice = f"it has {_rights(path.stat())}; {advice}"
+    return AuthenticationError(
+        f"expected {FILE_VARIABLE} to name a file that this user can read, found {path} "
+        f"({error.strerror}): {advice}"
+    )
+
+
 def _check_file(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise AuthenticationError(
+            f"expected a file with the cluster secret, found the directory {path}: name the file "
+            "in it (in Kubernetes, its name is the key within the Secret)"
+        )
     if not stat.S_ISREG(status.st_mode):
-        raise AuthenticationError(f"expected a file with the cluster secret, found {path}")
+        raise AuthenticationError(
+            f"expected a file with the cluster secret, found {path}, which is none: make one with "
+            "`zrpc secret FILE`"
+        )
     if not hasattr(os, "geteuid"):
         return
-    if status.st_uid != os.geteuid():
+    if status.st_uid not in (os.geteuid(), _ROOT):
         raise AuthenticationError(
-            f"expected {path} to belong to this user ({os.geteuid()}), found that it belongs to "
-            f"user {status.st_uid}, who could change the cluster secret: use a copy of your own"
+            f"expected {path} to belong to this user ({os.geteuid()}) or to root, found "
+            f"{_rights(status)}: its owner could change the cluster secret. Use a copy of your own"
         )
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077:
+    if mode & 0o077 and not (status.st_uid == _ROOT and mode == _GROUPS_COPY):
         raise AuthenticationError(
-            f"expected {path} to have mode 0600, found {mode:04o}: others could have read the "
-            f"cluster secret. Make a new one with `zrpc secret`, or `chmod 600 {path}` if only "
-            "trusted users can log in here"
+            f"expected {path} to have mode 0600 (or 0440, if it is root's and its group may read "
+            f"it), found {_rights(status)}: others could have read the cluster secret. Make a new "
+            f"one with `zrpc secret`, or `chmod 600 {path}` if only trusted users can log in here. "
+            "In Kubernetes, set defaultMode: 0400 for the volume"
         )
+
+
+def _rights(status: os.stat_result) -> str:
+    mode = stat.S_IMODE(status.st_mode)
+    return f"mode {mode:04o}, user {status.st_uid} and group {status.st_gid}"

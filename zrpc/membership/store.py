@@ -15,10 +15,10 @@ from datetime import timedelta
 from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore, rendezvous
+from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
-from zrpc.membership.cpp_log import without_warnings
+from zrpc.membership.cpp_log import without_errors
 from zrpc.membership.init_method import agent_store, master
 
 __all__ = ["connect_store", "tcp_store"]
@@ -26,6 +26,7 @@ __all__ = ["connect_store", "tcp_store"]
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
+_NAME_ANOTHER = "Name a port that is free in MASTER_PORT, the same for all workers"
 _BACKLOG = 4096  # a whole mesh may connect at once
 
 
@@ -100,17 +101,16 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
     def connect() -> None:
         try:
-            with without_warnings():
-                store = TCPStore(
-                    host,
-                    port,
-                    None,
-                    hosts,
-                    left,
-                    wait_for_workers=False,
-                    multi_tenant=not agent_store(),
-                    master_listen_fd=_listen(host, port) if hosts else None,
-                )
+            store = TCPStore(
+                host,
+                port,
+                None,
+                hosts,
+                left,
+                wait_for_workers=False,
+                multi_tenant=not agent_store(),
+                master_listen_fd=_listen(host, port) if hosts else None,
+            )
         except BaseException as error:
             made.append(error)
         else:
@@ -119,22 +119,42 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
     # In a thread of its own: if something else listens at that address, TCPStore waits for an
     # answer without limit, and neither a timeout nor Ctrl-C ends that.
     thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
-    thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
-    if not made:
-        raise RendezvousError(
-            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found something "
-            "that does not answer as one: check MASTER_ADDR and MASTER_PORT"
+    with without_errors():
+        thread.start()
+        thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
+    error = made[0] if made else None
+    if isinstance(error, Store):
+        return error
+    raise _failure(host, port, hosts, timeout, error) from error
+
+
+def _failure(
+    host: str, port: int, hosts: bool, timeout: float, error: BaseException | None
+) -> BaseException:
+    """Returns the error for a store that can't be used; None stands for no answer in time."""
+    text = "" if error is None else str(error).partition("\n")[0]
+    if error is None or isinstance(error, DistNetworkError):
+        found = f" ({text})" if text else ""
+        if not hosts:
+            return RendezvousError(
+                f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found "
+                f"something that does not answer as one{found}: another program has that port, "
+                f"or the host is stopped. {_NAME_ANOTHER}"
+            )
+        if "EADDRINUSE" not in text:
+            return RendezvousError(
+                f"expected to host the store of the workers at {host}:{port}, and to reach it "
+                f"there within {timeout:g} s, found that this worker does not{found}: MASTER_ADDR "
+                "must be an address of the host of rank 0, which no firewall keeps from itself"
+            )
+        return RendezvousError(
+            f"expected to host the store of the workers at {host}:{port}, found that address in "
+            "use: by another program, by another mesh, or by another worker of rank 0. "
+            f"{_NAME_ANOTHER}, and give each worker a rank of its own"
         )
-    if isinstance(made[0], BaseException):
-        if hosts and "EADDRINUSE" in str(made[0]):
-            raise RendezvousError(
-                f"expected to host the store of the workers at {host}:{port}, found that address "
-                "in use: by another program, or by another worker of rank 0. Name a port that is "
-                "free, and give each worker a rank of its own"
-            ) from made[0]
-        raise made[0]
-    return made[0]
+    if isinstance(error, socket.gaierror):
+        return _unknown_host(host, port, timeout, error)
+    return error
 
 
 def _listen(host: str, port: int) -> int | None:
@@ -174,13 +194,35 @@ def _await_listener(address: tuple[str, int], deadline: float, timeout: float) -
     while True:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise RendezvousError(
-                f"expected the master (rank 0) at {address[0]}:{address[1]} within {timeout:g} s, "
-                f"found nobody ({reason}): start it, or check MASTER_ADDR and MASTER_PORT"
-            ) from reason
+            raise _unreachable(*address, timeout, reason) from reason
         try:
             socket.create_connection(address, left).close()
             return
         except OSError as error:
             reason = error
             time.sleep(min(_RETRY_SECONDS, left))  # there is no event for the start of a listener
+
+
+def _unreachable(host: str, port: int, timeout: float, reason: OSError | None) -> RendezvousError:
+    """Returns the error for an address at which nothing listens."""
+    if isinstance(reason, socket.gaierror):
+        return _unknown_host(host, port, timeout, reason)
+    found, advice = f"nobody ({reason})", "start it, or check MASTER_ADDR and MASTER_PORT"
+    if not isinstance(reason, ConnectionError):
+        found = f"no answer ({reason})"
+        advice = (
+            "check MASTER_ADDR, that this host has a route there, and that firewalls on the way "
+            f"let TCP port {port} pass"
+        )
+    return RendezvousError(
+        f"expected the master (rank 0) at {host}:{port} within {timeout:g} s, found {found}: "
+        f"{advice}"
+    )
+
+
+def _unknown_host(host: str, port: int, timeout: float, error: socket.gaierror) -> RendezvousError:
+    return RendezvousError(
+        f"expected the master (rank 0) at {host}:{port} within {timeout:g} s, found no host of "
+        f"that name ({error.strerror}): check MASTER_ADDR, and that name servers know it on each "
+        "host"
+    )

@@ -231,7 +231,7 @@ def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
 
 def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> None:
     elastic.world_size = 2
-    with pytest.raises(rpc.RendezvousError, match=r"ranks \[0\] are missing"):
+    with pytest.raises(rpc.RendezvousError, match="rank 0 is missing"):
         elastic.join("w1", 1, restarts=0, options={"init_timeout": 0.2})
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(elastic.join, f"w{i}", i, restarts=i) for i in range(2)]
@@ -258,5 +258,5 @@ def test_a_worker_that_comes_back_after_the_others_have_left(
 
 def test_missing_ranks_are_named(elastic: Elastic) -> None:
     elastic.world_size = 3
-    with pytest.raises(rpc.RendezvousError, match=r"within 0.5 s, but ranks \[1, 2\] are missing"):
+    with pytest.raises(rpc.RendezvousError, match=r"within 0\.5 s, but ranks 1-2 are missing"):
         elastic.join("w0", 0, restarts=0, options={"init_timeout": 0.5})

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
+from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
@@ -107,9 +108,10 @@ class _Admission:
     def _too_late(self, timeout: float) -> str:
         size, missing = self._record.world_size, self._state.missing
         if size and missing:
+            come = [self._state.members[member] for member in self._state.admitted]
             return (
-                f"expected {size} workers within {timeout:g} s, but ranks {missing} are missing: "
-                "start them, or check RANK and WORLD_SIZE"
+                f"expected {size} workers within {timeout:g} s, but {describe_missing(missing)}; "
+                f"{describe_hosts(come)}"
             )
         members = list(self._state.members.values())
         others = [r.info for r in members if r.member_id != self._record.member_id]
