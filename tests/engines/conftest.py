@@ -20,6 +20,8 @@ from zrpc.launch.port import ReservedPort
 WORKER = Path(__file__).with_name("worker.py")
 SECONDS = 120
 _SLURM = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
+# How long a requeued job waits: until the credentials of its first start have expired.
+_REQUEUE_SECONDS = 30
 # The loopback addresses are the names of the nodes, so that each host can be found by its name.
 _CONFIGURATION = """
 ClusterName=test
@@ -32,12 +34,13 @@ SlurmdSpoolDir={directory}/%n
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmdPidFile={directory}/slurmd-%n.pid
 AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
+AuthInfo=socket={directory}/munge.socket,cred_expire={requeue_seconds}
 ReturnToService=2
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2
 SlurmdParameters=config_overrides
 FirstJobId={first_job}
 NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
@@ -86,6 +89,7 @@ def slurm() -> Iterator[dict[str, str]]:
                 host=socket.gethostname(),
                 ports=numbers,
                 directory=directory,
+                requeue_seconds=_REQUEUE_SECONDS,
                 # Jobs meet at ports that depend on their ids: those of another cluster on this
                 # machine, which other tests run, differ.
                 first_job=random.randrange(1, 1_000_000),

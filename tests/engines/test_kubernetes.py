@@ -1,0 +1,109 @@
+"""The manifests of examples/kubernetes fit the schemas of Kubernetes, and their workers meet."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.pods import Pods
+from zrpc.membership.secret import new_secret
+
+pytestmark = pytest.mark.engine
+yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install kubernetes-validate")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "kubernetes"
+MANIFESTS: dict[str, Any] = {
+    each["kind"]: each for each in yaml.safe_load_all((EXAMPLE / "mesh.yaml").read_text())
+}
+JOB = MANIFESTS["Job"]
+POD = JOB["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize("version", ["1.29", "latest"])
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_fits_the_schema(kind: str, version: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    if version == "latest":
+        version = schemas.latest_version()
+    schemas.validate(MANIFESTS[kind], version, strict=True)
+    broken = {**MANIFESTS[kind], "spec": {**MANIFESTS[kind]["spec"], "nosuchfield": 1}}
+    with pytest.raises(schemas.ValidationError, match="nosuchfield"):
+        schemas.validate(broken, version, strict=True)
+
+
+def test_the_manifests_fit_together() -> None:
+    labels = JOB["spec"]["template"]["metadata"]["labels"]
+    policy = MANIFESTS["NetworkPolicy"]["spec"]
+    assert MANIFESTS["Service"]["spec"]["selector"] == labels
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
+    assert POD["subdomain"] == MANIFESTS["Service"]["metadata"]["name"]
+    assert JOB["spec"]["completions"] == JOB["spec"]["parallelism"]
+    [container] = POD["containers"]
+    variables = {each["name"]: each for each in container["env"]}
+    assert variables["WORLD_SIZE"]["value"] == str(JOB["spec"]["completions"])
+    assert container["resources"]["limits"]["cpu"] == variables["OMP_NUM_THREADS"]["value"]
+    dockerfile = (EXAMPLE / "Dockerfile").read_text()
+    assert f"USER {POD['securityContext']['runAsUser']}\n" in dockerfile
+    for copied in re.findall(r"^COPY (.*) \S+$", dockerfile, re.M):
+        for path in copied.split():
+            assert (EXAMPLE.parents[1] / path).exists(), path
+
+
+@pytest.fixture
+def pods(tmp_path: Path) -> Iterator[Pods]:
+    """The pods of the example's Job."""
+    # Not pytest's own directory, which other users can't read.
+    with tempfile.TemporaryDirectory(prefix="zrpc-pods-") as path:
+        directory = Path(path)
+        directory.chmod(0o755)
+        pods = Pods(JOB, {("mesh", "secret"): new_secret()}, directory)
+        with pods.network():
+            yield pods
+
+
+def test_the_workers_of_the_job_meet(pods: Pods) -> None:
+    pods.start(EXAMPLE)
+    outcomes = pods.outcomes()
+    assert [code for code, _ in outcomes] == [0] * 4, outcomes
+    for index, (_, output) in enumerate(outcomes):
+        assert f"worker{index} of 4 {index**2}\n" in output
+        # Not by Unix sockets: each pod has a /tmp and a /dev/shm of its own.
+        assert f"name=worker{index}) listens on tcp://10.78.0.{index + 1}:" in output
+        assert "(CURVE)" in output
+
+
+def test_a_pod_that_is_deleted_exits_at_once(pods: Pods) -> None:
+    """Its first process would ignore SIGTERM, and wait for rank 0 until it is killed."""
+    pods.start(EXAMPLE, first=1)
+    pods.terminate()
+    for code, output in pods.outcomes():
+        assert code == 1
+        assert output.splitlines()[-1] == "stopped by SIGTERM"
+
+
+def test_the_doctor_finds_all_well_in_a_pod(pods: Pods) -> None:
+    pods.start(EXAMPLE, ["zrpc", "doctor"])
+    for index, (code, output) in enumerate(pods.outcomes()):
+        assert code == 0, output
+        lines = {line.split()[1]: line for line in output.splitlines() if line[0] in "okwf"}
+        assert lines["interface"].split() == ["ok", "interface", f"10.78.0.{index + 1}"]
+        assert lines["secret"].split() == ["ok", "secret", "in", "ZRPC_SECRET"]
+        assert lines["directory"].split()[:3] == ["warning", "directory", "/dev/shm,"]
+        assert "0 failure(s), 1 warning(s)" in output
+
+
+def test_a_pod_has_another_user_and_its_own_namespaces(pods: Pods) -> None:
+    look = "import os, socket; open('/tmp/mine', 'x'); "
+    look += (
+        "print(os.getuid(), socket.getfqdn(), os.getpid(), os.statvfs('/').f_flag & os.ST_RDONLY)"
+    )
+    pods.start(EXAMPLE, ["python", "-c", look])
+    for index, (code, output) in enumerate(pods.outcomes()):
+        name = f"mesh-{index}.mesh.default.svc.cluster.local"
+        assert (code, output) == (0, f"{20_000 + index} {name} 1 {os.ST_RDONLY}\n")
