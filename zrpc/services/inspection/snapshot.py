@@ -11,7 +11,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 __all__ = ["FORMAT", "Activity", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 2
+FORMAT = 3
 
 
 class Frame(NamedTuple):
@@ -127,6 +127,8 @@ class Member:
         directory: its private directory on its host; empty if it has none.
         same_host: whether it runs on the host of the worker that tells of it.
         lost: why it is gone; empty if it is not.
+        silence: seconds since its last sign of life, 0 while it answers heartbeats; None if there
+            was none.
     """
 
     member: MemberId
@@ -134,6 +136,7 @@ class Member:
     directory: str
     same_host: bool
     lost: str = ""
+    silence: float | None = None
 
 
 @dataclass(slots=True)
