@@ -32,6 +32,7 @@ myst_heading_anchors = 3
 
 # A name in single backticks in a docstring is a reference where there is such a name.
 default_role = "py:obj"
+autodoc_mock_imports = ["ray"]  # not installed everywhere
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -33,6 +33,7 @@ _SYSTEM_PATHS = (
     "drop_in/test_run.py",
     "engines",
     "examples",
+    "integrations",
     "launch/test_descriptors.py",
     "launch/test_forkserver.py",
     "launch/test_program.py",

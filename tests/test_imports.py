@@ -26,7 +26,7 @@ FILES = {
 ROOMS: list[list[str]] = [
     ["zrpc.cli"],
     ["zrpc.bench"],
-    ["zrpc.testing", "zrpc.drop_in"],
+    ["zrpc.testing", "zrpc.drop_in", "zrpc.integrations"],
     ["face", "zrpc.launch"],
     ["zrpc.services"],
     ["zrpc.agent"],
@@ -129,6 +129,7 @@ SURFACE: dict[str, set[str]] = {
         "console",
         "descriptors",
         "forkserver",
+        "port",
         "starter",
         "task",
         "terminal",

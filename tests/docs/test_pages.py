@@ -16,12 +16,16 @@ from tests.support.programs import Forked
 from zrpc.launch.port import ReservedPort
 
 _TIMEOUT_SECONDS = 90.0
+# What a page needs beside the extra `test`.
+_NEEDS = {"ray.md": "ray"}
 _PYTEST = re.compile(r"pytest (.+)")
 _RUN = [page for page in pages() if any(b.language in ("python", "console") for b in blocks(page))]
 
 
 @pytest.mark.parametrize("page", _RUN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_programs_and_sessions(page: Path, tmp_path: Path) -> None:
+    if needed := _NEEDS.get(page.name):
+        pytest.importorskip(needed, reason=f"needs {needed}: pip install -e '.[{needed}]'")
     _run_page(page, tmp_path)  # each of its commands has a deadline
 
 

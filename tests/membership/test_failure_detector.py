@@ -60,6 +60,19 @@ def test_a_peer_that_stops_is_declared_dead_within_the_limit(detector: FailureDe
     assert 100.0 + 0.8 * LIMIT < loss.at <= 100.0 + LIMIT
 
 
+def test_the_silence_of_a_peer_begins_with_its_last_answer(detector: FailureDetector) -> None:
+    assert detector.silence(1, 1.0) is None
+    detector.monitor(1, 0.0)
+    assert detector.silence(1, 1.0) is None
+    detector.connected(1, 2.0)
+    assert detector.silence(1, 90.0) == 0.0
+    broken = 100.0 + detector.interval + detector.timeout
+    detector.disconnected(1, broken)
+    assert detector.silence(1, broken) == pytest.approx(broken - 100.0)
+    detector.heard(1, broken)
+    assert detector.silence(1, broken + 3.0) == pytest.approx(3.0)
+
+
 def test_a_peer_that_answers_again_by_a_new_connection_is_kept(detector: FailureDetector) -> None:
     detector.monitor(1, 0.0)
     detector.connected(1, 0.0)

@@ -12,8 +12,22 @@ import pytest
 
 from tests.support.programs import Forked
 from tests.transport.numbered import endpoint_of
-from tests.transport.two_hosts import ADDRESSES, ENTER, SOON, Host
+from tests.transport.two_hosts import (
+    ADDRESSES,
+    ENTER,
+    SOON,
+    Host,
+    connect_by_veth,
+    namespaces,
+)
 from zrpc.transport.network import Network
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    with namespaces() as names:
+        connect_by_veth(names)
+        yield [Host(name, tmp_path_factory.mktemp("host")) for name in names]
 
 
 @pytest.fixture
@@ -30,12 +44,12 @@ class Workers:
         self._directory = directory
         self._port = port
         self._forked = Forked()
-        self._pids: list[int] = []
+        self.pids: list[int] = []
 
     def start(self, program: str, *variables: dict[str, str]) -> None:
         """Starts a worker on each host, with these environment variables."""
         (self._directory / "worker.py").write_text(ENTER + program)
-        self._pids = [self._start(rank, each) for rank, each in enumerate(variables)]
+        self.pids = [self._start(rank, each) for rank, each in enumerate(variables)]
 
     def _start(self, rank: int, variables: dict[str, str]) -> int:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("ZRPC_")}
@@ -55,7 +69,7 @@ class Workers:
 
     def outcomes(self) -> list[tuple[int, str]]:
         """Waits for the workers; returns their exit codes and outputs."""
-        codes = [self._forked.wait(pid, SOON) for pid in self._pids]
+        codes = [self._forked.wait(pid, SOON) for pid in self.pids]
         return [(code, self.output(rank)) for rank, code in enumerate(codes)]
 
     def output(self, rank: int) -> str:

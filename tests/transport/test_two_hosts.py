@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.waiting import until
-from tests.transport.two_hosts import ADDRESSES, Host, connect_by_veth, ip, namespaces
+from tests.transport.two_hosts import ADDRESSES, Host, ip
 from zrpc.membership.secret import new_secret, write_secret
 
 WORKER = """
@@ -31,13 +31,6 @@ print(zrpc.rpc_sync(1 - rank, torch.add, (torch.ones(500_000), rank)).sum().item
 print("listening at", *listeners())
 zrpc.shutdown()
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with namespaces() as names:
-        connect_by_veth(names)
-        yield [Host(name, tmp_path_factory.mktemp("host")) for name in names]
 
 
 @pytest.fixture

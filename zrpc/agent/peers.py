@@ -77,6 +77,10 @@ class Peers:
         """For error messages: which worker is gone, why, and when it was last heard. Any thread."""
         return self._liveness.describe_loss(member) + self._explain(member)
 
+    def silence(self, member: MemberId) -> float | None:
+        """Returns the seconds since a member's last sign of life; None without one. Any thread."""
+        return self._liveness.silence(member)
+
     def tick(self) -> None:
         """Finds out which members are lost; to be called often."""
         for identity, first in self._network.heartbeats.notices():

@@ -123,6 +123,16 @@ class FailureDetector:
         peer = self._peers.get(member)
         return peer is not None and peer.reached
 
+    def silence(self, member: MemberId, now: float) -> float | None:
+        """Returns the seconds since a peer's last sign of life; None if it never gave one.
+
+        It is 0 while its heartbeats' connection stands. From any thread.
+        """
+        peer = self._peers.get(member)
+        if peer is None or (heard := peer.heard) is None:
+            return None
+        return 0.0 if peer.connected else max(0.0, now - heard)
+
     def monitor(self, member: MemberId, now: float) -> None:
         """Notes that a peer is asked for heartbeats from now on."""
         peer = self._peer(member)

@@ -183,6 +183,10 @@ class LivenessMonitor:
         ]
         return [loss for loss in found if loss is not None]
 
+    def silence(self, member: MemberId) -> float | None:
+        """Returns the seconds since a peer's last sign of life; see `FailureDetector.silence`."""
+        return self._detector.silence(member, time.monotonic())
+
     def describe_loss(self, member: MemberId) -> str:
         """Names a worker that is gone, why it is, and when it was last heard. From any thread."""
         info = self._membership.infos[member]

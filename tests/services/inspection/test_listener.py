@@ -252,7 +252,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
     for wrong in (
         b"[]",
         b"{}",
-        b'{"format": 2}',
+        b'{"format": 3}',
         b"x",
         snapshot.dump().replace(b"member", b"rebmem"),
     ):

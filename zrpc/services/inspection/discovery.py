@@ -29,6 +29,10 @@ __all__ = ["Answer", "MeshView", "ask", "directories", "find_meshes", "meshes"]
 _EXITED = "its process has exited"
 _NOT_REACHED = "it is on another host, and did not answer the workers here in time"
 
+# How many workers here ask the same question to those on other hosts: the network may be cut
+# between two workers alone.
+_ASK_AT_ONCE = 2
+
 # Lists the sockets that are bound on this host.
 _BOUND = "/proc/net/unix"
 
@@ -78,14 +82,38 @@ class MeshView:
         return MeshView(snapshots, names=self.names)
 
     def ask_other_hosts(self, timeout: float, question: str = OTHERS) -> None:
-        """Has a worker ask those that can't be reached from here, for ``timeout`` seconds."""
+        """Has workers ask those that can't be reached from here, for ``timeout`` seconds.
+
+        For each that does not answer, the others say what they last heard of it.
+        """
         local = [Path(s.directory) for s in self.snapshots.values() if s.directory]
         if not local or _NOT_REACHED not in self.silent.values():
             return
-        [answer] = ask(local[:1], timeout, question)
-        for snapshot in answer.snapshots:
+        answers = ask(local[:_ASK_AT_ONCE], timeout, question)
+        for snapshot in (snapshot for answer in answers for snapshot in answer.snapshots):
             if self.silent.pop(snapshot.member, None) is not None:
                 self.snapshots[snapshot.member] = snapshot
+        for member, why in self.silent.items():
+            if why == _NOT_REACHED:
+                self.silent[member] = f"{why}; {self._last_sign(member)}"
+
+    def _last_sign(self, member: MemberId) -> str:
+        """Returns what the workers that answered know of one that did not."""
+        signs = [
+            (other.silence, snapshot.name)
+            for snapshot in self.snapshots.values()
+            for other in snapshot.members
+            if other.member == member and other.silence is not None
+        ]
+        if not signs:
+            return "no worker that answered has heard from it"
+        silence, name = min(signs)
+        if not silence:
+            return f"{name} gets its heartbeats: its process runs, or was stopped seconds ago"
+        return (
+            f"{name} last heard from it {silence:.1f} s ago: its process is stopped, or the "
+            "network to it is cut"
+        )
 
 
 def find_meshes(

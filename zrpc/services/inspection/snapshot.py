@@ -127,6 +127,8 @@ class Member:
         directory: its private directory on its host; empty if it has none.
         same_host: whether it runs on the host of the worker that tells of it.
         lost: why it is gone; empty if it is not.
+        silence: seconds since its last sign of life, 0 while it answers heartbeats; None if there
+            was none.
     """
 
     member: MemberId
@@ -134,6 +136,7 @@ class Member:
     directory: str
     same_host: bool
     lost: str = ""
+    silence: float | None = None
 
 
 @dataclass(slots=True)
