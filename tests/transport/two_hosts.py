@@ -57,17 +57,17 @@ def ip(*arguments: str) -> None:
 
 
 @contextlib.contextmanager
-def namespaces() -> Iterator[list[str]]:
-    """Yields the names of two new namespaces; skips the test if none can be made."""
+def namespaces(count: int = 2) -> Iterator[list[str]]:
+    """Yields the names of new namespaces; skips the test if none can be made."""
     if shutil.which("ip") is None:
-        pytest.skip("two hosts need `ip`, of iproute2")
-    names = [f"zrpc-{os.getpid()}-{os.urandom(2).hex()}" for _ in range(2)]
+        pytest.skip("several hosts need `ip`, of iproute2")
+    names = [f"zrpc-{os.getpid()}-{os.urandom(2).hex()}" for _ in range(count)]
     try:
         try:
             for name in names:
                 ip("netns", "add", name)
         except OSError as error:
-            pytest.skip(f"two hosts need network namespaces: {error}")
+            pytest.skip(f"several hosts need network namespaces: {error}")
         yield names
     finally:
         for name in names:

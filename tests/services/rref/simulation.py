@@ -50,7 +50,9 @@ class Network:
         self.under_way: list[Packet] = []
         self.handles: list[Handle] = []
         self.dead: set[int] = set()
-        self.unaware: set[tuple[int, int]] = set()  # (living worker, dead worker)
+        # Pairs that the network separates while both live, and still talk to others.
+        self.parted: set[frozenset[int]] = set()
+        self.unaware: set[tuple[int, int]] = set()  # (living worker, one that it will lose)
         self.owners: dict[GloballyUniqueId, int] = {}
         self.freed: Counter[GloballyUniqueId] = Counter()
         # Which workers have made or handed on, and which ever had, each value.
@@ -140,7 +142,20 @@ class Network:
         self.handles = [handle for handle in self.handles if handle.worker != worker]
         self.under_way = [packet for packet in self.under_way if packet.to != worker]
         self.unaware = {pair for pair in self.unaware if pair[0] != worker}
-        self.unaware |= {(other, worker) for other in self.living}
+        noticed = {
+            other
+            for other in self.living
+            if frozenset((other, worker)) in self.parted and (other, worker) not in self.unaware
+        }
+        self.unaware |= {(other, worker) for other in self.living if other not in noticed}
+
+    def part(self, one: int, other: int) -> None:
+        """Nothing arrives between two workers any more; they notice one after the other."""
+        pair = frozenset((one, other))
+        if len(pair) == 2 and pair not in self.parted:
+            self.parted.add(pair)
+            self.under_way = [p for p in self.under_way if {p.sender, p.to} != pair]
+            self.unaware |= {(one, other), (other, one)}
 
     def lose_packet(self, packet: Packet) -> None:
         """Only what the dead have sent can get lost, and then all that they sent later."""
@@ -180,7 +195,8 @@ class Network:
         if worker != self.owners[rref_id]:
             raise Violation(f"{worker} has freed {rref_id}, which {self.owners[rref_id]} owns")
         # What the dead have handed on and nobody has read may be told too late.
-        if self.givers[rref_id] & self.dead:
+        parted = any(pair <= self.known_to[rref_id] for pair in self.parted)
+        if self.givers[rref_id] & self.dead or parted:
             return
         lossy = bool(self.known_to[rref_id] & self.dead)
         asked_for = [
@@ -220,12 +236,14 @@ class Network:
             if len(machine):
                 raise Violation(f"worker {rank} keeps {machine._owned} {machine._held}")
         for rref_id, owner in self.owners.items():
-            lost = rref_id.created_on in self.dead  # its call may never have arrived
+            creator = rref_id.created_on
+            # Its call may never have arrived.
+            lost = creator in self.dead or frozenset((creator, owner)) in self.parted
             if owner in self.living and not lost and not self.freed[rref_id]:
                 raise Violation(f"{rref_id} was never freed")
 
     def _send(self, kind: str, sender: int, to: int, content: object) -> None:
-        if to not in self.dead:
+        if to not in self.dead and frozenset((sender, to)) not in self.parted:
             self.under_way.append(Packet(kind, sender, to, content, next(self._numbers)))
 
     def _new_id(self, worker: int) -> GloballyUniqueId:
@@ -236,6 +254,7 @@ class Network:
 # this, a failing schedule shrinks to the few steps that matter.
 ORDINARY = ("create", "hand on", "hand on", "cancel", "drop", "deliver", "deliver", "repeat")
 WITH_LOSSES = (*ORDINARY, "kill", "notice", "lose packet")
+WITH_PARTITIONS = (*ORDINARY, "part", "notice")
 Step = tuple[str, int, int]
 
 
@@ -278,6 +297,8 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.lose_packet(packet)
     elif what == "kill" and len(living) > 2:
         network.kill(other)
+    elif what == "part":
+        network.part(worker, other)
     elif what == "notice" and unaware:
         network.notice(*unaware[first % len(unaware)])
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.services.rref.simulation import (
     ORDINARY,
     WITH_LOSSES,
+    WITH_PARTITIONS,
     Network,
     Packet,
     Violation,
@@ -44,6 +45,14 @@ def test_values_live_as_long_as_references_whatever_the_order(
 @thorough
 @given(size=SIZES, schedule=schedules(WITH_LOSSES), seed=SEEDS)
 def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(
+    size: Any, schedule: Any, seed: Any
+) -> None:
+    run(size, schedule, seed)
+
+
+@thorough
+@given(size=SIZES, schedule=schedules(WITH_PARTITIONS), seed=SEEDS)
+def test_nothing_is_kept_when_workers_that_live_lose_each_other(
     size: Any, schedule: Any, seed: Any
 ) -> None:
     run(size, schedule, seed)
@@ -233,6 +242,10 @@ class KeepsForksOfTheDead(References):
         self._lost.add(rank)
 
 
+class WaitsForAbandonedForks(References):
+    def _abandon(self, *_: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("mutant", "steps"),
     [
@@ -243,6 +256,7 @@ class KeepsForksOfTheDead(References):
         (ListsForksOnArrivalOnly, ORDINARY),
         (NeverDeletes, ORDINARY),
         (KeepsForksOfTheDead, WITH_LOSSES),
+        (WaitsForAbandonedForks, WITH_PARTITIONS),
     ],
 )
 def test_a_broken_protocol_is_found_out(mutant: Any, steps: Any) -> None:

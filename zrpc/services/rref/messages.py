@@ -57,6 +57,7 @@ class Verb(IntEnum):
     ADD = 1
     ADDED = 2
     DELETE = 3
+    ABANDON = 4
 
 
 class ReferenceMessage(NamedTuple):

@@ -22,6 +22,7 @@ message      from, to                meaning
 ADD          user, owner             I hold this fork, which that parent gave me
 ADDED        owner, user and parent  this fork is listed
 DELETE       user, owner             this fork has ended
+ABANDON      user, owner             I have lost that worker, which may name this fork as a parent
 ============ ======================= ===================================================
 
 Messages may arrive in any order and more than once:
@@ -36,6 +37,12 @@ Messages may arrive in any order and more than once:
 - A child names its parent. If the owner hears of the child first, it knows that the message that
   lists the parent is still in flight (by G2 the parent can't have ended). It frees nothing until
   that message arrives.
+
+Two workers may lose each other while both still talk to a third one:
+
+- A user that has lost the owner of a child tells the parent itself that it need not wait (ADDED).
+- A parent that has lost the receiver of a child waits no longer for it. It tells the owner
+  (ABANDON), which then does not wait for the parent if the child is heard of after all.
 """
 
 from __future__ import annotations
@@ -130,7 +137,10 @@ class References:
         self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
         # The latest of our forks that have ended: a message may come twice.
         self._ended: dict[ForkId, None] = {}
-        self._adding: set[ForkId] = set()  # forks with an ADD that is not answered yet
+        # Forks with an ADD that is not answered yet, with their owner, RRef and parent's holder.
+        self._adding: dict[ForkId, tuple[MemberId, RRefId, MemberId]] = {}
+        # Parents that this worker, as owner, does not wait for if these members name them.
+        self._abandoned: set[tuple[ForkId, MemberId]] = set()
         self._waiting: list[_Waiting] = []
         self._lost: set[MemberId] = set()
         self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
@@ -181,7 +191,8 @@ class References:
     ) -> None:
         """Notes the parent that a child has named: it lives, and is listed or about to be."""
         owned = self._owned[rref_id]
-        if parent_id not in owned.forks and holder not in self._lost:
+        known = parent_id in owned.forks or (parent_id, sender) in self._abandoned
+        if not known and holder not in self._lost:
             owned.announced[parent_id] = (holder, sender)
 
     def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: MemberId) -> None:
@@ -264,8 +275,10 @@ class References:
             if fork_id in self._ended:
                 return
             self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
-            if sender != owner and owner not in self._lost:
-                self._adding.add(fork_id)
+            if owner in self._lost:
+                self._send(sender, Verb.ADDED, rref_id, fork_id)
+            elif sender != owner:
+                self._adding[fork_id] = (owner, rref_id, sender)
                 self._send(owner, Verb.ADD, rref_id, fork_id, sender, parent_id)
             return
         self.retain(rref_id)
@@ -282,7 +295,7 @@ class References:
 
         A message that is lost must not hold it up without limit: see `expire`.
         """
-        unlisted = self._adding.intersection(forks)
+        unlisted = self._adding.keys() & set(forks)
         if unlisted:
             self._waiting.append(_Waiting(begin, unlisted, deadline))
         else:
@@ -296,7 +309,8 @@ class References:
 
     def _end_adding(self, forks: set[ForkId]) -> None:
         """Notes that the owners of these forks have answered, or never will."""
-        self._adding -= forks
+        for fork_id in forks:
+            self._adding.pop(fork_id, None)
         for waiting in list(self._waiting):
             waiting.unlisted -= forks
             if not waiting.unlisted:
@@ -320,8 +334,19 @@ class References:
                 self._send(parent, Verb.ADDED, rref_id, fork_id)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
-        else:
+        elif verb is Verb.DELETE:
             self._delete(rref_id, fork_id, sender)
+        elif parent not in self._lost:
+            self._abandon(rref_id, fork_id, parent)
+
+    def _abandon(self, rref_id: RRefId, fork_id: ForkId, receiver: MemberId) -> None:
+        """Waits no longer, as owner, for a fork that its child's receiver has named, or will."""
+        self._abandoned.add((fork_id, receiver))
+        if rref_id in self._owned:
+            announced = self._owned[rref_id].announced
+            if announced.get(fork_id, (None, None))[1] == receiver:
+                del announced[fork_id]
+            self._free_if_unused(rref_id)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
@@ -334,18 +359,21 @@ class References:
             for fork_id in [f for f, members in owned.announced.items() if member in members]:
                 del owned.announced[fork_id]
             self._free_if_unused(rref_id)
-        unanswered = {
-            f for f in self._adding if f not in self._held or self._held[f].owner == member
-        }
-        self._end_adding(unanswered)
-        unlisted = [
-            child
-            for held in self._held.values()
-            for child, receiver in held.children.items()
-            if member in (receiver, held.owner)
-        ]
-        for child in unlisted:
-            self.on_listed(child)
+        self._abandoned = {each for each in self._abandoned if each[1] != member}
+        for fork_id, (owner, rref_id, parent) in list(self._adding.items()):
+            if owner == member:
+                self._send(parent, Verb.ADDED, rref_id, fork_id)
+                self._end_adding({fork_id})
+        for fork_id, held in list(self._held.items()):
+            children = [
+                child
+                for child, receiver in held.children.items()
+                if member in (receiver, held.owner)
+            ]
+            if children and held.owner != member:
+                self._send(held.owner, Verb.ABANDON, held.rref_id, fork_id, member)
+            for child in children:
+                self.on_listed(child)
 
     def _send(
         self,

@@ -1,0 +1,112 @@
+"""What happens in a round: drawn from a seed, without I/O."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["FAULTS", "HEARTBEAT_SECONDS", "MOMENTS", "Plan", "draw"]
+
+HEARTBEAT_SECONDS = 3.0
+# Faults that no worker may notice, and such that all must.
+_SHORT_SECONDS = (0.1, 1.0)
+_LONG_SECONDS = 2.5 * HEARTBEAT_SECONDS
+MOMENTS = ("work", "init", "shutdown")
+# What happens, and for how many seconds; None if it lasts.
+FAULTS = (
+    "cut, short",
+    "cut, long",
+    "one way lost, short",
+    "one way lost, long",
+    "one way refused, long",
+    "stopped, short",
+    "stopped, long",
+    "killed",
+    "host vanishes",
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round.
+
+    Attributes:
+        number: its number in the run.
+        hosts: the host of each worker, by rank.
+        moment: when the fault begins: while the workers work, meet or leave.
+        after: seconds from the beginning of that moment to the fault.
+        fault: one of `FAULTS`.
+        seconds: how long the fault lasts; None if it does not end.
+        victim: a host, which is cut off or vanishes; or a worker, by its rank.
+        other: the host from which nothing arrives at the victim, if one way is lost.
+    """
+
+    number: int
+    hosts: tuple[int, ...]
+    moment: str
+    after: float
+    fault: str
+    seconds: float | None
+    victim: int
+    other: int
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the workers."""
+        return [f"w{rank}" for rank in range(len(self.hosts))]
+
+    @property
+    def may_be_noticed(self) -> bool:
+        """Whether calls may fail."""
+        return self.seconds is None or self.seconds > HEARTBEAT_SECONDS / 2
+
+    @property
+    def dead(self) -> list[int]:
+        """The ranks of the workers that do not survive."""
+        if self.fault == "killed":
+            return [self.victim]
+        return self.on_host(self.victim) if self.fault == "host vanishes" else []
+
+    def on_host(self, host: int) -> list[int]:
+        """Returns the ranks of the workers of a host."""
+        return [rank for rank, each in enumerate(self.hosts) if each == host]
+
+    def apart(self, one: int, other: int) -> bool:
+        """Returns whether the fault comes between two workers, by their ranks."""
+        if not self.may_be_noticed:
+            return False
+        if self.fault.startswith(("stopped", "killed")):
+            return self.victim in (one, other)
+        hosts = {self.hosts[one], self.hosts[other]}
+        if self.fault.startswith("one way"):
+            return hosts == {self.victim, self.other}
+        return self.victim in hosts and len(hosts) == 2
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns the plan as JSON can hold it."""
+        return asdict(self)
+
+    @classmethod
+    def of_data(cls, data: dict[str, Any]) -> Plan:
+        """Returns the plan that `as_data` gave."""
+        return cls(**{**data, "hosts": tuple(data["hosts"])})
+
+
+def draw(seed: int, number: int) -> Plan:
+    """Returns the plan of a round. Each fault comes once in as many rounds as there are faults."""
+    rng = random.Random(f"{seed}.{number}")
+    order = random.Random(seed).sample(FAULTS, len(FAULTS))
+    fault = order[number % len(order)]
+    hosts = (0, 1, 2, rng.randrange(3))
+    moment = rng.choices(MOMENTS, (4, 1, 1))[0]
+    victim, other = rng.sample(range(3), 2)
+    if fault.startswith(("stopped", "killed")):
+        victim = rng.randrange(len(hosts))
+    seconds = None
+    if fault.endswith("short"):
+        seconds = rng.uniform(*_SHORT_SECONDS)
+    elif fault.endswith("long"):
+        seconds = _LONG_SECONDS
+    after = rng.uniform(0.0, 1.5 if moment == "work" else 0.4)
+    return Plan(number, hosts, moment, after, fault, seconds, victim, other)
