@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from zrpc.bench.mesh import Mesh
+from zrpc.bench.participant import Participant
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
 from zrpc.bench.sampling import Sampling
+from zrpc.bench.settings import LIMIT, Settings
 from zrpc.launch import Starter
 
 MEASURED = [row for group in GROUPS if group.forms_mesh for row in group.rows]
@@ -44,6 +47,17 @@ def test_rows_are_selected_by_a_part_of_their_name() -> None:
         ["empty call"],
         ["start and stop of 32 workers"],
     ]
+
+
+def test_a_row_that_only_zrpc_can_measure() -> None:
+    row = Row("messages", "costs:messages", (0,), only="zrpc")
+    starter = cast(Starter, None)  # nothing is started
+    able = [
+        name
+        for name in ("zrpc", "torch", LIMIT)
+        if Participant(Group("group", (row,)), name, starter, Settings()).can_measure(row)
+    ]
+    assert able == ["zrpc"]
 
 
 def test_a_pattern_that_matches_nothing_lists_the_rows() -> None:
@@ -97,6 +111,15 @@ def test_row_can_be_measured(row: Row, meshes: _Meshes, tiny: Sampling) -> None:
     sample = mesh.measure(row.workload, row.arguments, tiny, 30)
     assert sample.value > 0
     assert sample.repeats >= 1
+
+
+def test_messages_are_counted_for_both_workers(meshes: _Meshes) -> None:
+    """A call is two: the request and the answer. A step also has its end, and four gradients."""
+    mesh = meshes.get("zrpc", workers=2, tcp=False)
+    sampling = Sampling(seconds=0.0, min_repeats=3)
+    assert mesh.measure("costs:messages", (0,), sampling, 60.0).value == 2
+    step = mesh.measure("costs:messages", (16,), sampling, 60.0).value
+    assert step == pytest.approx(9, abs=0.05)
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.workload}{limit.arguments}")

@@ -46,6 +46,7 @@ def a_run(against: str | None = "torch") -> Run:
         (19_600.0, Unit.RATE, "19.6 k/s"),
         (999.9, Unit.RATE, "1000 /s"),
         (251 * 2**20, Unit.BYTES, "251 MiB"),
+        (9.02, Unit.COUNT, "9.02"),
     ],
 )
 def test_quantities_have_three_digits(value: float, unit: Unit, text: str) -> None:

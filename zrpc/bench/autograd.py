@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zrpc.bench import targets
@@ -9,13 +11,18 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["BATCH_SIZE", "step"]
+__all__ = ["BATCH_SIZE", "step", "training_step"]
 
 BATCH_SIZE = 32
 
 
 def step(session: Session, width: int) -> Sample:
     """Runs one layer here and one twice on the peer, forward and backward."""
+    return session.sampling.time(training_step(session, width))
+
+
+def training_step(session: Session, width: int) -> Callable[[], object]:
+    """Returns a function that runs the step once; it has run once already."""
     rpc_sync, dist_autograd = session.rpc.rpc_sync, session.autograd
     inputs = torch.ones(BATCH_SIZE, width)
 
@@ -31,4 +38,4 @@ def step(session: Session, width: int) -> Sample:
             return min(remote, targets.gradient_sum(context_id, width))
 
     check("the gradients on both workers to be above 0", once(read_gradients=True) > 0, True)
-    return session.sampling.time(once)
+    return once

@@ -63,7 +63,9 @@ class Participant:
         return sample
 
     def _row_or_limit(self, row: Row) -> Row | Limit | None:
-        return row.limit_of(self._settings.tcp) if self.name == LIMIT else row
+        if self.name == LIMIT:
+            return row.limit_of(self._settings.tcp)
+        return row if row.only in (None, self.name) else None
 
     def _started_mesh(self) -> Mesh:
         if self._start_failed is not None:  # it would fail again, after as long a wait

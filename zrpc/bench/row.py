@@ -14,6 +14,7 @@ class Unit(enum.Enum):
     SECONDS = "s"
     RATE = "1/s"
     BYTES = "B"
+    COUNT = "1"
 
     @property
     def more_is_better(self) -> bool:
@@ -49,6 +50,7 @@ class Row:
         tcp_limit: the limit over tcp; None if it is the same.
         above_limit: whether the limit is subtracted before the libraries are compared.
         default: whether it is measured without ``--rows``.
+        only: the only library that can measure it; None if all can.
         deadline: the seconds after which it has failed; None for the deadline of the run.
     """
 
@@ -60,6 +62,7 @@ class Row:
     tcp_limit: Limit | None = None
     above_limit: bool = False
     default: bool = True
+    only: str | None = None
     deadline: float | None = None
 
     def limit_of(self, tcp: bool) -> Limit | None:

@@ -63,6 +63,17 @@ def _tensor_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def _cost_rows() -> tuple[Row, ...]:
+    rows = []
+    for name, width in (("a call", 0), ("an autograd step", 16)):
+        rows += [
+            Row(f"processor time of {name}", "costs:processor_time", (width,)),
+            Row(f"context switches of {name}", "costs:context_switches", (width,), Unit.COUNT),
+            Row(f"messages of {name}", "costs:messages", (width,), Unit.COUNT, only="zrpc"),
+        ]
+    return tuple(rows)
+
+
 def _start_rows() -> tuple[Row, ...]:
     joining = [
         Row(
@@ -142,6 +153,7 @@ GROUPS: tuple[Group, ...] = (
             for width in (16, 512)
         ),
     ),
+    Group("costs", _cost_rows()),
     Group(
         "memory",
         (

@@ -66,6 +66,13 @@ class Sampling:
         times = self._repeat(once, self.seconds, self.min_repeats)
         return Sample(statistics.median(times), max(times), len(times))
 
+    def of_batches(self, batch: Callable[[], float]) -> Sample:
+        """Samples what ``batch`` returns."""
+        values: list[float] = []
+        self._repeat(batch, self.seconds / 4, 1)
+        self._repeat(lambda: values.append(batch()), self.seconds, self.min_repeats)
+        return Sample(statistics.median(values), max(values), len(values))
+
     def rate(self, batch: Callable[[], object], count: int) -> Sample:
         """Measures operations per second; each call of ``batch`` performs ``count``."""
         sample = self.time(batch)

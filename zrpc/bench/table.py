@@ -20,14 +20,20 @@ _MAX_REASON_CHARS = 20
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _RATES = ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s"))
 _BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-_SCALES = {Unit.SECONDS: _SECONDS, Unit.RATE: _RATES, Unit.BYTES: _BYTES}
+_COUNTS = ((1.0, ""),)
+_SCALES = {
+    Unit.SECONDS: _SECONDS,
+    Unit.RATE: _RATES,
+    Unit.BYTES: _BYTES,
+    Unit.COUNT: _COUNTS,
+}
 
 
 def quantity(value: float, unit: Unit) -> str:
     """Formats a number with three digits and its unit."""
     scales = _SCALES[unit]
     size, name = next((each for each in scales if abs(value) >= each[0]), scales[-1])
-    return f"{_digits(value / size)} {name}"
+    return f"{_digits(value / size)} {name}".rstrip()
 
 
 def _digits(value: float) -> str:

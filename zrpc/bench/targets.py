@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from typing import Any
 
 import torch
 
+from zrpc.agent.current import current_agent
 from zrpc.bench import library
 
 __all__ = [
@@ -16,11 +18,14 @@ __all__ = [
     "add",
     "burn",
     "burning",
+    "context_switches",
     "echo",
     "gradient_sum",
     "hop",
     "layer",
+    "messages",
     "nothing",
+    "processor_time",
     "resident",
     "stop_burning",
     "take",
@@ -36,6 +41,22 @@ _layers: dict[int, torch.nn.Linear] = {}
 
 def nothing() -> None:
     """Does nothing."""
+
+
+def processor_time() -> float:
+    """Returns the processor time that this worker has used, in seconds."""
+    return time.process_time()
+
+
+def context_switches() -> float:
+    """Returns how often this worker's threads have waited, or have lost their cores."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_nvcsw + used.ru_nivcsw
+
+
+def messages() -> float:
+    """Returns how many messages have arrived at this worker of zrpc."""
+    return sum(current_agent().dispatcher.received.values())
 
 
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

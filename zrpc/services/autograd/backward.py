@@ -135,7 +135,6 @@ class Passes:
         tracer, used, found = state.tracer, UsedTensors(state.carried), 0
         for root in roots:
             found |= tracer.trace(root)
-        tracer.forget()
         used.learn(self._own_id, state.dependencies())
         used.use(self._own_id, found)
         while unknown := used.unknown():
@@ -185,12 +184,13 @@ class Passes:
                     pass_.openings[latest] = other
                 else:
                     self._ask_part(state.context_id, pass_, peer, other)
-            last = state.start
+            last, leaves = state.start, 0
             for message in sent:
                 wait = partial(self._await_gradients, message.send_id, message.position)
                 last = append_turn(last, wait, list(message.exits.values()))
+                leaves |= message.leaves
             with self._agent.span(f"backward {pass_name(state.context_id, pass_.pass_id)}"):
-                engine.run(roots, last, part.retain_graph, state)
+                engine.run(roots, last, part.retain_graph, state, leaves)
             pass_.wait_for_parts(self._agent.receiver.receive)
         except Exception as error:
             self._fail(state.context_id, pass_, error)

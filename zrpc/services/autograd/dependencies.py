@@ -139,43 +139,43 @@ class Tracer:
     def _walk(self, node: Any) -> None:
         """Finds the sets of a node and of all nodes below it."""
         sets = self._sets
-        stack = [node]
+        stack = [(node, node.next_functions)]
         while stack:
-            node = stack[-1]
-            if node in sets:
-                stack.pop()
-                continue
-            edges = node.next_functions
-            below = [
-                each
-                for each, _ in edges
-                if each is not None and each not in sets and each.__class__ is not RECEIVE_NODE
-            ]
+            node, edges = stack[-1]
+            below, found = self._below(edges)
             if below:
                 stack += below
                 continue
             stack.pop()
-            sets[node] = self._reach_of(node, edges)
-            if not node._sequence_nr():
-                node._set_sequence_nr(1)
+            if node not in sets:
+                sets[node] = found
+                if not node._sequence_nr():
+                    node._set_sequence_nr(1)
 
-    def _reach_of(self, node: Any, edges: Iterable[tuple[Any, int]]) -> Reach:
-        """Returns the sets of a node that leads to nodes whose sets are known."""
-        if node.__class__ is ACCUMULATE_NODE:
-            return Reach(0, 1 << self._leaves.setdefault(node, len(self._leaves)))
-        found = _NOTHING
-        for each, output in edges:
-            if each is None:
+    def _below(self, edges: Iterable[tuple[Any, int]]) -> tuple[list[Any], Reach]:
+        """Returns the nodes at the end of some edges that have no sets yet, or the edges' sets."""
+        sets, leaves = self._sets, self._leaves
+        below, found = [], _NOTHING
+        for node, output in edges:
+            if node is None:
                 continue
-            if each.__class__ is RECEIVE_NODE:
-                reach = Reach(self._output_of(each, output), 0)
+            cls = node.__class__
+            if cls is ACCUMULATE_NODE:
+                reach = Reach(0, 1 << leaves.setdefault(node, len(leaves)))
+            elif cls is RECEIVE_NODE:
+                reach = Reach(self._output_of(node, output), 0)
+            elif node in sets:
+                reach = sets[node]
             else:
-                reach = self._sets[each]
+                below.append((node, node.next_functions))
+                continue
+            if below or reach is found:
+                continue
             if found is _NOTHING:
                 found = reach  # most nodes lead to one other, and share its sets
-            elif reach is not found:
+            else:
                 found = Reach(found.arrived | reach.arrived, found.leaves | reach.leaves)
-        return found
+        return below, found
 
 
 # A tensor's sources in a message: how many, then each with its bit, sender, message and place.

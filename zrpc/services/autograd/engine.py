@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,16 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 
 def run(
-    roots: Sequence[torch.Tensor], token: torch.Tensor, retain_graph: bool, state: ContextState
+    roots: Sequence[torch.Tensor],
+    token: torch.Tensor,
+    retain_graph: bool,
+    state: ContextState,
+    leaves: int = 0,
 ) -> None:
     """Runs the graph of the roots, each with a gradient of one, and of ``token`` once.
 
-    ``token`` is ``state.start`` if nothing that was sent leads to the roots of the pass. The
+    ``token`` is ``state.start`` if nothing that was sent leads to the roots of the pass, and
+    ``leaves`` are the AccumulateGrad nodes that it leads to, as a set of the context's tracer. The
     gradients of the leaves are added to those of the context.
     """
     start = state.start
@@ -56,11 +61,13 @@ def run(
         seeds.append(empty_token())
     if not outputs:
         return
-    accumulators = [node for node in _accumulators(outputs) if node.variable is not start]
-    leaves = [node.variable for node in accumulators]
+    for root in roots:
+        leaves |= state.tracer.reach(root).leaves
+    state.tracer.forget()
+    accumulators = state.tracer.leaves(leaves)
     # With the start among the inputs the engine also runs the parts that lead to no leaf: the
     # gradients of each tensor that was received must be sent.
-    inputs = [*leaves, start]
+    inputs = [*(node.variable for node in accumulators), start]
     with Accumulation(state, accumulators) as accumulation:
         begins = [accumulation.begin_at(output) for output in outputs]
         torch.autograd.backward(begins, seeds, retain_graph=retain_graph, inputs=inputs)
@@ -117,20 +124,3 @@ def _uses_of_new(is_view: bool) -> tuple[int, ...]:
 _use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
 _USES_OF_NEW = _uses_of_new(False)
 _USES_OF_NEW_VIEW = _uses_of_new(True)
-
-
-def _accumulators(outputs: Iterable[torch.Tensor]) -> list[Any]:
-    """Returns the AccumulateGrad nodes of all leaves that the graph of ``outputs`` reaches."""
-    accumulators: list[Any] = []
-    nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node.name() == "torch::autograd::AccumulateGrad":
-            accumulators.append(node)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return accumulators

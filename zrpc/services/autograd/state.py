@@ -6,6 +6,8 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -50,6 +52,11 @@ class SentMessage:
     position: int
     exits: Mapping[int, torch.Tensor]
     reach: Mapping[int, Reach]
+
+    @property
+    def leaves(self) -> int:
+        """The AccumulateGrad nodes that its tensors lead to, as a set."""
+        return reduce(or_, (reach.leaves for reach in self.reach.values()), 0)
 
     def only(self, indices: Iterable[int]) -> SentMessage:
         """Returns the message with some of its tensors."""
