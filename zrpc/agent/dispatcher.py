@@ -22,9 +22,6 @@ __all__ = ["Dispatcher", "Undelivered"]
 
 logger = logging.getLogger(__name__)
 
-# A call's records tell of these.
-_OF_CALLS = REQUESTS | ANSWERS
-
 
 class Undelivered(Protocol):
     """Told of messages that have come, and that no handler can take."""
@@ -129,7 +126,7 @@ class Dispatcher:
         try:
             if message.extensions:
                 message.attachments = self._read_extensions(message)
-            if self.recorder is not None and message.kind not in _OF_CALLS:
+            if self.recorder is not None:
                 self.recorder.on_message(message, sender, out=False)
             handler(message)
         except Exception as error:

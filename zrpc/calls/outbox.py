@@ -17,7 +17,7 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
-from zrpc.wire.kind import ANSWERS, UNCOUNTED
+from zrpc.wire.kind import UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -97,7 +97,7 @@ class Outbox:
         """
         if member in self._membership.lost:
             return
-        if self.recorder is not None and message.kind not in ANSWERS:
+        if self.recorder is not None:
             self.recorder.on_message(message, member, out=True)
         if hold_interrupts():
             try:

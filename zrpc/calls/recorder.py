@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.pending_calls import PendingCall, name_of
 from zrpc.runtime.event_loop import in_event_loop
-from zrpc.wire.kind import Tag
+from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
 
@@ -33,6 +33,8 @@ __all__ = [
     "SpanRecord",
 ]
 
+# Messages that are neither a call's nor a matter of zrpc's own, such as those of a shutdown.
+_SHOWN = frozenset(Kind) - REQUESTS - ANSWERS - UNCOUNTED
 # The parent of a call that no handler has made.
 NO_PARENT = (NOBODY, 0)
 
@@ -109,7 +111,7 @@ class HandlerRecord(NamedTuple):
 
 
 class MessageRecord(NamedTuple):
-    """A message that is neither a request nor an answer.
+    """A message of the reference count, or of autograd, that is not a call's.
 
     Attributes:
         kind: of the message.
@@ -268,7 +270,9 @@ class Recorder:
         )
 
     def on_message(self, message: Message, peer: MemberId, out: bool) -> None:
-        """A message has come or is about to go that is neither a request nor an answer."""
+        """A message has come, or is about to go: recorded if no other record tells of it."""
+        if message.kind not in _SHOWN:
+            return
         thread, at = threading.get_ident(), monotonic()
         size, about = message.nbytes, self._about(message)
         self.add(MessageRecord, (message.kind, peer, out, thread, at, size, about))
