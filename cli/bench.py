@@ -10,6 +10,7 @@ import click
 
 from .data_file import FILE, INTERRUPTED, check_directory, write_data
 from .finite_range import POSITIVE, FiniteRange
+from .link import link
 from .soak import soak
 
 if TYPE_CHECKING:
@@ -171,9 +172,12 @@ def _measure(
 
 
 command.add_command(soak)
+command.add_command(link)
 
 
-def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int]:
+    if value is None:
+        return []
     try:
         counts = sorted({int(part) for part in value.split(",")})
     except ValueError:
@@ -193,6 +197,13 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
     callback=_counts,
     help="Sizes of the meshes, separated by commas.",
 )
+@click.option(
+    "--compute",
+    metavar="WORKERS",
+    callback=_counts,
+    help="Also compute the costs of meshes of these sizes from those measured.",
+)
+@click.option("--keys", is_flag=True, help="Connect by loopback TCP with encryption, as hosts do.")
 @_AGAINST
 @click.option(
     "--deadline",
@@ -205,6 +216,8 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> list[int]
 @_PLOT
 def scale(
     workers: list[int],
+    compute: list[int],
+    keys: bool,
     against: str,
     deadline: float,
     data_file: Path | None,
@@ -213,8 +226,8 @@ def scale(
     """Measure how costs grow with the number of workers.
 
     Starts meshes of increasing size. Measures how long all workers take to join, how long a call
-    takes when each goes to the next peer, and how many descriptors and how much memory worker 0
-    then uses.
+    takes when each goes to the next peer, and how many descriptors and threads and how much memory
+    worker 0 then uses.
     """
     from zrpc.bench import scale as bench
     from zrpc.bench.machine import Machine
@@ -229,10 +242,12 @@ def scale(
         click.echo(f"{workers} workers: {library}", err=True)
 
     try:
-        points = list(bench.measure(libraries, workers, Sampling(), deadline, show_step))
+        measured = bench.measure(libraries, workers, Sampling(), deadline, show_step, keys=keys)
+        points = list(measured)
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+    points += bench.compute(points, compute)
     click.echo(f"\n{bench.as_text(points)}")
     write_data(data_file, {"machine": machine, "points": [vars(point) for point in points]})
     if plot_file is not None:

@@ -138,7 +138,9 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.drop_in": {"", "check"},
     "zrpc.testing": {"", "procfs", "startup", "watchdog"},
     "zrpc.bench": {
+        "link",
         "machine",
+        "namespaces",
         "plot",
         "progress",
         "rows",

@@ -57,8 +57,19 @@ def test_scale_end_to_end(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     points = json.loads(data_file.read_text())["points"]
     assert [(point["library"], point["workers"]) for point in points] == [("zrpc", 2), ("zrpc", 3)]
-    assert all(set(p["values"]) == {"init", "call", "descriptors", "memory"} for p in points)
+    names = {"init", "call", "descriptors", "threads", "memory"}
+    assert all(set(point["values"]) == names for point in points)
+    assert not any(point["computed"] for point in points)
     assert plot_file.stat().st_size > 1000
+
+
+def test_scale_with_keys_also_computes_what_was_not_measured() -> None:
+    done = invoke(
+        *("scale", "--workers", "2,3", "--compute", "256", "--keys", "--against", "nothing")
+    )
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines() if line.startswith("zrpc")]
+    assert [row[1:3] for row in rows] == [["2", "measured"], ["3", "measured"], ["256", "computed"]]
 
 
 def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:

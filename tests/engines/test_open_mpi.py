@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from tests.engines.conftest import WORKER, engine_environment, need, run
 
 pytestmark = pytest.mark.engine
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "launch.md"
 
 
 @pytest.fixture
@@ -26,3 +29,18 @@ def test_mpirun_starts_workers(open_mpi: dict[str, str], tmp_path: Path) -> None
         "worker2 of 4 4",
         "worker3 of 4 9",
     ]
+
+
+def test_the_command_of_the_page_runs_as_it_stands(
+    open_mpi: dict[str, str], tmp_path: Path
+) -> None:
+    text = PAGE.read_text()
+    [command] = re.findall(r"```sh\n(mpirun .*)\n```", text)
+    [work] = re.findall(r"```python\n# work\.py\n(.*?)```", text, re.S)
+    (tmp_path / "work.py").write_text(work)
+    env = open_mpi | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{open_mpi['PATH']}",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",  # on machines with fewer cores
+    }
+    lines = run("bash", "-c", command, env=env, cwd=tmp_path)
+    assert lines == [f"WorkerInfo(id={rank}, name=worker{rank}) []" for rank in range(4)]

@@ -31,13 +31,22 @@ class Library:
     rpc: Any = field(repr=False)
     autograd: Any = field(repr=False)
 
-    def join(self, rank: int, workers: int, *, tcp: bool, init_method: str = "env://") -> None:
+    def join(
+        self,
+        rank: int,
+        workers: int,
+        *,
+        tcp: bool,
+        keys: bool = False,
+        init_method: str = "env://",
+    ) -> None:
         """Joins this process to a mesh, with the library's default options.
 
         Args:
             rank: this worker's rank; its name is ``worker`` and the rank.
             workers: the number of workers.
             tcp: whether to use only tcp.
+            keys: whether zrpc encrypts what it sends over tcp. torch can't.
             init_method: the rendezvous of the workers.
         """
         global _current
@@ -45,8 +54,10 @@ class Library:
         if self.name == "zrpc":
             options = self.rpc.ZmqRpcBackendOptions
             if tcp:
+                arguments.update(transport="tcp")
+            if tcp and not keys:
                 # torch does not encrypt, and this compares transports, not ciphers.
-                arguments.update(transport="tcp", security="none")
+                arguments.update(security="none")
         else:
             options = self.rpc.TensorPipeRpcBackendOptions
             if tcp:

@@ -8,7 +8,7 @@ from zrpc.bench import targets
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["after_calls", "after_start", "descriptors", "private_memory"]
+__all__ = ["after_calls", "after_start", "descriptors", "private_memory", "threads"]
 
 _MAX_IN_FLIGHT = 100
 
@@ -32,6 +32,12 @@ def after_calls(session: Session, count: int) -> Sample:
 def descriptors(session: Session) -> Sample:
     """Counts the open descriptors of worker 0."""
     count = len(os.listdir("/proc/self/fd"))
+    return Sample(count, count, 1)
+
+
+def threads(session: Session) -> Sample:
+    """Counts the threads of worker 0, those of ZeroMQ included."""
+    count = len(os.listdir("/proc/self/task"))
     return Sample(count, count, 1)
 
 

@@ -9,15 +9,18 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from zrpc.bench.namespaces import CABLE
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
+from zrpc.membership.secret import new_secret
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,6 +57,8 @@ class Mesh:
         workers: the number of workers.
         forms_mesh: whether they form a mesh.
         tcp: whether to use only tcp.
+        keys: whether zrpc encrypts what it sends over tcp.
+        namespaces: the network namespace of each worker; default: that of this process.
         timeout: the seconds for all workers to join, and to leave.
 
     Entering it starts the processes. Leaving it shuts them down gracefully. After an error, or if
@@ -72,6 +77,8 @@ class Mesh:
         *,
         forms_mesh: bool = True,
         tcp: bool = False,
+        keys: bool = False,
+        namespaces: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
         self._starter = starter
@@ -79,6 +86,8 @@ class Mesh:
         self._workers = workers
         self._forms_mesh = forms_mesh
         self._tcp = tcp
+        self._secret = new_secret() if keys else ""
+        self._namespaces = namespaces
         self._timeout = timeout
         self._processes: list[_Process] = []
         self._directory = Path()
@@ -229,6 +238,8 @@ class Mesh:
             workers=self._workers,
             forms_mesh=self._forms_mesh,
             tcp=self._tcp,
+            keys=bool(self._secret),
+            namespace=self._namespaces[rank] if self._namespaces else "",
             directory=str(self._directory),
             socket=fd,
         )
@@ -237,9 +248,19 @@ class Mesh:
                 "OMP_NUM_THREADS": "1",  # launchers set this too
                 **os.environ,
                 "ZRPC_RUNTIME_DIR": str(self._directory),
-                **({"TP_SOCKET_IFNAME": "lo"} if self._tcp else {}),
+                **self._network_variables(),
             }
         )
+
+    def _network_variables(self) -> dict[str, str]:
+        """Returns the variables that choose the interface, and the secret for the keys."""
+        if not self._tcp:
+            return {}
+        interface = CABLE if self._namespaces else "lo"
+        # torch's RPC meets by Gloo, which would choose an interface of its own.
+        names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "ZRPC_IFACE")
+        variables = dict.fromkeys(names, interface)
+        return variables | ({"ZRPC_SECRET": self._secret} if self._secret else {})
 
     def _wait_for_exits(self) -> None:
         end = time.monotonic() + self._timeout

@@ -14,12 +14,13 @@ from zrpc.bench.sampling import Sampling
 from zrpc.bench.table import align_columns, quantity
 from zrpc.launch import Starter
 
-__all__ = ["MEASURES", "Point", "as_text", "measure", "plot"]
+__all__ = ["MEASURES", "Point", "as_text", "compute", "measure", "plot"]
 
 MEASURES = {
     "init": "init_rpc of all workers",
     "call": "empty call, to each peer in turn",
     "descriptors": "descriptors of worker 0, all peers called",
+    "threads": "threads of worker 0, all peers called",
     "memory": "private memory of worker 0, all peers called",
 }
 _UNITS = {"init": Unit.SECONDS, "call": Unit.SECONDS, "memory": Unit.BYTES}
@@ -34,12 +35,14 @@ class Point:
         workers: the number of workers.
         values: the results by the names in `MEASURES`; after a failure, those measured before it.
         failed: the reason for the failure, if it failed.
+        computed: whether it was not measured, but computed from meshes that were.
     """
 
     library: str
     workers: int
     values: dict[str, float] = field(default_factory=dict)
     failed: str | None = None
+    computed: bool = False
 
 
 def measure(
@@ -48,6 +51,8 @@ def measure(
     sampling: Sampling,
     deadline: float,
     on_start: Callable[[str, int], object],
+    *,
+    keys: bool = False,
 ) -> Iterator[Point]:
     """Measures meshes of growing size, of each library in turn.
 
@@ -57,6 +62,7 @@ def measure(
         sampling: how long and how often to repeat the call.
         deadline: seconds for each start and each measurement. A library that hangs is not
             measured with more workers.
+        keys: measure over loopback TCP, which zrpc then encrypts, as between hosts.
         on_start: called with the library and the number of workers before each mesh starts.
     """
     with warm_starter() as starter:
@@ -70,7 +76,7 @@ def measure(
                 on_start(library, workers)
                 point = Point(library, workers)
                 try:
-                    _measure(point, starter, sampling, deadline)
+                    _measure(point, starter, sampling, deadline, keys)
                 except MeshError as error:
                     point.failed = str(error)
                     if isinstance(error, HungError):
@@ -78,12 +84,16 @@ def measure(
                 yield point
 
 
-def _measure(point: Point, starter: Starter, sampling: Sampling, deadline: float) -> None:
-    with Mesh(starter, point.library, point.workers, timeout=deadline) as mesh:
+def _measure(
+    point: Point, starter: Starter, sampling: Sampling, deadline: float, keys: bool
+) -> None:
+    mesh = Mesh(starter, point.library, point.workers, tcp=keys, keys=keys, timeout=deadline)
+    with mesh:
         point.values["init"] = mesh.join_seconds
         for name, workload in (
             ("call", "calls:each_peer"),
             ("descriptors", "memory:descriptors"),
+            ("threads", "memory:threads"),
             ("memory", "memory:private_memory"),
         ):
             point.values[name] = mesh.measure(workload, (), sampling, deadline).value
@@ -91,10 +101,50 @@ def _measure(point: Point, starter: Starter, sampling: Sampling, deadline: float
         point.failed = "; ".join(mesh.shutdown_errors)
 
 
+def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
+    """Returns points for larger meshes, computed from those measured.
+
+    What worker 0 uses grows by the same amount with each peer, so a straight line is drawn through
+    the two largest meshes of a library. The start of all workers on this machine, of which each
+    meets all others, is taken to grow with the square of their number. Calls are left out, as they
+    depend on the number of processors. A library with less than two meshes has no points.
+    """
+    found = []
+    for library in dict.fromkeys(point.library for point in points):
+        good = [p for p in points if p.library == library and p.failed is None]
+        if len(good) < 2:
+            continue
+        small, large = sorted(good, key=lambda point: point.workers)[-2:]
+        for workers in counts:
+            values = {
+                name: _extended(name, small, large, workers)
+                for name in MEASURES
+                if name != "call" and name in small.values and name in large.values
+            }
+            found.append(Point(library, workers, values, computed=True))
+    return found
+
+
+def _extended(name: str, small: Point, large: Point, workers: int) -> float:
+    first, last = small.values[name], large.values[name]
+    if name == "init":
+        return last * (workers / large.workers) ** 2
+    slope = (last - first) / (large.workers - small.workers)
+    return last + slope * (workers - large.workers)
+
+
 def as_text(points: Sequence[Point]) -> str:
     """Returns a table, and below it the failures."""
-    head = ["", "workers", "init", "call", "descriptors", "memory"]
-    lines = [[point.library, str(point.workers), *_cells(point)] for point in points]
+    head = ["", "workers", "", *MEASURES]
+    lines = [
+        [
+            point.library,
+            str(point.workers),
+            "computed" if point.computed else "measured",
+            *_cells(point),
+        ]
+        for point in points
+    ]
     failures = [
         f"* {point.library}, {point.workers} workers: {point.failed}"
         for point in points
@@ -111,7 +161,7 @@ def _cells(point: Point) -> list[str]:
         if value is None:
             cells.append("failed" if point.failed else "-")
         else:
-            cells.append(quantity(value, unit) if unit else f"{value:g}")
+            cells.append(quantity(value, unit) if unit else f"{value:.0f}")
     return cells
 
 
@@ -126,8 +176,9 @@ def plot(points: Sequence[Point], caption: str, path: Path) -> None:
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     FigureCanvasAgg(figure)
-    grid: Any = figure.subplots(2, 2)
-    for axes, (name, meaning) in zip(grid.flat, MEASURES.items(), strict=True):
+    grid: Any = figure.subplots(2, 3)
+    grid.flat[-1].set_visible(len(MEASURES) == grid.size)
+    for axes, (name, meaning) in zip(grid.flat, MEASURES.items(), strict=False):
         factor, unit = {"init": (1, "s"), "call": (1e-6, "µs"), "memory": (2**20, "MiB")}.get(
             name, (1, "")
         )

@@ -43,6 +43,8 @@ class WorkerSettings:
         workers: the number of workers.
         forms_mesh: whether they form a mesh.
         tcp: whether to use only tcp.
+        keys: whether zrpc encrypts what it sends over tcp.
+        namespace: the network namespace that the worker enters; empty for none.
         directory: the mesh's directory.
         socket: the descriptor of the socket for requests and replies.
     """
@@ -52,6 +54,8 @@ class WorkerSettings:
     workers: int
     forms_mesh: bool
     tcp: bool
+    keys: bool
+    namespace: str
     directory: str
     socket: int
 
@@ -93,6 +97,10 @@ class _Worker:
         settings = self._settings
         if not settings.forms_mesh:
             return
+        if settings.namespace:
+            from zrpc.bench.namespaces import enter
+
+            enter(settings.namespace)
         if settings.participant not in LIBRARIES:
             self._open_raw()
             return
@@ -101,6 +109,7 @@ class _Worker:
             settings.rank,
             settings.workers,
             tcp=settings.tcp,
+            keys=settings.keys,
             init_method=f"file://{settings.directory}/store",
         )
         self._library = library

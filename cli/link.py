@@ -1,0 +1,71 @@
+"""``zrpc bench link``: large tensors between two network namespaces."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .finite_range import POSITIVE, FiniteRange
+
+
+@click.command(short_help="Measure large tensors between two network namespaces.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Number of rounds. Each measures fresh processes.",
+)
+@click.option(
+    "--seconds",
+    type=FiniteRange(min=0),
+    default=1.0,
+    show_default=True,
+    help="Seconds for which each size is repeated in each round.",
+)
+@click.option(
+    "--deadline",
+    type=POSITIVE,
+    default=60.0,
+    show_default=True,
+    help="Seconds after which a size, or the start of processes, counts as failed.",
+)
+@click.option("--json", "data_file", type=FILE, help="Write the results to this file, as JSON.")
+def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -> None:
+    """Measure tensors of 1, 16 and 128 MiB between two network namespaces.
+
+    They stand for two hosts. Each tensor is sent to the other worker, over TCP: by torch, by zrpc
+    without encryption, and by zrpc with keys. The raw link, measured by iperf3, is the limit. It
+    needs root and iproute2.
+
+    The exit code is 0 if zrpc sent all tensors, 1 if not, and 130 after Ctrl-C.
+    """
+    from zrpc.bench import link as bench
+    from zrpc.bench.machine import Machine, load_average
+    from zrpc.bench.namespaces import NamespaceError
+    from zrpc.bench.sampling import Sampling
+
+    check_directory(data_file)
+    machine, before = str(Machine.this()), load_average()
+    click.echo(machine)
+    try:
+        speeds = bench.measure(
+            rounds, Sampling(seconds=seconds), deadline, lambda name: click.echo(name, err=True)
+        )
+    except NamespaceError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    after = load_average()
+    click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{bench.as_text(speeds)}")
+    tensors = [
+        {"way": way, "bytes": size, "bytes_per_second": rounds_}
+        for (way, size), rounds_ in speeds.tensors.items()
+    ]
+    content = {"machine": machine, "load": [before, after], "raw": speeds.raw, "tensors": tensors}
+    write_data(data_file, {**content, "failures": speeds.failures})
+    sys.exit(int(any(failure.startswith("zrpc") for failure in speeds.failures)))

@@ -1,0 +1,133 @@
+"""What large tensors get of a link between two hosts, as ``zrpc bench link`` measures it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from zrpc.bench.mesh import Mesh, MeshError
+from zrpc.bench.namespaces import ADDRESSES, two_namespaces
+from zrpc.bench.run import warm_starter
+from zrpc.bench.sampling import Sampling
+from zrpc.bench.table import align_columns
+from zrpc.launch import Starter
+
+__all__ = ["RAW", "SIZES", "WAYS", "Speeds", "as_text", "measure"]
+
+SIZES = (1 << 20, 1 << 24, 1 << 27)
+# How a tensor is sent: the library, and whether it encrypts.
+WAYS = {"torch": ("torch", False), "zrpc": ("zrpc", False), "zrpc with keys": ("zrpc", True)}
+RAW = "iperf3"
+
+_RAW_SECONDS = 2
+_RAW_LIMIT_SECONDS = 30.0
+
+
+@dataclass
+class Speeds:
+    """The results of all rounds.
+
+    Attributes:
+        raw: bytes per second through one plain TCP connection, for each round.
+        tensors: bytes per second, for each round, by way and size.
+        failures: the reasons for failures.
+    """
+
+    raw: list[float] = field(default_factory=list)
+    tensors: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+
+def measure(
+    rounds: int, sampling: Sampling, deadline: float, on_start: Callable[[str], object]
+) -> Speeds:
+    """Measures one-way sends between two network namespaces, and the raw link.
+
+    Args:
+        rounds: how often; each round has fresh processes.
+        sampling: how long and how often to repeat each send.
+        deadline: seconds for each start and each measurement.
+        on_start: called with a name before each measurement.
+
+    Raises:
+        NamespaceError: this user or this system can't make network namespaces.
+    """
+    speeds = Speeds()
+    with two_namespaces() as names, warm_starter() as starter:
+        for _ in range(rounds):
+            on_start(RAW)
+            speeds.raw += _raw_speed(names, speeds.failures)
+            for way in WAYS:
+                on_start(way)
+                try:
+                    for size, speed in _tensor_speeds(way, starter, names, sampling, deadline):
+                        speeds.tensors.setdefault((way, size), []).append(speed)
+                except MeshError as error:
+                    speeds.failures.append(f"{way}: {error}")
+    return speeds
+
+
+def _tensor_speeds(
+    way: str, starter: Starter, names: Sequence[str], sampling: Sampling, deadline: float
+) -> Iterator[tuple[int, float]]:
+    library, keys = WAYS[way]
+    mesh = Mesh(starter, library, 2, tcp=True, keys=keys, namespaces=names, timeout=deadline)
+    with mesh:
+        for size in SIZES:
+            yield size, size / mesh.measure("tensors:one_way", (size,), sampling, deadline).value
+
+
+def _raw_speed(names: Sequence[str], failures: list[str]) -> list[float]:
+    """Returns the bytes per second of iperf3; nothing, with the reason noted, if it fails."""
+    if shutil.which("iperf3") is None:
+        failures.append("the raw link needs iperf3: apt-get install iperf3")
+        return []
+    here, there = (["ip", "netns", "exec", name, "iperf3"] for name in names)
+    server = subprocess.Popen(
+        [*there, "--server", "--one-off", "--bind", ADDRESSES[1], "--forceflush"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        for line in server.stdout:
+            if "listening" in line:
+                break
+        client = ["--client", ADDRESSES[1], "--time", str(_RAW_SECONDS), "--json"]
+        done = subprocess.run(
+            [*here, *client], capture_output=True, text=True, timeout=_RAW_LIMIT_SECONDS, check=True
+        )
+        return [json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8]
+    except (subprocess.SubprocessError, ValueError, KeyError) as error:
+        failures.append(f"{RAW}: {error}")
+        return []
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()
+
+
+def as_text(speeds: Speeds) -> str:
+    """Returns a table of the medians in MB/s with the slowest and the fastest round."""
+    lines = [["MB/s", *WAYS, "cost of keys"]]
+    for size in SIZES:
+        found = [speeds.tensors.get((way, size), []) for way in WAYS]
+        plain, encrypted = found[1:]
+        cost = "-"
+        if plain and encrypted:
+            cost = f"{statistics.median(plain) / statistics.median(encrypted):.2f} times"
+        lines.append([f"{size >> 20} MiB", *map(_cell, found), cost])
+    raw = f"raw TCP ({RAW}): {_cell(speeds.raw)} MB/s"
+    failures = [f"* {failure}" for failure in dict.fromkeys(speeds.failures)]
+    return "\n".join([align_columns(lines), "", raw, *failures])
+
+
+def _cell(values: Sequence[float]) -> str:
+    if not values:
+        return "failed"
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle / 1e6:.0f} ({low / 1e6:.0f} to {high / 1e6:.0f})"
