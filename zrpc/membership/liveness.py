@@ -271,6 +271,8 @@ class LivenessMonitor:
             self._tried_in_vain[loss.member] = endpoint
             if loss.reason is Reason.SILENT:
                 why = _NO_WAY_THERE.format(endpoint=endpoint)
+            elif loss.reason is Reason.ENDED:
+                why += f", or a firewall refuses connections to it at {endpoint}"
         if loss.reason is Reason.SILENT:
             why += f" (heartbeat_timeout is {self._detector.limit:g} s)"
         if loss.reason is Reason.NO_WAY_BACK:

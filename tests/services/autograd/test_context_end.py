@@ -27,7 +27,7 @@ from tests.services.autograd.split_models import (
 from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.services.autograd.state import ContextState
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -212,3 +212,27 @@ def test_a_failed_pass_is_freed_too(mesh: Mesh) -> None:
     assert_freed(mesh)
     settle(mesh)
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
+
+
+@pytest.mark.zrpc(workers=3, timeout=60, faults=True, options={"heartbeat_timeout": 1.0})
+def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(mesh: Mesh) -> None:
+    """The others still reach the creator. The end of the context frees them, as always."""
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            call("worker1", call, "worker2", max, 1, 2)
+            loss = call("worker2", layer, 2, X).sum()
+            with faults.cut(mesh, 0, 1):
+                for this, lost in ((0, 1), (1, 0)):
+                    member = mesh.agent(lost).worker_info.member_id
+                    lost_here = mesh.agent(this).membership.lost
+                    until(lambda lost_here=lost_here, member=member: member in lost_here)
+                # What worker1 says of that arrives before this, and what worker2 makes of it.
+                mesh.run(1, zrpc.rpc_sync, "worker2", max, (1, 2))
+                call("worker2", max, 1, 2)
+                dist_autograd.backward(context_id, [loss])
+                return gradients_at(mesh, 2, context_id)[W[2]]
+
+    found = mesh.run(0, run)
+    torch.testing.assert_close(found, torch.autograd.grad(layer(2, X).sum(), [W[2]])[0])
+    assert_freed(mesh)

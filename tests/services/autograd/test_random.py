@@ -1,23 +1,29 @@
 """Graphs that are drawn at random, over four workers, have the gradients of local ones.
 
 With branches that lead to no root and must not be run, hooks, changes in place and custom
-Functions. CONTRIBUTING.md says how to run it for longer.
+Functions; over TCP, in several threads at once, and with a DDP module. CONTRIBUTING.md says how to
+run it for longer; only then parts of the graphs are compiled, since torch's compiler takes long
+to start.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
 
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
+    SOON,
     call,
     gradients,
     layers,
@@ -29,6 +35,9 @@ from zrpc.testing import local_mesh
 
 WORKERS = 4
 EXAMPLES = int(os.environ.get("ZRPC_AUTOGRAD_GRAPHS", "100"))
+# The other ways to run graphs cost more, and find less.
+FEWER = max(10, EXAMPLES // 5)
+IS_LONG = EXAMPLES > 100
 PARAMETERS = [leaf(3, seed=40 + i) for i in range(4)]
 
 
@@ -96,6 +105,9 @@ UNARY = {
     "function": Cosine.apply,
     "hook": hooked,
 }
+if IS_LONG:
+    # Without the part of the compiler that writes C++.
+    UNARY["compiled"] = torch.compile(lambda x: torch.sin(x) * x.cos() * 0.5, backend="aot_eager")
 UNUSED = [freed, changed, trapped]
 BINARY = {
     "add": lambda x, y: (x + y) * 0.5,
@@ -213,46 +225,143 @@ def stage(body: Any, values: Any, outputs: Any) -> Any:
     return [values[-1 - number % len(values)] for number in outputs]
 
 
+ROOTS = st.lists(index, min_size=1, max_size=3)
+PASSES = st.integers(1, 2)
+
+
+def thorough(examples: int) -> settings:
+    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=examples, deadline=None, suppress_health_check=checks)
+
+
+def start(**options: Any) -> Any:
+    return local_mesh(WORKERS, timeout=250 + EXAMPLES, options=options)
+
+
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Any]:
-    with local_mesh(WORKERS, timeout=250 + EXAMPLES) as mesh:
+    with start() as mesh:
         yield mesh
 
 
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(
-    program=PROGRAMS,
-    roots=st.lists(index, min_size=1, max_size=3),
-    passes=st.integers(1, 2),
-)
-def test_random_graphs(workers: Any, program: Any, roots: Any, passes: Any) -> None:
-    inputs = [leaf(3, seed=1), leaf(3, seed=2)]
-    leaves = [*inputs, *PARAMETERS]
+@pytest.fixture(scope="module")
+def tcp_workers() -> Iterator[Any]:
+    with start(transport="tcp") as mesh:
+        yield mesh
 
-    def model() -> Any:
-        values = execute(program, inputs)
-        chosen = [values[-1 - number % len(values)] for number in roots]
+
+class Scale(torch.nn.Module):
+    """Has one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(leaf(3, seed=50).detach())
+
+    def forward(self, x: Any) -> Any:
+        return torch.tanh(x * self.weight)
+
+
+@pytest.fixture(scope="module")
+def reduced() -> Iterator[DistributedDataParallel]:
+    """A DDP module; it is alone in its group, so that its averages are its own gradients."""
+    with tempfile.TemporaryDirectory() as directory:
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{directory}/group", 1), rank=0, world_size=1
+        )
+        try:
+            yield DistributedDataParallel(Scale())
+        finally:
+            dist.destroy_process_group()
+
+
+class Case:
+    """A program with its gradients in one process.
+
+    Args:
+        program: the program.
+        roots: which of its values are used for the loss.
+        passes: how many passes go over its graph.
+        reduced: a DDP module that makes the first input, and leads to a root.
+    """
+
+    def __init__(self, program: Any, roots: Any, passes: int, reduced: Any = None) -> None:
+        self._program, self._roots, self._passes = program, roots, passes
+        self._reduced = reduced
+        self._inputs = [leaf(3, seed=1), leaf(3, seed=2)]
+        self._leaves = [*self._inputs, *PARAMETERS]
+        plain = None if reduced is None else reduced.module
+        if plain is not None:
+            self._leaves.append(plain.weight)
+        self._expected = local_gradients(lambda: self._model(plain), self._leaves, passes)
+
+    def _model(self, module: Any) -> Any:
+        first, second = self._inputs
+        values = execute(self._program, [first if module is None else module(first), second])
+        chosen = [values[-1 - number % len(values)] for number in self._roots]
         # Nor leaves nor constants are roots; the inputs make each one depend on something.
-        return [(value * inputs[0]).sum() for value in chosen]
+        roots = [(value * first).sum() for value in chosen]
+        return roots if module is None else [*roots, values[0].sum()]
 
-    expected = local_gradients(model, leaves, passes)
-
-    def run() -> Any:
+    def run(self, workers: Any) -> Any:
+        """Returns the gradients of the program, run over the workers."""
         with dist_autograd.context() as context_id:
-            found = model()
-            for number in range(passes):
-                dist_autograd.backward(context_id, found, retain_graph=number < passes - 1)
+            found = self._model(self._reduced)
+            for number in range(self._passes):
+                dist_autograd.backward(context_id, found, retain_graph=number < self._passes - 1)
             return gradients(workers, context_id)
 
-    found = workers.run(0, run)
-    for at, gradient in zip(leaves, expected, strict=True):
-        assert at.grad is None
-        assert (at in found) == (gradient is not None)
-        if gradient is not None:
-            torch.testing.assert_close(found[at], gradient)
+    def check(self, found: Any) -> None:
+        """Compares the gradients with the local ones."""
+        for at, gradient in zip(self._leaves, self._expected, strict=True):
+            assert at.grad is None
+            assert (at in found) == (gradient is not None)
+            if gradient is not None:
+                torch.testing.assert_close(found[at], gradient)
+
+
+def check_at_once(workers: Any, cases: list[Case]) -> None:
+    """Runs each case on another worker, all at the same time."""
+    futures = [workers.submit(rank, case.run, workers) for rank, case in enumerate(cases)]
+    found = [future.result(SOON) for future in futures]
+    for case, gradients_of_case in zip(cases, found, strict=True):
+        case.check(gradients_of_case)
     for layer in layers(workers):
         until(lambda layer=layer: len(layer) == 0)
+
+
+@thorough(EXAMPLES)
+@given(program=PROGRAMS, roots=ROOTS, passes=PASSES)
+def test_random_graphs(workers: Any, program: Any, roots: Any, passes: Any) -> None:
+    check_at_once(workers, [Case(program, roots, passes)])
+
+
+@thorough(FEWER)
+@given(program=PROGRAMS, roots=ROOTS, passes=PASSES)
+def test_random_graphs_over_tcp(tcp_workers: Any, program: Any, roots: Any, passes: Any) -> None:
+    check_at_once(tcp_workers, [Case(program, roots, passes)])
+
+
+@thorough(FEWER)
+@given(program=PROGRAMS, roots=ROOTS)
+def test_random_graphs_with_a_ddp_module(
+    workers: Any, reduced: Any, program: Any, roots: Any
+) -> None:
+    check_at_once(workers, [Case(program, roots, 1, reduced)])
+
+
+@pytest.fixture
+def _hooked() -> Iterator[None]:
+    """Half of the parameters have hooks on their accumulated gradients."""
+    hooks = [p.register_post_accumulate_grad_hook(lambda _: None) for p in PARAMETERS[:2]]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.usefixtures("_hooked")
+@thorough(FEWER)
+@given(
+    cases=st.lists(st.tuples(PROGRAMS, ROOTS, PASSES), min_size=2, max_size=WORKERS),
+)
+def test_random_graphs_at_once_over_the_same_parameters(workers: Any, cases: Any) -> None:
+    check_at_once(workers, [Case(*case) for case in cases])

@@ -31,7 +31,8 @@ __all__ = [
     "unknown_context",
 ]
 
-# What messages about a context or a pass say: context, pass, id of the send.
+# What messages about a context or a pass say: context, pass, id of the send. In RELEASE, the second
+# is 1 if the context's creator is lost to the sender.
 PASS_LAYOUT = struct.Struct("<qQQ")
 
 # Ids of contexts and of passes are unique in a mesh. As in torch, the rank is above 48 bits of a
@@ -165,8 +166,12 @@ class Contexts:
         state.peers.add(peer)
         return state
 
-    def release(self, context_id: int, known_to: MemberId) -> None:
-        """Ends a context here and on all workers that took part, except one that knows it."""
+    def release(self, context_id: int, known_to: MemberId, orphaned: bool = False) -> None:
+        """Ends a context here and on all workers that took part, except one that knows it.
+
+        If it is ``orphaned``, because its creator is lost here, the others first find out whether
+        the creator is lost to them as well.
+        """
         with self._lock:
             state = self._states.pop(context_id, None)
             self._ended.append(context_id)
@@ -174,10 +179,16 @@ class Contexts:
             return
         state.clear()
         for peer in state.peers - {self._own_id, known_to}:
-            self._post(peer, Kind.RELEASE, context_id)
+            self._post(peer, Kind.RELEASE, context_id, orphaned)
 
     def _on_release(self, message: Message) -> None:
-        self.release(pass_fields(message)[0], known_to=message.sender)
+        context_id, orphaned, _ = pass_fields(message)
+        creator = creator_of(context_id)
+        if not orphaned or creator in self._agent.membership.lost:
+            self.release(context_id, known_to=message.sender, orphaned=bool(orphaned))
+        elif creator != self._own_id and self.state_of(context_id) is not None:
+            # It answers if the context has ended. If it is dead, that shows now.
+            self._post(creator, Kind.ENLIST, context_id)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Handles the loss of a member that might have told this worker of a context's end.
@@ -187,7 +198,7 @@ class Contexts:
         for state in self.states():
             creator = creator_of(state.context_id)
             if creator in self._agent.membership.lost:
-                self.release(state.context_id, known_to=member)  # nobody else would
+                self.release(state.context_id, known_to=member, orphaned=True)
             elif member in state.peers and creator != self._own_id:
                 self._post(creator, Kind.ENLIST, state.context_id)
 
@@ -208,8 +219,8 @@ class Contexts:
         for state in states:
             state.clear()
 
-    def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
-        data = PASS_LAYOUT.pack(context_id, 0, 0)
+    def _post(self, peer: MemberId, kind: Kind, context_id: int, orphaned: bool = False) -> None:
+        data = PASS_LAYOUT.pack(context_id, orphaned, 0)
         self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
 
 
