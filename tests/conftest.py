@@ -65,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _starts_processes(item):
             item.add_marker(pytest.mark.system)
+    # The longest come first: otherwise one of two processes would run the last of them alone.
+    items.sort(key=lambda item: item.get_closest_marker("system") is None)
 
 
 def _starts_processes(item: pytest.Item) -> bool:

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from tests.support.records import peer_record
-from tests.support.waiting import SOON
+from tests.support.waiting import SOON, until
 from zrpc.errors import RendezvousError
+from zrpc.launch import Task
 from zrpc.membership.rendezvous import exchange, meet
 from zrpc.membership.signed_store import SignedStore
 from zrpc.services.elastic.join import claim
 from zrpc.services.elastic.limits import DEFAULT_LIMITS
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.state import MembershipState
+from zrpc.testing.procfs import state_of
+from zrpc.testing.server import warm_server
 
 HOST = """
-import sys
+import signal
 import torch.distributed as dist
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-sys.stdin.read()
+signal.pause()
 """
 TIMEOUT = 1.0
 
@@ -38,27 +40,31 @@ pytestmark = pytest.mark.system
 class HostedStore:
     """A client's connection to a store that another process hosts."""
 
-    def __init__(self) -> None:
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen([sys.executable, "-c", HOST], stdin=pipe, stdout=pipe)
-        assert self._process.stdout is not None
-        self._port = int(self._process.stdout.readline())
+    def __init__(self, script: Path) -> None:
+        script.write_text(HOST)
+        port, output = os.pipe()
+        self._pid = warm_server().spawn(Task.script(str(script)), stdout=output)
+        os.close(output)
+        with open(port) as file:
+            self._port = int(file.readline())
         self.store = self.connect()
 
     def connect(self) -> dist.TCPStore:
         return dist.TCPStore("127.0.0.1", self._port, is_master=False)
 
     def stop(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
+        warm_server().send_signal(self._pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{self._pid}/task")
+        until(lambda: all(state_of(int(thread.name)) == "T" for thread in threads.iterdir()))
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
+        warm_server().send_signal(self._pid, signal.SIGKILL)
+        warm_server().wait(self._pid, SOON)
 
 
 @pytest.fixture
-def hosted() -> Iterator[HostedStore]:
-    hosted = HostedStore()
+def hosted(tmp_path: Path) -> Iterator[HostedStore]:
+    hosted = HostedStore(tmp_path / "host.py")
     yield hosted
     hosted.close()
 

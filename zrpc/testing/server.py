@@ -13,8 +13,12 @@ from zrpc.testing.procfs import state_of
 
 __all__ = ["server_lock", "warm_server"]
 
-# Unpickling the functions of a test module imports pytest's assertion rewriting.
-_PRELOAD = (*DEFAULT_PRELOAD, "zrpc.testing.child", "_pytest.assertion.rewrite")
+_PRELOAD = (
+    *DEFAULT_PRELOAD,
+    "zrpc.testing.child",
+    "_pytest.assertion.rewrite",  # unpickling the functions of a test module imports it
+    "torch._dynamo",  # the first optimizer and DDP import it, in more than a second
+)
 # The lock guards the server: one thread at a time may start it, or ask it for exit codes.
 server_lock = threading.Lock()
 _server: ForkServer | None = None
