@@ -89,14 +89,14 @@ def test_an_answer_that_cant_be_mapped_fails_at_once(
 def test_a_pass_whose_gradients_cant_be_mapped_fails(
     introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody answers for them, and they have come: they would be waited for in vain."""
+    """They would be waited for in vain. They travel with the answer of the part, or alone."""
     with dist_autograd.context() as context_id:
         leaf = large(1).requires_grad_()
         loss = zrpc.rpc_sync(1, torch.mul, (leaf, 2.0)).sum()
         no_mappings(service_of(introduced, 0), service_of(introduced, 1))
         with (
             caplog.at_level(logging.CRITICAL, logger="zrpc"),
-            pytest.raises(RuntimeError, match=r"messages from .* were lost"),
+            pytest.raises(RuntimeError, match=r"answer can't be read|messages from .* were lost"),
         ):
             dist_autograd.backward(context_id, [loss])
     assert no_mappings.tried.is_set()
