@@ -136,8 +136,8 @@ def test_what_messages_say_is_enough_for_what_arrived(
     def resolve(used: UsedTensors) -> Any:
         used.learn(MemberId(0), parts[0])
         used.use(MemberId(0), sum(1 << root for root in roots))
-        while unknown := used.unknown():
-            for member in unknown:
+        while members := used.to_ask():
+            for member in members:
                 used.learn(member, parts[member])
         members = used.members() | {MemberId(0)}
         sent = {
@@ -157,3 +157,31 @@ def test_sources_that_end_too_early() -> None:
     for size in range(1, len(packed)):
         with pytest.raises(ProtocolError, match="end too early"):
             read_sources(packed[:size])
+
+
+def test_nested_calls_are_asked_about_in_one_round() -> None:
+    """Worker0 calls worker1, which calls worker2: only worker1's answer to worker0 is known."""
+    zero, one, two = (MemberId(member) for member in range(3))
+    to_one, to_two = Arrived(zero, 1, 0), Arrived(one, 1, 0)
+    from_two, from_one = Arrived(two, 1, 0), Arrived(one, 2, 0)
+    parts = {
+        zero: Dependencies([from_one], {(1, 0): 0}),
+        one: Dependencies([to_one, from_two], {(1, 0): 1, (2, 0): 2}),
+        two: Dependencies([to_two], {(1, 0): 1}),
+    }
+
+    def carried(sender: MemberId, send_id: int) -> Sources | None:
+        if (sender, send_id) != (one, 2):
+            return None
+        return read_sources(pack_sources([parts[one].sent[2, 0]], parts[one].arrived))
+
+    used = UsedTensors(carried)
+    used.learn(zero, parts[zero])
+    used.use(zero, 1)
+    asked = used.to_ask()
+    assert asked == {one, two}
+    for member in asked:
+        used.learn(member, parts[member])
+    assert used.to_ask() == set()
+    assert used.sent_by(one) == {1: [0], 2: [0]}
+    assert used.sent_by(two) == {1: [0]}

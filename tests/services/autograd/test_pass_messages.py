@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     LEAVES,
+    SOON,
     W,
     X,
     assert_as_local,
@@ -22,6 +24,7 @@ from tests.services.autograd.split_models import (
     settle,
     train,
 )
+from tests.support.identity import here
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
@@ -149,7 +152,7 @@ def test_a_training_step_sends_eleven_messages(mesh: Mesh) -> None:
         return sum(sum(mesh.agent(name).dispatcher.received.values()) for name in mesh)
 
     with mesh.agent(0).as_current():
-        weight = zrpc.remote("worker1", lambda: W[1])
+        weight = zrpc.remote("worker1", here(lambda: W[1]))
         optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.0)
     settle(mesh)
     before = arrived()
@@ -161,3 +164,27 @@ def test_a_training_step_sends_eleven_messages(mesh: Mesh) -> None:
     assert counts[Kind.GRADIENT] == 4
     assert counts[Kind.METHOD] == 1
     assert counts[Kind.RELEASE] == 1
+
+
+def test_a_step_sends_one_message_to_each_owner_all_at_once(mesh: Mesh) -> None:
+    both = threading.Barrier(2)
+
+    class Together(torch.optim.SGD):
+        def step(self, *args: Any) -> Any:
+            both.wait(SOON)  # for the other owner
+            return super().step(*args)
+
+    def make() -> Any:
+        weights = [zrpc.remote(f"worker{rank}", here(lambda rank=rank: W[rank])) for rank in (1, 2)]
+        return DistributedOptimizer(here(Together), weights, lr=0.0)
+
+    def step(optimizer: Any) -> None:
+        with dist_autograd.context() as context_id:
+            loss = call("worker2", layer, 2, call("worker1", layer, 1, X)).sum()
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    optimizer = mesh.run(0, make)
+    with posted(mesh) as counts:
+        mesh.run(0, step, optimizer)
+    assert counts[Kind.METHOD] == 2

@@ -137,10 +137,8 @@ class Passes:
             found |= tracer.trace(root)
         used.learn(self._own_id, state.dependencies())
         used.use(self._own_id, found)
-        while unknown := used.unknown():
-            asked = {
-                peer: self._ask(state, pass_, peer, Kind.DEPENDENCIES, None) for peer in unknown
-            }
+        while peers := used.to_ask():
+            asked = {peer: self._ask(state, pass_, peer, Kind.DEPENDENCIES, None) for peer in peers}
             for peer, future in asked.items():
                 used.learn(peer, future.wait())
         return used

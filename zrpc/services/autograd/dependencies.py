@@ -253,7 +253,8 @@ class UsedTensors:
         # By worker: the used ones among the tensors that it has sent, and received.
         self._sent: dict[MemberId, dict[int, list[int]]] = {}
         self._arrived: dict[MemberId, int] = {}
-        self._unresolved: list[Arrived] = []
+        # Used tensors whose sources are not known yet, each with the worker that has received it.
+        self._unresolved: list[tuple[Arrived, MemberId]] = []
 
     def learn(self, member: MemberId, dependencies: Dependencies) -> None:
         """Takes a worker's part.
@@ -274,7 +275,7 @@ class UsedTensors:
     def _add(self, member: MemberId, found: int) -> None:
         known = self._arrived.get(member, 0)
         self._arrived[member] = known | found
-        self._unresolved += self._members_of(member, found & ~known)
+        self._unresolved += [(each, member) for each in self._members_of(member, found & ~known)]
 
     def _members_of(self, member: MemberId, found: int) -> list[Arrived]:
         if not found:
@@ -285,10 +286,10 @@ class UsedTensors:
     def _resolve(self) -> None:
         waiting = []
         while self._unresolved:
-            tensor = self._unresolved.pop()
+            tensor, receiver = self._unresolved.pop()
             found = self._sources_of(tensor)
             if found is None:
-                waiting.append(tensor)
+                waiting.append((tensor, receiver))
                 continue
             sent = self._sent.setdefault(tensor.sender, {})
             sent.setdefault(tensor.send_id, []).append(tensor.place)
@@ -314,7 +315,16 @@ class UsedTensors:
 
     def unknown(self) -> set[MemberId]:
         """Returns the workers whose parts must be known before the rest can be found."""
-        return {tensor.sender for tensor in self._unresolved}
+        return {tensor.sender for tensor, _ in self._unresolved}
+
+    def to_ask(self) -> set[MemberId]:
+        """Returns the workers to ask now for their parts, all at once.
+
+        A worker that has sent a tensor has most often computed it from what its receiver has sent,
+        as in nested calls. So the receiver is asked too, in the same round.
+        """
+        receivers = {receiver for _, receiver in self._unresolved}
+        return (self.unknown() | receivers) - self._dependencies.keys()
 
     def members(self) -> set[MemberId]:
         """Returns the workers that have sent tensors that lead to the roots."""
