@@ -84,7 +84,7 @@ MEET = """
 
 def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) -> None:
     """No port is opened for that. A process group of the program meets at the master's."""
-    code, out, err = start(write(MEET), nprocs=2).finish()
+    code, out, err = start(write(MEET), nprocs=2, preload=["torch", "zrpc.api"]).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
 
