@@ -194,7 +194,9 @@ def test_environment_of_a_worker_of_a_second_launch() -> None:
     assert (env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
     assert env["ZRPC_WORKER_NAME"] == "w5"
-    assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS"} & env.keys()
+    assert (
+        not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS", "ZRPC_STORE_DIR"} & env.keys()
+    )
 
 
 def test_store_process_exits_if_its_address_is_taken() -> None:

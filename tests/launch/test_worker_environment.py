@@ -16,7 +16,7 @@ SHOW = """
     import json, os, sys
     keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
             "ZRPC_WORKER_NAME", "ZRPC_RUNTIME_DIR", "OMP_NUM_THREADS", "EXTRA",
-            "TORCHELASTIC_USE_AGENT_STORE")
+            "TORCHELASTIC_USE_AGENT_STORE", "ZRPC_STORE_DIR")
     print(json.dumps([{key: os.environ.get(key) for key in keys}, sys.argv[1:]]))
     """
 
@@ -58,7 +58,35 @@ def test_each_worker_gets_its_environment(start: Start, write: Write, method: st
         assert env["TORCHELASTIC_USE_AGENT_STORE"] is None
     assert len({row[1]["MASTER_PORT"] for row in rows}) == 1
     (directory,) = {row[1]["ZRPC_RUNTIME_DIR"] for row in rows}
+    assert {row[1]["ZRPC_STORE_DIR"] for row in rows} == {directory}
     assert not os.path.exists(directory)
+
+
+MEET = """
+    import os, pathlib, stat, torch, zrpc
+    import torch.distributed as dist
+
+    zrpc.init_rpc()
+    zrpc.barrier()
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [line.split() for line in pathlib.Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listens = any(row[1].endswith(port) and row[3] == "0A" for row in rows)
+    mode = stat.S_IMODE(os.stat(os.environ["ZRPC_STORE_DIR"]).st_mode)
+    zrpc.barrier()
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print(listens, oct(mode), total.item())
+    zrpc.shutdown()
+    dist.destroy_process_group()
+    """
+
+
+def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) -> None:
+    """No port is opened for that. A process group of the program meets at the master's."""
+    code, out, err = start(write(MEET), nprocs=2, preload=["torch", "zrpc.api"]).finish()
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
 
 
 # Looks for the secret on all command lines, also the launcher's and the fork server's.

@@ -8,13 +8,20 @@ import pytest
 
 from tests.membership.test_cluster_environment import SLURM
 from zrpc.errors import RendezvousError
-from zrpc.membership.init_method import master, master_host, resolve_rank, restart_count
+from zrpc.membership.init_method import (
+    master,
+    master_host,
+    private_file,
+    resolve_rank,
+    restart_count,
+)
 
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ZRPC_MAX_RESTARTS")
-    for name in (*names, "TORCHELASTIC_RESTART_COUNT"):
+    torchruns = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE")
+    for name in (*names, *torchruns, "ZRPC_STORE_DIR"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch.setenv
 
@@ -126,3 +133,18 @@ def test_the_masters_host(environment: Callable[[str, str], None]) -> None:
     environment("MASTER_PORT", "1")
     assert master_host("env://") == "master"
     assert master_host("file:///x")
+
+
+def test_workers_of_one_launcher_meet_in_its_directory(
+    environment: Callable[[str, str], None],
+) -> None:
+    here = ("127.0.0.1", 80)
+    assert private_file("env://", here) is None
+    environment("ZRPC_STORE_DIR", "/run/x")
+    assert private_file("env://", here) == "/run/x/store-80"
+    assert private_file("env://", ("localhost", 81)) == "/run/x/store-81"
+    # A program that names another place means it.
+    assert private_file("env://", ("elsewhere", 80)) is None
+    assert private_file("tcp://127.0.0.1:80", here) is None
+    environment("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert private_file("env://", here) is None

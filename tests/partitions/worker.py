@@ -54,8 +54,9 @@ class RoundClient(Client):
         if not isinstance(error, RpcError) or not self.suspects:
             return False
         text = str(error)
-        if "is no longer here" in text:
-            return True  # the owner has lost the worker that had the reference
+        # The owner has lost the worker that had the reference, or asked for the value.
+        if "is no longer here" in text or "the worker that asked for this value died" in text:
+            return True
         lost = isinstance(error, zrpc.WorkerDied) or "WorkerDied" in text or "OwnerDied" in text
         return lost and any(name in text for name in self.suspects)
 
@@ -153,7 +154,8 @@ class Worker:
                 try:
                     found = zrpc.rpc_sync(name, targets.hop, ([], rank))
                 except zrpc.WorkerDied:
-                    if not apart:
+                    # It may have failed to join.
+                    if not apart and self._plan.moment != "init":
                         raise
                 else:
                     if found != rank:

@@ -18,6 +18,7 @@ RESERVED = (
     "ZRPC_WORKER_NAME",
     "ZRPC_RUNTIME_DIR",
     "ZRPC_MAX_RESTARTS",
+    "ZRPC_STORE_DIR",
 )
 # The variables with the workers' common secret, or with its file; see zrpc.membership.secret.
 SECRET = "ZRPC_SECRET"
@@ -71,7 +72,7 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
     if taken := sorted(set(extra).intersection(RESERVED)):
         raise ValueError(f"{', '.join(taken)} can't be set: each worker gets its own value")
     # An outer launcher's variables would make workers look for a store that isn't theirs.
-    outer = ("TORCHELASTIC_", "ZRPC_MAX_RESTARTS")
+    outer = ("TORCHELASTIC_", "ZRPC_MAX_RESTARTS", "ZRPC_STORE_DIR")
     base = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
     if nprocs > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers on all cores are slow
@@ -122,6 +123,8 @@ class EnvironmentTemplate:
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             env["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
             env["TORCHELASTIC_MAX_RESTARTS"] = str(self.max_restarts)
+        elif self.runtime_dir is not None:  # all workers are on this host, and meet in a file
+            env["ZRPC_STORE_DIR"] = self.runtime_dir
         if self.max_restarts:
             env["ZRPC_MAX_RESTARTS"] = str(self.max_restarts)
         return env

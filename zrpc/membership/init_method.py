@@ -29,6 +29,7 @@ __all__ = [
     "master_host",
     "own_settings",
     "own_variables",
+    "private_file",
     "resolve_name",
     "resolve_rank",
     "restart_count",
@@ -41,6 +42,9 @@ _WORKER_NAME = "ZRPC_WORKER_NAME"
 # Set by torchrun, and by `zrpc launch` if it restarts workers.
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+# Set by `zrpc launch` alone, if it starts all workers of the mesh: a directory of mode 0700.
+_STORE_DIRECTORY = "ZRPC_STORE_DIR"
+_OWN_HOST = ("localhost", "127.0.0.1")
 # Set by `zrpc launch` alone: how often a worker may be restarted while the others go on.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 # Set by torchrun and `zrpc launch`, Open MPI, and MPICH.
@@ -192,3 +196,18 @@ def master(init_method: str) -> tuple[str, int]:
             "init_method='tcp://host:port'" + ("" if parts.scheme == "tcp" else f"; {text}")
         )
     return host, int(port)
+
+
+def private_file(init_method: str, address: tuple[str, int]) -> str | None:
+    """Returns the file in which the workers of one launcher meet, or None if they don't.
+
+    Other users can't reach it, as they can reach a port. The port is part of its name, because a
+    program that sets another one begins another mesh.
+    """
+    directory = os.environ.get(_STORE_DIRECTORY)
+    host, port = address
+    if not directory or host not in _OWN_HOST or agent_store():
+        return None
+    if urlsplit(init_method).scheme != "env":
+        return None
+    return os.path.join(directory, f"store-{port}")

@@ -19,7 +19,7 @@ from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rend
 
 from zrpc.errors import RendezvousError
 from zrpc.membership.cpp_log import without_errors
-from zrpc.membership.init_method import agent_store, master
+from zrpc.membership.init_method import agent_store, master, private_file
 
 __all__ = ["connect_store", "tcp_store"]
 
@@ -47,6 +47,9 @@ def connect_store(
     try:
         if parts.scheme in ("tcp", "env"):
             address = master(init_method)
+            file = private_file(init_method, address)
+            if file is not None and world_size is not None:
+                return FileStore(file, world_size)
             hosts = rank == 0 and not agent_store()
             if hosts and world_size is None:
                 hosts = not _listens(address, timeout)
