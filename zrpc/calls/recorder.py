@@ -198,6 +198,7 @@ class CallMarks:
     def end(self, call: PendingCall, done: float) -> None:
         """Records the call."""
         settled, failed, size, shared = self._settled
+        settled = settled or done  # it was never entered into the table
         self._recorder.add(
             CallRecord,
             (

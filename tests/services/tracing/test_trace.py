@@ -312,6 +312,16 @@ def test_an_error_in_the_program_ends_the_trace_and_writes_it(mesh: Mesh, tmp_pa
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
 
 
+def test_a_worker_that_leaves_in_a_trace_writes_what_it_has(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        mesh.agent(0).close()
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    assert trace.slice("rpc_sync#max(worker0 -> worker1)", 0)
+    assert [why.split()[0] for why in trace.file["otherData"]["missing"]] == ["worker1", "worker2"]
+
+
 def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         traced(mesh, tmp_path / "missing" / "trace.json", lambda: pytest.fail("it has begun"))
