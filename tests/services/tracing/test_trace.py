@@ -232,8 +232,10 @@ def test_a_backward_pass_and_its_gradients_are_shown(mesh: Mesh, tmp_path: Path)
         assert f"backward {name}" in trace.inside(handler)
     gradient = f"GRADIENT ({name})"
     arrows = [(a["pid"], b["pid"]) for a, b in trace.arrows() if a["name"] == gradient]
-    # Back through the messages there, and through their answers: the sums are worker0's.
-    assert sorted(arrows) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    # Back through the call of worker1 to worker2, and through its answer.
+    assert sorted(arrows) == [(1, 2), (2, 1)]
+    # Those of the first call, which worker0 made, travel with BACKWARD and its answer.
+    assert trace.slice(f"BACKWARD ({name})", 1)["args"]["gradients"]
     assert all(a["args"]["bytes"] > 0 for a, _ in trace.arrows() if a["name"] == gradient)
 
 
