@@ -94,7 +94,7 @@ class HandlerRecord(NamedTuple):
         here: whether that thread has ended it too: not so for a coroutine or a future.
         arrived, started, finished: when; it was answered after that.
         failed: whether it has raised an error.
-        about: which backward pass the request is about; empty if it is about none.
+        about: which backward pass the request is about, as of a `MessageRecord`.
     """
 
     what: str
@@ -198,6 +198,7 @@ class CallMarks:
     def end(self, call: PendingCall, done: float) -> None:
         """Records the call."""
         settled, failed, size, shared = self._settled
+        settled = settled or done  # it was never entered into the table
         self._recorder.add(
             CallRecord,
             (

@@ -232,8 +232,10 @@ def test_a_backward_pass_and_its_gradients_are_shown(mesh: Mesh, tmp_path: Path)
         assert f"backward {name}" in trace.inside(handler)
     gradient = f"GRADIENT ({name})"
     arrows = [(a["pid"], b["pid"]) for a, b in trace.arrows() if a["name"] == gradient]
-    # Back through the messages there, and through their answers: the sums are worker0's.
-    assert sorted(arrows) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+    # Back through the call of worker1 to worker2, and through its answer.
+    assert sorted(arrows) == [(1, 2), (2, 1)]
+    # Those of the first call, which worker0 made, travel with BACKWARD and its answer.
+    assert trace.slice(f"BACKWARD ({name})", 1)["args"]["gradients"]
     assert all(a["args"]["bytes"] > 0 for a, _ in trace.arrows() if a["name"] == gradient)
 
 
@@ -310,6 +312,16 @@ def test_an_error_in_the_program_ends_the_trace_and_writes_it(mesh: Mesh, tmp_pa
         traced(mesh, tmp_path / "trace.json", program)
     assert Trace(tmp_path / "trace.json").slice("max", 1)
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
+
+
+def test_a_worker_that_leaves_in_a_trace_writes_what_it_has(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        rpc.rpc_sync("worker1", max, (1, 2))
+        mesh.agent(0).close()
+
+    trace = traced(mesh, tmp_path / "trace.json", program)
+    assert trace.slice("rpc_sync#max(worker0 -> worker1)", 0)
+    assert [why.split()[0] for why in trace.file["otherData"]["missing"]] == ["worker1", "worker2"]
 
 
 def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Path) -> None:

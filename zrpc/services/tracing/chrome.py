@@ -218,10 +218,13 @@ class _Row:
 
     def _handler(self, handler: HandlerRecord) -> Iterator[Event]:
         name = readable(handler.what) or kind_name(handler.kind)
-        if handler.about:
-            name = f"{name} ({handler.about})"
+        about, _, send = handler.about.partition(" #")
+        if about:
+            name = f"{name} ({about})"
         key = f"{handler.caller}.{handler.call_id}"
         args = {"call": key, "caller": self.name(handler.caller), "failed": handler.failed}
+        if send:
+            args["gradients"] = True
         yield from self.long("queue", "in the queue", key, handler.arrived, handler.started)
         if handler.here:
             yield self.slice(name, handler.thread, handler.started, handler.finished, **args)

@@ -9,15 +9,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import Service
-from zrpc.calls.future import Future
 from zrpc.calls.recorder import HandlerRecord, MessageRecord, Record, Recorder
 from zrpc.errors import RpcError
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
@@ -127,8 +127,9 @@ def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Ite
 
     def ask(function: Any, *args: Any) -> list[Any]:
         body: Any = (function, (session, *args), {})
-        asked = [agent.caller.call_async(each, Kind.CALL, body, _ANSWER_SECONDS) for each in others]
-        outcomes = [_outcome(future) for future in asked]
+        call = partial(agent.caller.call_async, kind=Kind.CALL, obj=body, timeout=_ANSWER_SECONDS)
+        asked = [_outcome(partial(call, each)) for each in others]
+        outcomes = [each if isinstance(each, RpcError) else _outcome(each.wait) for each in asked]
         for info, error in list(zip(others, outcomes, strict=True)):
             if isinstance(error, RpcError):
                 missing.append(f"{info.name} (rank {info.rank}): {error}")
@@ -144,10 +145,10 @@ def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Ite
         _write(path, [trace, *ask(_end)], missing)
 
 
-def _outcome(future: Future[Any]) -> Any:
-    """Returns the value of a future, or its error if its worker is gone, say."""
+def _outcome(step: Callable[[], Any]) -> Any:
+    """Returns what a step of a call returns, or its error: a worker may be gone, or this one."""
     try:
-        return future.wait()
+        return step()
     except RpcError as error:
         return error
 
