@@ -96,6 +96,15 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
     assert shown.count("has raised ValueError") >= 2
 
 
+def test_error_before_the_mesh_opens_a_prompt(begin: Begin) -> None:
+    launched = begin("launch", "--pdb", script="here = 3\nraise ValueError(here)\n")
+    assert "rank 0, pid" in launched.read_until("(Pdb) ")
+    launched.type("p here + 4\n")
+    launched.read_until("7\r\n(Pdb) ")
+    launched.type("c\n")
+    assert launched.finish() == 1
+
+
 def test_worker_that_is_killed_at_the_prompt_ends_it(begin: Begin) -> None:
     launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
     found = re.search(r"-- worker1 \(rank 1\), pid (\d+)", launched.read_until("(Pdb) "))
