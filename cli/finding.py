@@ -30,6 +30,8 @@ class Finding:
 
     @classmethod
     def of_error(cls, check: str, error: RpcError) -> Finding:
-        """Returns a failure with the text of an error, which ends with what to do."""
-        found, _, next_step = str(error).rpartition(": ")
-        return cls(check, "failure", found, next_step)
+        """Returns a failure with an error's text: what was expected and found, then what to do."""
+        text = str(error)
+        after = max(0, text.find(", found "))
+        found, _, next_step = text[after:].partition(": ")
+        return cls(check, "failure", text[:after] + found, next_step)

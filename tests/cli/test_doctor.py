@@ -227,7 +227,7 @@ def test_the_secret_is_found_and_not_shown(
     expect(findings["secret"], "ok", f"the file {tmp_path / 'secret'}", "")
     assert secret not in json.dumps(findings)
     (tmp_path / "secret").chmod(0o604)
-    expect(examine(code=1)["secret"], "failure", "found 0604", "chmod 600")
+    expect(examine(code=1)["secret"], "failure", "found mode 0604", "chmod 600")
 
 
 def test_more_workers_than_descriptors() -> None:
