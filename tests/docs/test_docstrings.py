@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import zrpc
 
 # Importing it runs the command line.
 _NOT_IMPORTED = {"zrpc.cli.__main__"}
+if importlib.util.find_spec("ray") is None:
+    _NOT_IMPORTED.add("zrpc.integrations.ray")  # it needs the extra `ray`
 
 
 def _modules() -> Iterator[str]:
