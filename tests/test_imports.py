@@ -70,7 +70,7 @@ SURFACE: dict[str, set[str]] = {
         "torch_modes",
     },
     "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
-    "zrpc.transport": {"address", "chunks", "curve", "listener_probe", "network"},
+    "zrpc.transport": {"address", "chunks", "curve", "identity", "listener_probe", "network"},
     "zrpc.membership": {
         "cluster_environment",
         "endpoints",

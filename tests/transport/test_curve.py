@@ -8,16 +8,20 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
+from tests.support.waiting import until
 from zrpc.transport import curve as curve_module
 from zrpc.transport.chunks import MAX_FRAME_BYTES
-from zrpc.transport.curve import Curve, Gatekeeper, KeyPair
-from zrpc.transport.network import Network
+from zrpc.transport.curve import Curve, Gatekeeper, KeyPair, PeerKey
+from zrpc.transport.identity import NOBODY, identity_of
+from zrpc.transport.inbox import Inbox
+from zrpc.transport.network import BULK_BYTES, Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -26,12 +30,17 @@ SOON = 5.0
 QUIET = 0.1
 
 
+def peer_keys(keys: Sequence[KeyPair]) -> list[PeerKey]:
+    """The public keys of workers 0, 1, ..., with their identities."""
+    return [PeerKey(pair.public, b"z%d" % rank) for rank, pair in enumerate(keys)]
+
+
 class Guarded:
     """Two networks that know each other's keys."""
 
     def __init__(self) -> None:
         self.keys = [KeyPair.new() for _ in range(2)]
-        self.curves = [Curve(keys, [k.public for k in self.keys]) for keys in self.keys]
+        self.curves = [Curve(keys, peer_keys(self.keys)) for keys in self.keys]
         self.networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
         self.endpoints = [
             network.listen_tcp("127.0.0.1", curve)
@@ -147,9 +156,180 @@ def test_an_inbox_that_poses_as_a_peer_receives_nothing(
         assert not posing.poll(int(QUIET * 1000))
 
 
+# -- a member that poses as another --------------------------------------------------------
+
+
+class Meeting:
+    """Three networks with keys; the third one's worker attacks with what it knows itself."""
+
+    def __init__(self) -> None:
+        self.keys = [KeyPair.new() for _ in range(3)]
+        self.peers = peer_keys(self.keys)
+        self.networks = [Network(b"z%d" % rank, rank, 3, False) for rank in range(3)]
+        self.endpoints = [
+            network.listen_tcp("127.0.0.1", Curve(keys, self.peers))
+            for network, keys in zip(self.networks, self.keys, strict=True)
+        ]
+        for network in self.networks:
+            network.connect(self.endpoints)
+
+    def close(self) -> None:
+        for network in self.networks:
+            network.close(0, ())
+
+
+@pytest.fixture
+def meeting(no_leaks: None) -> Iterator[Meeting]:
+    made = Meeting()
+    yield made
+    made.close()
+
+
+def attacker(context: zmq.Context[Any], meeting: Meeting, identity: bytes) -> zmq.Socket[bytes]:
+    """Connects to worker 1 as worker 2, which it is, under an identity of its choice."""
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    if identity:
+        made.routing_id = identity
+    made.curve_publickey = meeting.keys[2].public.encode()
+    made.curve_secretkey = meeting.keys[2].secret
+    made.curve_serverkey = meeting.keys[1].public.encode()
+    made.connect(meeting.endpoints[1])
+    return made
+
+
+def senders(network: Network, count: int) -> list[tuple[bytes, bytes]]:
+    """The identities and first frames of the next messages."""
+    found = []
+    for _ in range(count):
+        message = received(network)
+        assert message is not None
+        found.append(message[:2])
+    return found
+
+
+@pytest.mark.parametrize("letter", [b"z", b"b"])
+def test_what_a_member_sends_under_the_identity_of_another_is_its_own(
+    meeting: Meeting, context: zmq.Context[Any], letter: bytes
+) -> None:
+    victim = meeting.networks[1]
+    with attacker(context, meeting, letter + b"0") as posing:
+        posing.send(b"small")
+        posing.send_multipart([b"large", b"x" * 100_000, b"more"])
+        assert senders(victim, 2) == [(letter + b"2", b"small"), (letter + b"2", b"large")]
+
+
+@pytest.mark.parametrize("identity", [b"h0", b"h0.random", b"h", b""])
+def test_a_greeting_under_the_identity_of_another_is_nobodys(
+    meeting: Meeting, context: zmq.Context[Any], identity: bytes
+) -> None:
+    with attacker(context, meeting, identity) as posing:
+        posing.send(b"")
+        [(sender, _)] = senders(meeting.networks[1], 1)
+        assert sender == (NOBODY if identity else b"\x002")  # libzmq makes an id after a zero
+
+
+def test_a_member_cannot_take_over_the_connection_of_another(
+    meeting: Meeting, context: zmq.Context[Any]
+) -> None:
+    """ROUTER_HANDOVER would give it the routing id, and drop the other connection."""
+    member, victim = meeting.networks[:2]
+    large = b"x" * BULK_BYTES
+    for _ in range(2):
+        member.send(1, b"small")
+        assert senders(victim, 1) == [(b"z0", b"small")]
+        member.send(1, large)
+        assert senders(victim, 1)[0][0] == b"b0"
+        for letter in (b"z", b"b"):
+            with attacker(context, meeting, letter + b"0") as posing:
+                posing.send(b"as worker 0")
+                assert senders(victim, 1) == [(letter + b"2", b"as worker 0")]
+
+
+def test_unread_messages_of_a_connection_that_was_taken_over_keep_their_sender(
+    meeting: Meeting, context: zmq.Context[Any]
+) -> None:
+    victim = meeting.networks[1]
+    with attacker(context, meeting, b"z0") as first, attacker(context, meeting, b"z0") as second:
+        for posing in (first, second, first, second):
+            posing.send(b"as worker 0")
+        found = set(senders(victim, 2))
+        while (message := received(victim, QUIET)) is not None:
+            found.add(message[:2])
+        assert found == {(b"z2", b"as worker 0")}
+
+
+def test_a_member_cannot_send_under_the_identity_of_the_receiver(
+    meeting: Meeting, context: zmq.Context[Any]
+) -> None:
+    victim = meeting.networks[1]
+    victim.send(1, b"to myself")
+    assert senders(victim, 1) == [(b"z1", b"to myself")]
+    with attacker(context, meeting, b"z1") as posing:
+        posing.send(b"as yourself")
+        assert senders(victim, 1) == [(b"z2", b"as yourself")]
+    victim.send(1, b"to myself")
+    assert senders(victim, 1) == [(b"z1", b"to myself")]
+
+
+def test_a_member_on_tcp_cannot_pose_as_a_neighbour(
+    meeting: Meeting, context: zmq.Context[Any], tmp_path: Path
+) -> None:
+    """What comes by the Unix socket has no key, and is its neighbours'."""
+    inbox = Inbox(context)
+    try:
+        path = inbox.bind_ipc(tmp_path / "inbox")
+        gatekeeper = Gatekeeper(context, meeting.peers)
+        meeting.endpoints[1] = inbox.bind_tcp("127.0.0.1", Curve(meeting.keys[1], meeting.peers))
+        for _ in range(2):
+            with context.socket(zmq.DEALER) as neighbour:
+                neighbour.linger = 0
+                neighbour.routing_id = b"z0"
+                neighbour.connect(path)
+                neighbour.send(b"by ipc")
+                message = inbox.receive(SOON)
+                assert message is not None
+                assert message[:2] == (b"z0", b"by ipc")
+            with attacker(context, meeting, b"z0") as posing:
+                posing.send(b"by tcp")
+                message = inbox.receive(SOON)
+                assert message is not None
+                assert message[:2] == (b"z2", b"by tcp")
+        gatekeeper.close()
+    finally:
+        inbox.close()
+
+
+def greeted(watched: Network, watching: Network) -> tuple[bytes, bytes, list[bytes]] | None:
+    assert watching.heartbeats.notices() == []  # ZeroMQ sends the greetings meanwhile
+    return received(watched, 0.01)
+
+
+def test_a_member_cannot_answer_heartbeats_as_another(meeting: Meeting) -> None:
+    """A notice is known by the connection on which it comes, whatever is written in it."""
+    watching = meeting.networks[0]
+    watching.heartbeats.set_pace(0.5, 5.0)
+    for peer in (1, 2):
+        watching.watch(peer)
+    greetings = {}
+    for peer in (1, 2):
+        greeting = until(lambda peer=peer: greeted(meeting.networks[peer], watching))
+        identity = greeting[0]
+        assert identity_of(identity) == b"h0"
+        greetings[peer] = identity
+    # Worker 2 answers its own connection in all ways that name worker 1.
+    for frames in ([b"z1", b"posing"], [b"h1", b"posing"], [b"h0", b"posing"]):
+        meeting.networks[2]._inbox.answer(greetings[2], frames)
+    meeting.networks[2].answer_heartbeats(greetings[2], b"true")
+    meeting.networks[1].answer_heartbeats(greetings[1], b"true")
+    found: list[tuple[int, bytes]] = []
+    until(lambda: found.extend(watching.heartbeats.notices()) or len(found) >= 2)
+    assert sorted(found) == [(1, b"true"), (2, b"true")]
+
+
 def test_nobody_is_admitted_without_an_authenticator(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
-    curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
+    curves = [Curve(k, peer_keys(keys)) for k in keys]
     with context.socket(zmq.ROUTER) as inbox, context.socket(zmq.DEALER) as mailbox:
         inbox.linger = mailbox.linger = 0
         curves[0].guard_inbox(inbox)
@@ -158,14 +338,14 @@ def test_nobody_is_admitted_without_an_authenticator(context: zmq.Context[Any]) 
         mailbox.connect(f"tcp://127.0.0.1:{port}")
         mailbox.send(b"a member's message")
         assert not inbox.poll(int(QUIET * 1000))
-        gatekeeper = Gatekeeper(context, [pair.public for pair in keys])
+        gatekeeper = Gatekeeper(context, peer_keys(keys))
         assert inbox.poll(int(SOON * 1000))  # it retries, and is admitted
         gatekeeper.close()
 
 
 def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
-    curves = [Curve(k, [pair.public for pair in keys]) for k in keys]
+    curves = [Curve(k, peer_keys(keys)) for k in keys]
     gatekeeper = Gatekeeper(context, [])
 
     def reaches(port: int, within: float) -> bool:
@@ -184,9 +364,9 @@ def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
         curves[0].guard_inbox(inbox)
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
         assert not reaches(port, QUIET)
-        gatekeeper.admit(keys[1].public)
+        gatekeeper.admit(peer_keys(keys)[1])
         assert reaches(port, SOON)
-        gatekeeper.dismiss(keys[1].public)
+        gatekeeper.dismiss(peer_keys(keys)[1])
         assert not reaches(port, QUIET)
     gatekeeper.close()
 
@@ -348,7 +528,7 @@ def replayed(tap: Tap, network: Network, attempts: int) -> bool:
 @pytest.mark.parametrize("in_the_clear", [True, False])
 def test_an_eavesdropper_reads_nothing(in_the_clear: bool) -> None:
     keys = [KeyPair.new() for _ in range(2)]
-    curves = [None if in_the_clear else Curve(k, [p.public for p in keys]) for k in keys]
+    curves = [None if in_the_clear else Curve(k, peer_keys(keys)) for k in keys]
     networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
     endpoints = [n.listen_tcp("127.0.0.1", c) for n, c in zip(networks, curves, strict=True)]
     tap = Tap(endpoints[1])

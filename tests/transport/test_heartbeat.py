@@ -14,6 +14,7 @@ import zmq
 
 from tests.support.waiting import until
 from zrpc.transport.heartbeat import Heartbeats
+from zrpc.transport.identity import identity_of
 from zrpc.transport.listener_probe import ListenerProbe
 
 PATIENCE = 10.0
@@ -131,14 +132,16 @@ def greeting_at(inbox: zmq.Socket[bytes], heartbeats: Heartbeats) -> list[bytes]
 def test_each_connection_begins_with_a_greeting_which_the_peer_may_answer(
     context: zmq.Context[Any], heartbeats: Heartbeats, endpoint: str
 ) -> None:
-    greeting = [b"h" + bytes(16), b""]
     inbox, endpoint = listening(context, endpoint)
     heartbeats.watch(3, endpoint)
-    assert greeting_at(inbox, heartbeats) == greeting
-    inbox.send_multipart([greeting[0], b"a peer", b"a message"])
-    found: list[tuple[bytes, bytes]] = []
+    greeting = greeting_at(inbox, heartbeats)
+    assert identity_of(greeting[0]) == b"h" + bytes(16)
+    assert greeting[1:] == [b""]
+    inbox.send_multipart([greeting[0], b"h" + bytes(16), b"not by this connection"])
+    inbox.send_multipart([greeting[0], greeting[0], b"a message"])
+    found: list[tuple[int, bytes]] = []
     until(lambda: found.extend(heartbeats.notices()) or found)
-    assert found == [(b"a peer", b"a message")]
+    assert found == [(3, b"a message")]
     inbox.close()
     assert await_events(heartbeats, 2) == [(3, True), (3, False)]
     inbox, _ = listening(context, endpoint)

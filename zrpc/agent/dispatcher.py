@@ -13,7 +13,8 @@ from zrpc.calls.recorder import Recorder
 from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
 from zrpc.transport.chunks import Assembler, is_chunk
-from zrpc.transport.network import BULK_LETTER, size_of
+from zrpc.transport.identity import BULK_LETTER
+from zrpc.transport.network import size_of
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse, parse_head

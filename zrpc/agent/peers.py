@@ -17,6 +17,7 @@ from zrpc.membership.liveness import LivenessMonitor
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.view import Membership
 from zrpc.transport.chunks import is_chunk
+from zrpc.transport.curve import PeerKey
 from zrpc.transport.network import Network
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -64,6 +65,8 @@ class Peers:
         self._on_member_lost = on_member_lost
         self._explain = explain
         self._told_dead: dict[MemberId, float] = {}  # when each may be told again
+        # The routing ids of the members' heartbeats, as the last greeting of each shows.
+        self._heartbeats: dict[MemberId, bytes] = {}
         for info in membership.infos.values():
             if info != membership.info:
                 joined.notify(info)
@@ -83,7 +86,8 @@ class Peers:
 
     def tick(self) -> None:
         """Finds out which members are lost; to be called often."""
-        for identity, first in self._network.heartbeats.notices():
+        for peer, first in self._network.heartbeats.notices():
+            identity = self._membership.records[MemberId(peer)].identity
             self._dispatcher.dispatch(identity, first, ())
         for loss in self._liveness.tick(self._shutdown.waits_for_all):
             self._drop(loss)
@@ -96,7 +100,7 @@ class Peers:
         self._membership.introduce(record)
         self._dispatcher.introduce(member)
         self._liveness.add(member)
-        self._network.introduce(member, endpoint, record.public_key)
+        self._network.introduce(member, endpoint, PeerKey(record.public_key, record.identity))
 
     def admit(self, member: MemberId) -> None:
         """Makes a worker that was introduced a member, which can be found."""
@@ -136,6 +140,7 @@ class Peers:
         """
         watcher = self._membership.watcher_of(identity)
         if watcher is not None:
+            self._heartbeats[watcher] = identity
             self._on_greeting(watcher)
             return
         member = self._membership.lost_member_of(identity)
@@ -166,8 +171,9 @@ class Peers:
 
     def _tell(self, member: MemberId) -> None:
         """Tells a member that is lost so by its own connection; see `zrpc.transport.heartbeat`."""
-        identity = self._membership.records[member].identity
-        self._network.answer_heartbeats(identity, self._notice(member))
+        routing_id = self._heartbeats.get(member)
+        if routing_id is not None:
+            self._network.answer_heartbeats(routing_id, self._notice(member))
 
     def _notice(self, member: MemberId) -> bytes:
         tried = self._liveness.tried_in_vain(member)

@@ -27,7 +27,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.resource_limits import allow_descriptors
 from zrpc.transport.address import check_private, interface_towards
-from zrpc.transport.curve import Curve, KeyPair, supports_curve
+from zrpc.transport.curve import Curve, KeyPair, PeerKey, supports_curve
 from zrpc.transport.network import DESCRIPTORS_PER_PEER, Network
 
 __all__ = [
@@ -125,7 +125,8 @@ def find_endpoints(
             f"but they are on {_hosts(records)} hosts, or see different ones"
         )
     _check_security(membership, meeting, keys)
-    curve = None if keys is None else Curve(keys, [record.public_key for record in records])
+    peers = [PeerKey(record.public_key, record.identity) for record in records]
+    curve = None if keys is None else Curve(keys, peers)
     tcp = _exchange_tcp(network, membership, meeting, curve)
     return [
         endpoints[record.rank] if membership.reaches_by_ipc(record.member_id) else tcp[record.rank]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from zrpc.errors import RpcError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.transport.network import bulk_identity, heartbeat_identity
+from zrpc.transport.identity import bulk_identity, heartbeat_identity, identity_of
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
 __all__ = ["Membership"]
@@ -140,9 +140,9 @@ class Membership:
         """Returns the worker with this routing id if it is lost."""
         return self._lost_members.get(identity)
 
-    def watcher_of(self, identity: bytes) -> MemberId | None:
+    def watcher_of(self, routing_id: bytes) -> MemberId | None:
         """Returns the worker, lost or not, whose heartbeats have this routing id."""
-        return self._watchers.get(identity)
+        return self._watchers.get(identity_of(routing_id))
 
     def mark_lost(self, member: MemberId) -> None:
         """Marks a worker as gone, forever: even if it is heard again, it is no longer a member."""

@@ -4,8 +4,14 @@ Each worker makes a pair of keys when it starts, and puts the public key into it
 is signed with the cluster's secret. So a worker knows the keys of all peers before it listens, and
 the keys of later ones before they connect. In ZMTP's handshake, before any message, a connection
 proves that it holds the secret half of its key. Then pyzmq's authenticator asks here whether that
-key belongs to a peer. In the same handshake, each mailbox checks the key of the inbox that it
-connects to.
+key belongs to a peer, and to which one. In the same handshake, each mailbox checks the key of the
+inbox that it connects to.
+
+ZeroMQ attaches the answer to each message of that connection, and the inbox takes the sender from
+there, not from the routing id by which the connection names itself. So a member can't pose as
+another. A part of each routing id is random, and only the two ends of the connection know it. So no
+other member can take over the connection by its routing id, and the inbox needs to look up the
+sender of each routing id only once.
 """
 
 from __future__ import annotations
@@ -14,14 +20,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
-__all__ = ["Curve", "Gatekeeper", "KeyPair", "supports_curve"]
+from zrpc.transport.identity import sender_name
+
+__all__ = ["Curve", "Gatekeeper", "KeyPair", "PeerKey", "supports_curve"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,20 +62,27 @@ class KeyPair:
         return cls(public.decode(), secret)
 
 
+class PeerKey(NamedTuple):
+    """The public key of a peer, and the identity to which it belongs."""
+
+    public: str
+    identity: bytes
+
+
 class Curve:
     """One worker's keys, and the public keys of its peers.
 
     Args:
         keys: the worker's own keys.
-        public_keys: the keys of peers 0, 1, ... which are known from the start.
+        peers: the keys of peers 0, 1, ... which are known from the start.
 
     Attributes:
-        public_keys: the keys of all peers.
+        peers: the keys of all peers.
     """
 
-    def __init__(self, keys: KeyPair, public_keys: Sequence[str]) -> None:
+    def __init__(self, keys: KeyPair, peers: Sequence[PeerKey]) -> None:
         self._keys = keys
-        self.public_keys = dict(enumerate(public_keys))
+        self.peers = dict(enumerate(peers))
 
     def guard_inbox(self, inbox: zmq.Socket[Any]) -> None:
         """Makes the socket's further endpoints accept connections of peers only."""
@@ -78,7 +94,7 @@ class Curve:
 
     def guard_mailbox(self, mailbox: zmq.Socket[Any], peer: int) -> None:
         """Makes the socket's next connection succeed with this peer only."""
-        mailbox.curve_serverkey = self.public_keys[peer].encode()
+        mailbox.curve_serverkey = self.peers[peer].public.encode()
         mailbox.curve_publickey = self._keys.public.encode()
         mailbox.curve_secretkey = self._keys.secret
 
@@ -90,25 +106,27 @@ class Gatekeeper:
 
     Args:
         context: the context of all of the worker's sockets.
-        keys: the public keys of its peers.
+        peers: the keys of its peers.
 
     `admit` and `dismiss` may be called from any thread.
     """
 
-    def __init__(self, context: zmq.Context[Any], keys: Iterable[str]) -> None:
-        # Read in the authenticator's thread, and replaced as a whole, under the lock.
-        self._keys = frozenset(key.encode() for key in keys)
+    def __init__(self, context: zmq.Context[Any], peers: Iterable[PeerKey]) -> None:
+        # The peers' names by their keys. Read in the authenticator's thread, and replaced as a
+        # whole, under the lock.
+        self._names = {peer.public.encode(): sender_name(peer.identity) for peer in peers}
         self._lock = threading.Lock()
         self._refused = 0
         self._next_warning = 0.0
         self._authenticator = _Authenticator(context)
+        self._authenticator.name_of = self.name_of
         self._authenticator.configure_curve_callback(_DOMAIN, self)
         self._authenticator.start()
         self._authenticator.thread.name = "zrpc-gatekeeper"
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Returns whether to admit a connection with this key; for the authenticator's thread."""
-        if key in self._keys:
+        if key in self._names:
             return True
         self._refused += 1
         if time.monotonic() >= self._next_warning:
@@ -120,15 +138,21 @@ class Gatekeeper:
             self._refused, self._next_warning = 0, time.monotonic() + _WARNING_SECONDS
         return False
 
-    def admit(self, key: str) -> None:
-        """Admits connections with this key from now on."""
-        with self._lock:
-            self._keys |= {key.encode()}
+    def name_of(self, key: bytes) -> str:
+        """Returns the name of the peer with this key; empty if it was dismissed meanwhile."""
+        return self._names.get(key, "")
 
-    def dismiss(self, key: str) -> None:
-        """Admits no new connections with this key; existing ones stay open."""
+    def admit(self, peer: PeerKey) -> None:
+        """Admits connections with this peer's key from now on."""
         with self._lock:
-            self._keys -= {key.encode()}
+            name = sender_name(peer.identity)
+            self._names = {**self._names, peer.public.encode(): name}
+
+    def dismiss(self, peer: PeerKey) -> None:
+        """Admits no new connections with this peer's key; existing ones stay open."""
+        with self._lock:
+            dismissed = peer.public.encode()
+            self._names = {key: name for key, name in self._names.items() if key != dismissed}
 
     def close(self) -> None:
         """Stops the thread, and waits for it."""
@@ -142,9 +166,16 @@ class Gatekeeper:
 
 
 class _Authenticator(ThreadAuthenticator):
-    """pyzmq's authenticator, which also records the address of the current connection."""
+    """pyzmq's authenticator, which also records the address of the current connection.
+
+    It names the peer of each connection that it admits.
+    """
 
     address = "nowhere"
+    name_of: Callable[[bytes], str]
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self.name_of(z85.encode(client_public_key))
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         self.address = msg[3].decode(errors="replace") if len(msg) > 3 else "nowhere"

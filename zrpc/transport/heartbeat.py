@@ -13,6 +13,8 @@ worker, or still counts it as a member. So each new connection begins with an em
 *greeting*, which ZeroMQ sends by itself. A peer that has declared this worker dead answers it by
 the same connection, with a *notice*. That arrives even if the peer itself can't connect to this
 worker, and at a process that was stopped: it reads the notice, or connects again, when it goes on.
+Each connection has a routing id of its own, which only its two ends know. A notice repeats it, so
+no peer can send one that seems to be from another.
 """
 
 from __future__ import annotations
@@ -23,16 +25,13 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-__all__ = ["Heartbeats", "heartbeat_identity"]
+from zrpc.transport.identity import heartbeat_identity, random_routing_id
+
+__all__ = ["Heartbeats"]
 
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
 _MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
-
-
-def heartbeat_identity(identity: bytes) -> bytes:
-    """Returns the identity of the heartbeats of the worker with this one."""
-    return b"h" + identity[1:]
 
 
 class Heartbeats:
@@ -52,7 +51,8 @@ class Heartbeats:
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._endpoints: dict[int, str] = {}
-        self._peers: dict[str, int] = {}
+        self._peers: dict[str, int] = {}  # by their endpoints
+        self._routing_ids: dict[bytes, int] = {}  # of the connection to each peer
         # See `set_pace`.
         self._interval_ms = 0
         self._timeout_ms = 0
@@ -78,17 +78,20 @@ class Heartbeats:
         # report an IPv4 address under another name when it reconnects.
         socket.ipv6 = "[" in endpoint
         socket.curve_server = False  # no keys unless the guard sets some
+        socket.routing_id = random_routing_id(self._identity)
         if guard is not None:
             guard(socket)
         socket.connect(endpoint)
         self._endpoints[peer] = endpoint
         self._peers[endpoint] = peer
+        self._routing_ids[socket.routing_id] = peer
 
     def forget(self, peer: int) -> None:
         """Stops the heartbeats to a peer, if it is watched."""
         endpoint = self._endpoints.pop(peer, None)
         if endpoint is not None and self._socket is not None:
             del self._peers[endpoint]
+            self._routing_ids = {k: p for k, p in self._routing_ids.items() if p != peer}
             self._socket.disconnect(endpoint)
 
     def events(self) -> list[tuple[int, bool]]:
@@ -107,19 +110,20 @@ class Heartbeats:
                 events.append((peer, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED))
         return events
 
-    def notices(self) -> list[tuple[bytes, bytes]]:
-        """Returns what peers have answered since the last call: their identity, and a message.
+    def notices(self) -> list[tuple[int, bytes]]:
+        """Returns what peers have answered since the last call: the peer, and a message.
 
         Must be called often, like `events`: ZeroMQ sends the greetings meanwhile.
         """
-        notices: list[tuple[bytes, bytes]] = []
+        notices: list[tuple[int, bytes]] = []
         while self._socket is not None:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) == 2:
-                notices.append((frames[0], frames[1]))
+            peer = self._routing_ids.get(frames[0])
+            if peer is not None and len(frames) == 2:
+                notices.append((peer, frames[1]))
         return notices
 
     def close(self) -> None:
@@ -139,7 +143,6 @@ class Heartbeats:
             monitor.close()
             raise
         socket.linger = 0
-        socket.routing_id = self._identity
         # A greeting for each connection, as soon as it stands.
         socket.probe_router = True
         socket.immediate = True

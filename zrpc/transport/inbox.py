@@ -14,10 +14,14 @@ import zmq
 
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
+from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of, random_routing_id
 from zrpc.transport.poller import Poller, supports_polling
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
 __all__ = ["Inbox"]
+
+# Of more routing ids, each message is checked. A member could use ever new ones.
+_MAX_SENDERS = 1 << 16
 
 
 def _own_identity(frame: zmq.Frame) -> bytes | None:
@@ -60,6 +64,10 @@ class Inbox:
         self._socket.backlog = BACKLOG
         self._timeout_ms = -1
         self.received_bytes = 0
+        self._keyed = False  # whether connections by TCP have keys
+        # Senders by routing ids that nobody can guess but their two ends. So such an id needs to be
+        # checked only once.
+        self._senders: dict[bytes, bytes] = {}
         self.poller: Poller | None = None
         self._direct: DirectInbox | None = None
         # Messages of direct connections that `receive` has not returned yet.
@@ -85,6 +93,12 @@ class Inbox:
             self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
         return endpoint
 
+    def local_routing_id(self, identity: bytes) -> bytes:
+        """Returns a routing id for a connection of this process itself, of this identity."""
+        made = random_routing_id(identity)
+        self._senders[made] = identity
+        return made
+
     def listen_again(self) -> None:
         """Accepts direct connections again, after a lack of descriptors."""
         if self._direct is not None:
@@ -106,6 +120,7 @@ class Inbox:
         self._socket.maxmsgsize = MAX_FRAME_BYTES
         if curve is not None:
             curve.guard_inbox(self._socket)
+            self._keyed = True
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
@@ -199,16 +214,17 @@ class Inbox:
     def _read_router(self) -> Received | None:
         """Reads the next message of the ROUTER socket."""
         try:
-            identity: bytes = self._socket.recv()
+            routing_id: bytes = self._socket.recv()
         except zmq.Again:
             return None
         try:
-            # The identity is always followed by a frame.
-            if identity[0]:
+            # The routing id is always followed by a frame.
+            identity = self._senders.get(routing_id) if self._keyed else routing_id
+            if identity and identity[0]:
                 first: bytes = self._socket.recv()
             else:
                 frame: zmq.Frame = self._socket.recv(copy=False)
-                identity, first = _own_identity(frame) or identity, frame.bytes
+                identity, first = self._sender(routing_id, frame), frame.bytes
             buffers: list[Any] = []
             while self._socket.getsockopt(zmq.RCVMORE):
                 buffers.append(self._socket.recv(copy=False))
@@ -220,18 +236,37 @@ class Inbox:
         self.received_bytes += len(first) + sum(map(len, buffers))
         return identity, first, buffers
 
+    def _sender(self, routing_id: bytes, frame: zmq.Frame) -> bytes:
+        """Returns the identity of the worker that has sent a frame.
+
+        Of what the connection says of itself, only the first letter counts if it has a key: see
+        `zrpc.transport.curve`. For heartbeats, whose connection is answered, all of it does.
+        """
+        shown = routing_id if routing_id[0] else _own_identity(frame) or routing_id
+        try:
+            name = str(frame.get("User-Id")).encode()
+        except zmq.ZMQError:  # it has no key: it has come by the Unix socket, or none has
+            return shown
+        if shown[0] == HEARTBEAT_LETTER:
+            return shown if identity_of(shown)[1:] == name else NOBODY
+        sender = shown[:1] + name
+        # Without a random part it may be that of a neighbour on this host, too.
+        if identity_of(routing_id) != routing_id and len(self._senders) < _MAX_SENDERS:
+            self._senders[routing_id] = sender
+        return sender
+
     def _spin(self, seconds: float) -> None:
         """Polls the ROUTER socket until it has a message, or the time is over."""
         end = time.perf_counter() + seconds
         while not self._has_unread() and time.perf_counter() < end:
             _yield()
 
-    def answer(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def answer(self, routing_id: bytes, frames: Sequence[bytes]) -> None:
         """Sends a message by the connection that a peer has made, if there is one.
 
         Never waits: ZeroMQ drops the message if the peer reads nothing.
         """
-        self._socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Closes all sockets; unread messages are dropped."""

@@ -29,7 +29,7 @@ class Mailbox:
 
     Args:
         context: the context of all of the worker's sockets.
-        identity: the sender's identity, by which the peer's inbox recognizes its messages.
+        routing_id: the sender's, by which the peer's inbox recognizes its messages.
         endpoint: the peer's inbox.
         guard: makes the socket's connections succeed with that peer only, see `Curve`.
 
@@ -41,7 +41,7 @@ class Mailbox:
     def __init__(
         self,
         context: zmq.Context[Any],
-        identity: bytes,
+        routing_id: bytes,
         endpoint: str,
         guard: Callable[[zmq.Socket[Any]], None] | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Mailbox:
         # Held for one message at a time; guards the socket, the counts and `_chunked`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
-        self._socket.routing_id = identity
+        self._socket.routing_id = routing_id
         # No high-water mark: it would drop answers or block the receiving thread. The caller limits
         # the bytes in flight instead.
         self._socket.sndhwm = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -14,20 +13,18 @@ import zmq
 
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
-from zrpc.transport.curve import Curve, Gatekeeper
+from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
 from zrpc.transport.fd_reserve import reserve
-from zrpc.transport.heartbeat import Heartbeats, heartbeat_identity
+from zrpc.transport.heartbeat import Heartbeats
+from zrpc.transport.identity import bulk_identity, random_routing_id
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
 
 __all__ = [
     "BULK_BYTES",
-    "BULK_LETTER",
     "DESCRIPTORS_PER_PEER",
     "Network",
-    "bulk_identity",
-    "heartbeat_identity",
     "size_of",
 ]
 
@@ -39,13 +36,6 @@ BULK_BYTES = 1 << 18
 # What a peer on this host takes if large messages are exchanged both ways, measured: six sockets,
 # an event descriptor, and some for segments of shared memory.
 DESCRIPTORS_PER_PEER = 14
-# The first byte of the identities of mailboxes for large messages.
-BULK_LETTER = ord("b")
-
-
-def bulk_identity(identity: bytes) -> bytes:
-    """Returns the identity of the mailboxes for large messages of the worker with this one."""
-    return bytes([BULK_LETTER]) + identity[1:]
 
 
 class Network:
@@ -94,8 +84,7 @@ class Network:
         self.receive = self._inbox.receive
         self.at_hand = self._inbox.at_hand
         self.heartbeats = Heartbeats(self._context, identity)
-        # With an identity that nobody can guess: a stranger with the same one would replace it.
-        waker = b"w" + secrets.token_bytes(16)
+        waker = self._inbox.local_routing_id(b"w")
         self._waker = Mailbox(self._context, waker, self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
@@ -105,7 +94,7 @@ class Network:
         """Also listens on one interface; returns the endpoint. See `Inbox.bind_tcp`."""
         self._curve = curve
         if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.public_keys.values())
+            self._gatekeeper = Gatekeeper(self._context, curve.peers.values())
         self._tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
         return self._tcp_endpoint
 
@@ -118,17 +107,17 @@ class Network:
         self._own_id = own_id
         self.connect(())
 
-    def introduce(self, peer: int, endpoint: str, key: str) -> None:
+    def introduce(self, peer: int, endpoint: str, key: PeerKey) -> None:
         """Adds a peer, which may connect from now on; the key is empty if it does not encrypt."""
-        if self._curve is not None and key:
-            self._curve.public_keys[peer] = key
+        if self._curve is not None and key.public:
+            self._curve.peers[peer] = key
             if self._gatekeeper is not None:
                 self._gatekeeper.admit(key)
         self._endpoints[peer] = endpoint
 
     def dismiss(self, peer: int) -> None:
         """Refuses new connections of a peer that has left."""
-        key = self._curve.public_keys.get(peer) if self._curve is not None else None
+        key = self._curve.peers.get(peer) if self._curve is not None else None
         if key is not None and self._gatekeeper is not None:
             self._gatekeeper.dismiss(key)
 
@@ -188,12 +177,12 @@ class Network:
         """Returns where this worker listens on tcp; empty if it does not."""
         return self._tcp_endpoint
 
-    def answer_heartbeats(self, identity: bytes, first: bytes) -> None:
-        """Answers the heartbeats of the worker with this identity with a notice, if it sends any.
+    def answer_heartbeats(self, routing_id: bytes, first: bytes) -> None:
+        """Answers the heartbeats with this routing id with a notice, if they still come.
 
         For the thread that receives. See `Heartbeats.notices`.
         """
-        self._inbox.answer(heartbeat_identity(identity), [self._identity, first])
+        self._inbox.answer(routing_id, [routing_id, first])
 
     def watch(self, peer: int) -> None:
         """Begins to send heartbeats to a peer; see `Heartbeats.watch`."""
@@ -308,7 +297,12 @@ class Network:
             except OSError:
                 pass  # the peer's system has no direct connections, or the peer has exited
         identity = bulk_identity(self._identity) if bulk else self._identity
-        return Mailbox(self._context, identity, endpoint, self._guard(peer))
+        guard = self._guard(peer)
+        if guard is not None:
+            identity = random_routing_id(identity)
+        elif self._curve is not None and peer == self._own_id:
+            identity = self._inbox.local_routing_id(identity)
+        return Mailbox(self._context, identity, endpoint, guard)
 
     def _replace(self, peer: int, broken: AnyMailbox) -> AnyMailbox:
         """Returns the mailbox that replaces one whose direct connection has broken."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
-from zrpc.transport.network import heartbeat_identity
+from zrpc.transport.identity import HEARTBEAT_LETTER, identity_of
 
 __all__ = ["Link", "MessageFault", "Relays"]
 
@@ -208,7 +208,7 @@ class Relays:
             if connection.splitter.ready and not connection.known:
                 connection.known = True
                 # The routing ids of a mailbox and of heartbeats differ in the first byte only.
-                connection.sender = self._tokens.get(connection.splitter.identity[1:])
+                connection.sender = self._tokens.get(identity_of(connection.splitter.identity)[1:])
                 link = self._links_of(connection)[0]
         else:
             units = [Unit(data, False)] if data else []
@@ -293,7 +293,7 @@ class _Connection:
     @property
     def beats(self) -> bool:
         """Whether it carries heartbeats only."""
-        return heartbeat_identity(self.splitter.identity) == self.splitter.identity
+        return self.splitter.identity[:1] == bytes([HEARTBEAT_LETTER])
 
     def close(self) -> None:
         for stream in self.streams:
