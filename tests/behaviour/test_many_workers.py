@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 
 import pytest
 import torch
@@ -30,3 +31,15 @@ def test_twenty_threads(mesh: Mesh) -> None:
 @pytest.mark.zrpc(workers=64, processes=True, timeout=120, options={"init_timeout": 60})
 def test_sixty_four_processes_in_which_everybody_calls_everybody(mesh: Mesh) -> None:
     assert mesh.run_all(call_everybody, 64) == [list(range(1, 65))] * 64
+
+
+# In CI fewer than 64, whose 8000 connections take a minute on two cores.
+_OVER_TCP = int(os.environ.get("ZRPC_MANY_WORKERS", "24"))
+# All connect at once. With few cores that takes longer than a worker may be silent by default.
+_PATIENT = {"init_timeout": 120, "heartbeat_timeout": 120, "rpc_timeout": 240, "transport": "tcp"}
+
+
+@pytest.mark.zrpc(workers=_OVER_TCP, processes=True, timeout=300, options=_PATIENT)
+def test_many_processes_over_tcp_with_keys(mesh: Mesh) -> None:
+    expected = [list(range(1, _OVER_TCP + 1))] * _OVER_TCP
+    assert mesh.run_all(call_everybody, _OVER_TCP) == expected
