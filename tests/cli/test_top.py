@@ -116,9 +116,10 @@ def test_first_look_has_no_rates(mesh: Mesh) -> None:
 def test_handlers_and_queue(mesh: Mesh, door: Gate) -> None:
     reference = mesh.run(0, zrpc.remote, 1, doors.knock)
     futures = [mesh.run(0, zrpc.rpc_async, 1, doors.knock) for _ in range(2)]
-    until(lambda: rates()[1].queued == 2)
+    # A handler that waits at the door for some tenths of a second lets another one begin.
+    until(lambda: rates()[1].queued + rates()[1].handlers == 3)
     callee = rates()[1]
-    assert callee.handlers == 1
+    assert callee.handlers >= 1
     assert callee.rrefs == 1
     door.open()
     assert [future.wait() for future in futures] == ["in", "in"]

@@ -214,7 +214,7 @@ def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
     dist.PrefixStore("zrpc", store).set("record/1", entry)
     [error] = start(store, (record(0, 2), secret), timeout=0.1)()
     assert isinstance(error, AuthenticationError)
-    assert "what claims to be ranks [1] was refused. Rank 1: " in str(error)
+    assert "what claims to be rank 1 was refused. Rank 1: " in str(error)
 
 
 def test_the_record_of_another_rank_is_refused() -> None:

@@ -25,6 +25,14 @@ try:
     zrpc.rpc_sync(f"w{1 - rank}", max, (1, 2), timeout=0)
 except zrpc.WorkerDied as error:
     print("WorkerDied:", error)
+# Once w1 has left, the reason that w0 finds would be that its process has ended.
+told = pathlib.Path(os.environ["TOLD"])
+if rank == 0:
+    told.touch()
+for _ in range(600):
+    if told.exists():
+        break
+    time.sleep(0.05)
 zrpc.shutdown()
 """
 
@@ -36,10 +44,13 @@ def test_a_firewall_that_refuses_all_but_the_port_of_the_master(
     with connected(2, PORT) as (names, switch):
         switch.set(Path.REFUSED, 1, 0)
         hosts = [Host(name, tmp_path_factory.mktemp("host")) for name in names]
-        env = [
-            {"ZRPC_SECRET": new_secret(), "MASTER_ADDR": address_of(0), "MASTER_PORT": str(PORT)}
-        ] * 2
-        workers = start_workers(hosts, ONE_WAY, *env)
+        env = {
+            "ZRPC_SECRET": new_secret(),
+            "MASTER_ADDR": address_of(0),
+            "MASTER_PORT": str(PORT),
+            "TOLD": str(tmp_path_factory.mktemp("told") / "told"),
+        }
+        workers = start_workers(hosts, ONE_WAY, env, env)
         (code, output), (other_code, other_output) = workers.outcomes()
     assert (code, other_code) == (0, 0), output + other_output
     address = re.search(r"listens on (tcp://\S+)", output)

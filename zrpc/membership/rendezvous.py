@@ -327,8 +327,9 @@ class _Rendezvous:
                 return RendezvousError(mismatch)
         if self._refused:
             rank, (_, error) = next(iter(self._refused.items()))
+            ranks = f"rank{'s' if len(self._refused) > 1 else ''} {rank_ranges(self._refused)}"
             return AuthenticationError(
-                f"{self._expected} but what claims to be ranks {rank_ranges(self._refused)} was "
+                f"{self._expected} but what claims to be {ranks} was "
                 f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
             )
         missing = set(range(len(self._keys))) - {record.rank for record in records}
