@@ -10,6 +10,7 @@ import pytest
 
 import zrpc
 from tests.services.debugger.attached import Attached
+from tests.support.identity import event
 from tests.support.waiting import SOON, until
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.testing import Mesh
@@ -28,6 +29,10 @@ def stops(number: int) -> int:
 
 def stops_for(worker: str, number: int) -> int:
     return zrpc.rpc_sync(worker, stops, (number,))
+
+
+def waits_until_told() -> None:
+    event("told").wait(SOON)
 
 
 def stops_twice() -> str:
@@ -106,11 +111,12 @@ def test_deadlines_pass_again_afterwards(mesh: Mesh) -> None:
     called = mesh.run(0, zrpc.rpc_async, 1, stops, (1,))
     terminal = Attached(mesh, 1)
     terminal.read_until("(Pdb) ")
-    late = mesh.run(0, zrpc.rpc_async, 1, time.sleep, (SOON,), None, 0.5)
+    late = mesh.run(0, zrpc.rpc_async, 1, waits_until_told, (), None, 0.5)
     terminal.send("c")
     assert called.wait() == 3
     with pytest.raises(zrpc.RpcTimeoutError):
         late.wait()
+    event("told").set()
 
 
 def test_program_of_a_worker_stops_too(mesh: Mesh) -> None:
