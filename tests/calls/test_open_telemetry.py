@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 import zrpc as rpc
 from tests.support.waiting import until
-from zrpc.calls.open_telemetry import configured
+from zrpc.calls.open_telemetry import HandlerSpan, configured
+from zrpc.errors import ProtocolError
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Tag
@@ -196,6 +197,48 @@ def test_the_end_of_a_span_may_take_long(mesh: Mesh, spans: Spans) -> None:
         assert not [each for each in exporter.get_finished_spans() if each.kind is CLIENT]
     finally:
         proceed.set()
+
+
+class Broken(SpanProcessor):
+    """Fails where the test says, at server spans."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self._fail("start", span)
+
+    def on_end(self, span: Any) -> None:
+        self._fail("end", span)
+
+    def _fail(self, where: str, span: Any) -> None:
+        if where == self._where and span.kind is SERVER:
+            raise ValueError(f"broken at the {where}")
+
+
+def test_a_span_processor_that_fails_at_the_start_fails_the_call(mesh: Mesh, spans: Spans) -> None:
+    spans.provider.add_span_processor(Broken("start"))
+    with pytest.raises(ValueError, match="broken at the start"):
+        mesh.run(0, rpc.rpc_sync, "worker1", leaf)
+
+
+@pytest.mark.parametrize("function", [leaf, fail])
+def test_a_span_processor_that_fails_at_the_end_loses_no_answer(
+    mesh: Mesh, spans: Spans, function: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    spans.provider.add_span_processor(Broken("end"))
+    if function is fail:
+        with pytest.raises(KeyError):
+            mesh.run(0, rpc.rpc_sync, "worker1", fail)
+    else:
+        assert mesh.run(0, rpc.rpc_sync, "worker1", leaf) == 7
+    assert "can't be ended" in caplog.text
+
+
+@pytest.mark.parametrize("extension", [b"", b"{", b"[1, 2]", b'["leaf"]', b"\xff"])
+def test_a_context_that_cannot_be_read_is_refused(extension: bytes) -> None:
+    with pytest.raises(ProtocolError, match="expected a name and a trace context"):
+        HandlerSpan(extension)
 
 
 def carried(monkeypatch: pytest.MonkeyPatch) -> list[int]:

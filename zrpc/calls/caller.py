@@ -243,14 +243,15 @@ class Caller:
             call.undo = encoder.abort
         if recorder is not None:
             call.marks = CallMarks(recorder, packing, message.nbytes)
-        if configured() and kind in METERED:
-            call.span = CallSpan(call, message, to.name, self.complete)
         return call, message
 
     def _submit(self, call: PendingCall, message: Message) -> None:
         """Enters a call into the table, and sends it as soon as there is room for it."""
         admission = Admission.SETTLED
         try:
+            if configured() and message.kind in METERED:
+                to = self._membership.infos[call.peer].name
+                call.span = CallSpan(call, message, to, self.complete)
             self.calls.enter(call)
             scope = current_scope()
             # The value of an RRef may be waited for by others than this handler.
@@ -343,8 +344,7 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        call = self.calls.pop(answer.call_id)
-        if call is not None:
+        if (call := self.calls.pop(answer.call_id)) is not None:
             call.settle(answer)
             self._receiver.on_answered(call)
 

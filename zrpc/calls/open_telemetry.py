@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.pending_calls import PendingCall
+from zrpc.errors import ProtocolError
 from zrpc.membership.view import Membership
 from zrpc.wire.exceptions import error_text
 from zrpc.wire.kind import METERED, Tag
@@ -29,14 +31,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CallSpan", "HandlerSpan", "HandlerSpans", "configured"]
 
+logger = logging.getLogger(__name__)
+
+_API = "opentelemetry.trace"
+_modules = sys.modules
+
 
 def configured() -> bool:
     """Returns whether the program has set a tracer provider.
 
     The API's own function for that reads the environment each time, which takes a microsecond.
     """
-    api = sys.modules.get("opentelemetry.trace")
-    return api is not None and getattr(api, "_TRACER_PROVIDER", None) is not None
+    return _API in _modules and getattr(_modules[_API], "_TRACER_PROVIDER", None) is not None
 
 
 def _tracer() -> Tracer:
@@ -98,10 +104,18 @@ class HandlerSpan:
 
     Args:
         extension: what `CallSpan` has added to the request.
+
+    Raises:
+        ProtocolError: it can't be read.
     """
 
     def __init__(self, extension: bytes) -> None:
-        self._extension = extension
+        try:
+            self._method, self._carrier = json.loads(bytes(extension))
+        except (TypeError, ValueError):
+            self._method, self._carrier = None, None
+        if not (isinstance(self._method, str) and isinstance(self._carrier, dict)):
+            raise ProtocolError("expected a name and a trace context, found something else")
         self._arrived = time.time_ns()
         self._span: Span | None = None
 
@@ -109,14 +123,13 @@ class HandlerSpan:
         """Begins the span, and makes it current; returns a token for ``context.detach``."""
         from opentelemetry import context, propagate, trace
 
-        method, carrier = json.loads(bytes(self._extension))
         self._span = _tracer().start_span(
-            method,
-            context=propagate.extract(carrier, context.Context()),
+            self._method,
+            context=propagate.extract(self._carrier, context.Context()),
             kind=trace.SpanKind.SERVER,
             attributes={
                 "rpc.system": "zrpc",
-                "rpc.method": method,
+                "rpc.method": self._method,
                 "server.address": callee,
                 "client.address": caller,
             },
@@ -129,10 +142,13 @@ class HandlerSpan:
         span, self._span = self._span, None
         if span is None:
             return
-        if error is not None:
-            span.record_exception(error)
-            _mark_failed(span, type(error).__name__, repr(error))
-        span.end()
+        try:
+            if error is not None:
+                span.record_exception(error)
+                _mark_failed(span, type(error).__name__, repr(error))
+            span.end()
+        except Exception:  # of the program's span processor; the caller waits for an answer
+            logger.exception("A span of OpenTelemetry can't be ended")
 
 
 class HandlerSpans(MessageHooks):
