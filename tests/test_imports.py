@@ -95,6 +95,7 @@ SURFACE: dict[str, set[str]] = {
         "codec",
         "function_names",
         "message_hooks",
+        "open_telemetry",
         "execution",
         "future",
         "future_group",

@@ -20,7 +20,9 @@ import zrpc.autograd as dist_autograd
 from tests.support.waiting import until
 from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
-from zrpc.testing import Mesh
+from zrpc.services import loss_detection
+from zrpc.services.loss_detection import LossDetectionTiming
+from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
 
 MIB = 1 << 20
@@ -292,3 +294,50 @@ def test_names_without_end_are_counted_together() -> None:
     rows = table.rows()
     assert len(rows) == MAX_NAMES + 1
     assert sum(rows[OTHERS].histogram()) == 10
+
+
+@pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})
+def test_missed_heartbeats_are_counted(mesh: Mesh) -> None:
+    mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    assert rpc_stats_of(mesh, 0).heartbeats_missed == 0
+    with faults.cut(mesh, 0, 1):
+        until(lambda: rpc_stats_of(mesh, 0).heartbeats_missed, "a missed heartbeat")
+
+
+@pytest.mark.zrpc(workers=2, faults=True)
+def test_lost_messages_are_counted(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_detection, "TIMING", LossDetectionTiming(0.05, 0.2))
+    mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    assert lost_messages(mesh) == [0, 0]
+    with faults.drop(mesh, 0, 1) as fault, pytest.raises(rpc.RpcError):
+        mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    assert fault.happened == 1
+    # The callee misses a message, and the caller does not know what has become of its call.
+    until(lambda: lost_messages(mesh) == [1, 1], lambda: f"{lost_messages(mesh)} lost messages")
+
+
+def lost_messages(mesh: Mesh) -> list[int]:
+    return [rpc_stats_of(mesh, worker).messages_lost for worker in (0, 1)]
+
+
+def relay_to_hold() -> bool:
+    return rpc.rpc_sync("worker0", hold)
+
+
+def test_threads_that_wait_and_those_that_have_nothing_to_do(mesh: Mesh) -> None:
+    held = mesh.submit("worker0", rpc.rpc_sync, "worker1", relay_to_hold)
+    assert running.wait(60)
+    until(lambda: rpc_stats_of(mesh, 1).threads.waiting == 1, "a handler that waits")
+    assert rpc_stats_of(mesh, 1).threads.running == 0
+    during = rpc_stats_of(mesh, 0).threads
+    assert (during.running, during.waiting) == (1, 0)
+    # One of these runs in the pool: the I/O thread takes no second handler.
+    with mesh.agent(0).as_current():
+        more = [rpc.rpc_async("worker1", hold) for _ in range(2)]
+    until(lambda: rpc_stats_of(mesh, 1).threads.running == 2, "two handlers that run")
+    gate.set()
+    assert held.result(60)
+    assert rpc.wait_all(more) == [True, True]
+    until(lambda: rpc_stats_of(mesh, 1).threads.idle, "a thread without work")
+    after = rpc_stats_of(mesh, 1).threads
+    assert (after.running, after.waiting, after.queued) == (0, 0, 0)

@@ -175,7 +175,7 @@ class Callee:
         self, request: Message, error: BaseException, extensions: Extensions = ()
     ) -> None:
         """Answers a request with an error."""
-        self.count(request, failed=True)
+        self.count(request, error)
         try:
             if request.scope is None or not request.scope.cancelled:
                 same_main = self._membership.same_main(request.sender)
@@ -188,8 +188,10 @@ class Callee:
         if out_of_descriptors(error):
             self._outbox.retry_soon()
 
-    def count(self, request: Message, failed: bool = False) -> None:
+    def count(self, request: Message, error: BaseException | None = None) -> None:
         """Counts the execution of a request that has begun, once: before its caller is answered."""
+        if request.attachments and (span := request.attachments.get(Tag.TRACE_CONTEXT)):
+            span.end(error)
         scope = request.scope
         if scope is None or not scope.started:
             return
@@ -197,9 +199,9 @@ class Callee:
         function = scope.function
         counts = self.counts.row(request.kind if function is None else name_of((function,)))
         now = monotonic()
-        counts.add(started - scope.arrived, now - started, failed)
+        counts.add(started - scope.arrived, now - started, error is not None)
         if self.recorder is not None:
-            self.recorder.on_handled(request, started, now, failed)
+            self.recorder.on_handled(request, started, now, error is not None)
 
     def report_failure(self, error: BaseException) -> None:
         """Logs that a handler failed, and calls `on_failure`, unless this worker is closed."""

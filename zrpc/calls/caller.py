@@ -20,6 +20,7 @@ from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.flow_control import Admission, FlowControl
 from zrpc.calls.future import Future
+from zrpc.calls.open_telemetry import CallSpan, configured
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_calls import (
     DEFAULT_LIMIT,
@@ -248,6 +249,9 @@ class Caller:
         """Enters a call into the table, and sends it as soon as there is room for it."""
         admission = Admission.SETTLED
         try:
+            if configured() and message.kind in METERED:
+                to = self._membership.infos[call.peer].name
+                call.span = CallSpan(call, message, to, self.complete)
             self.calls.enter(call)
             scope = current_scope()
             # The value of an RRef may be waited for by others than this handler.
@@ -340,8 +344,7 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        call = self.calls.pop(answer.call_id)
-        if call is not None:
+        if (call := self.calls.pop(answer.call_id)) is not None:
             call.settle(answer)
             self._receiver.on_answered(call)
 
@@ -357,17 +360,15 @@ class Caller:
         gone = isinstance(error, FileNotFoundError)
         hint = advice(error)
         why = f"{error}; {hint}" if hint else error
-        outcome: RpcError = ProtocolError(f"the answer can't be read: {why}")
-        if gone:
-            outcome = self.died(call)
+        unread = ProtocolError(f"the answer can't be read: {why}")
+        outcome: RpcError = self.died(call) if gone else unread
         outcome.executed = True
         call.settle(outcome)
         return gone
 
     def on_lost(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer of which only the header has come. In the I/O thread."""
-        call = self.calls.pop(answer.call_id)
-        if call is not None:
+        if (call := self.calls.pop(answer.call_id)) is not None:
             call.settle(error)
 
     def on_unread(self, answer: Message, _data: bytes) -> None:
@@ -441,8 +442,7 @@ def wait_until_settled(
 
 def _exhausted(error: Exception) -> Exception | None:
     """The error for the caller if there was no descriptor or memory; None for other errors."""
-    hint = advice(error)
-    if hint is None:
+    if (hint := advice(error)) is None:
         return None
     number = getattr(error, "errno", errno.ENOMEM)
     if number == errno.ENOMEM:

@@ -179,6 +179,10 @@ class ExecutionWithin(Execution):
     def __call__(self) -> None:
         """Calls the function in this thread."""
         with ExitStack() as stack:
-            for enter in self.within:
-                stack.enter_context(enter())
+            try:
+                for enter in self.within:
+                    stack.enter_context(enter())
+            except BaseException as error:  # the caller waits for an answer
+                self._sink.error(error)
+                return
             super().__call__()

@@ -20,6 +20,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
 
 if TYPE_CHECKING:
+    from zrpc.calls.open_telemetry import CallSpan
     from zrpc.calls.recorder import CallMarks
 
 __all__ = [
@@ -122,6 +123,7 @@ class PendingCall:
         siblings: the calls that end with the same handler; see `zrpc.calls.cancel_scope`.
         stage: how far its message has come.
         marks: what is noted of it for a trace; None without one.
+        span: its span of OpenTelemetry; None without one.
         undo: undoes what was done for the message, if it is not sent.
         waiters: the idents of the threads that wait for the answer.
     """
@@ -141,6 +143,7 @@ class PendingCall:
         "marks",
         "peer",
         "siblings",
+        "span",
         "stage",
         "undo",
         "waiters",
@@ -172,6 +175,7 @@ class PendingCall:
         self.stage = Stage.NEW
         self.undo: Callable[[], None] | None = None
         self.marks: CallMarks | None = None
+        self.span: CallSpan | None = None
         self.waiters: tuple[int, ...] = ()
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -206,6 +210,8 @@ class PendingCall:
         self._calls.counts.row(self.what or self.kind).add(now - self.begun, failed)
         if self.marks is not None:
             self.marks.on_settled(self, outcome, failed, now)
+        if self.span is not None:
+            self.span.on_settled(outcome, failed)
         self.gate.release()
         if self.siblings is not None:
             self.siblings.discard(self)

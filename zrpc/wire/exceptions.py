@@ -18,7 +18,7 @@ import torch
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 
-__all__ = ["dump_exception", "load_exception"]
+__all__ = ["dump_exception", "error_text", "load_exception"]
 
 
 def dump_exception(
@@ -60,6 +60,12 @@ def load_exception(body: Any) -> Exception:
             error.__cause__ = RemoteError(text)
             return error  # type: ignore[no-any-return]
     return RemoteError(f"Original exception on remote side was {what}\n{text}")
+
+
+def error_text(body: Any) -> str:
+    """Returns the `repr` of the callee's error, without unpickling the error."""
+    what, _, _ = pickle.loads(body)
+    return str(what)
 
 
 def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:

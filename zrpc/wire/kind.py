@@ -83,6 +83,7 @@ class Tag(IntEnum):
     SHARED = 5  # which buffers of a message are in shared memory, and where
     RETURNED = 6  # the shared-memory segments that are returned with a message
     UNREAD = 7  # answers a request of which only the header arrived: its forks have not
+    TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

@@ -29,7 +29,8 @@ class Trace:
         self.events = self.file["traceEvents"]
         self.slices = [each for each in self.events if each["ph"] == "X"]
         for each in self.slices:
-            each["end"] = each["ts"] + each["dur"]
+            # As exact as the file is: a sum of its decimal fractions may differ in the last bit.
+            each["end"] = round(each["ts"] + each["dur"], 3)
         self.processes = {
             each["pid"]: each["args"]["name"]
             for each in self.events

@@ -103,7 +103,7 @@ class ValueSink:
     def error(self, error: BaseException) -> None:
         """Takes what the function has raised."""
         self._callee.report_failure(error)
-        self._callee.count(self.request, failed=True)
+        self._callee.count(self.request, error)
         self._value.set(error=error)
         self._callee.answer(self.request, None)
 

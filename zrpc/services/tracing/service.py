@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
-from zrpc.agent.service import Service
+from zrpc.agent.service import ExtensionReader, Service
+from zrpc.calls.message_hooks import MessageHooks
+from zrpc.calls.open_telemetry import HandlerSpans
 from zrpc.calls.recorder import HandlerRecord, MessageRecord, Record, Recorder
 from zrpc.errors import RpcError
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import WorkerTrace
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import Kind, Tag
 
 __all__ = ["DEFAULT_RECORDS", "DIRECTORY", "MERGED", "TracingService", "merge", "trace_mesh"]
 
@@ -47,12 +49,21 @@ class TracingService(Service):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
+        self._handler_spans = HandlerSpans(agent.membership)
         # Guards what follows.
         self._lock = threading.Lock()
         self._sessions: dict[str, float] = {}  # the traces that are on, and when they began
         self._directory = os.environ.get(DIRECTORY)
         if self._directory:
             self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
+
+    def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
+        """Returns what reads the trace context of a request."""
+        return {Tag.TRACE_CONTEXT: self._handler_spans.read}
+
+    def message_hooks(self) -> MessageHooks:
+        """Returns what runs handlers within spans of OpenTelemetry."""
+        return self._handler_spans
 
     def begin(self, session: str, capacity: int) -> None:
         """Records from now on, for one more trace; the first one sets the number of records."""
