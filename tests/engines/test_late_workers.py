@@ -27,6 +27,10 @@ rpc.shutdown()
 """
 LAUNCH = ("-m", "zrpc.cli", "launch")
 TORCHRUN = ("-m", "torch.distributed.run")
+C10D = (
+    *("--rdzv-backend", "c10d", "--rdzv-id", "test"),
+    *("--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +40,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
         (*LAUNCH, "-n", "2", "--max-restarts", "1"),
         (*LAUNCH, "-n", "2", "--elastic"),
         (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}"),
-        (*TORCHRUN, "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test")
-        + ("--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+        (*TORCHRUN, "--nproc-per-node", "2", *C10D),
     ],
     ids=["launch", "launch, restarts", "launch, elastic", "torchrun, static", "torchrun, c10d"],
 )

@@ -51,6 +51,9 @@ _PAUSE_SECONDS = (0.001, 0.05)
 # What the workers agree on, see above.
 _MET = "met"
 _ABANDONED = "abandoned"
+# What the value of a worker begins with in `exchange`.
+_GIVEN = "="
+_FAILED = "!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +165,11 @@ class _Rendezvous:
                 try:
                     _check(records, self._record)
                 except RendezvousError:
-                    self._await_readers(digest)
+                    self._shorten_deadline(self._timing.failure_read_seconds)
+                    _await_readers(self._entries, records, self._record.rank, self._deadline)
                     raise
                 return records
             self._await_change(records)
-
-    def _await_readers(self, digest: str) -> None:
-        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
-
-        Rank 0 may host the store, and a failure here often ends its program.
-        """
-        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
-        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
-            self._entries.set(keys[self._record.rank], "1")
-            if self._record.rank == 0:
-                self._shorten_deadline(self._timing.failure_read_seconds)
-                self._wait_for(lambda: self._entries.check(keys))
 
     def _gather(self) -> list[PeerRecord]:
         """Waits until there is a record of each rank."""
@@ -399,6 +391,21 @@ def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
             )
 
 
+def _await_readers(
+    entries: SignedStore, records: Sequence[PeerRecord], own_rank: int, deadline: float
+) -> None:
+    """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+
+    Rank 0 may host the store, and a failure here often ends its program.
+    """
+    digest = _digest(records)
+    keys = [f"{digest}/{record.rank}/refused" for record in records]
+    with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
+        entries.set(keys[own_rank], "1")
+        if own_rank == 0:
+            _wait_for(lambda: entries.check(keys), deadline)
+
+
 def exchange(
     store: Store,
     records: Sequence[PeerRecord],
@@ -406,17 +413,20 @@ def exchange(
     value: str,
     timeout: float,
     secret: ClusterSecret | None = None,
+    failed: bool = False,
 ) -> list[str]:
     """Runs a second round among workers that have met: each gives a value and gets those of all.
 
+    A worker that has ``failed`` gives the reason instead, so that the others don't wait for it.
+
     Raises:
         AuthenticationError: a value is not from the worker that it claims to be from.
-        RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
+        RendezvousError: some gave none within ``timeout`` seconds, or have failed; the store fails.
     """
     deadline = time.monotonic() + timeout
     with SignedStore(store, secret, deadline) as entries, store_errors(records):
         keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
-        entries.set(keys[own_id], value)
+        entries.set(keys[own_id], (_FAILED if failed else _GIVEN) + value)
         if not _wait_for(lambda: entries.check(keys), deadline):
             missing = [
                 record.info
@@ -427,4 +437,13 @@ def exchange(
                 f"expected all workers to publish within {timeout:g} s where they listen, but "
                 f"{missing} did not: find out what became of them"
             )
-        return entries.get_all(keys)
+        values = entries.get_all(keys)
+        for record, text in zip(records, values, strict=True):
+            if text.startswith(_FAILED):
+                until = min(deadline, time.monotonic() + _TIMING.failure_read_seconds)
+                _await_readers(entries, records, own_id, until)
+                raise RendezvousError(
+                    f"expected all workers to publish where they listen, but {record.info} on "
+                    f"{record.host} failed: {text.removeprefix(_FAILED)}"
+                )
+        return [text.removeprefix(_GIVEN) for text in values]
