@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
@@ -430,3 +430,80 @@ def test_a_leader_invites_those_that_may_follow_another_one() -> None:
     assert follower.begin() == [(1, join)]
     follower.receive(1, TerminationMessage(Step.PROBE, 1, lost=(0,)))
     assert follower.remind() == [(1, join), (0, join)]
+
+
+# -- many members --------------------------------------------------------------------------
+
+
+class ManyMembers:
+    """Idle members whose messages are delivered in order; counts what each of them sends."""
+
+    def __init__(self, size: int) -> None:
+        self.machines = {rank: Termination(rank, range(size)) for rank in range(size)}
+        self.queue: deque[tuple[int, int, TerminationMessage]] = deque()
+        self.sent: Counter[int] = Counter()
+
+    def post(self, sender: int, outgoing: list[tuple[int, TerminationMessage]]) -> None:
+        self.sent[sender] += len(outgoing)
+        self.queue += [(sender, to, message) for to, message in outgoing if to in self.machines]
+
+    def begin(self) -> None:
+        for rank, machine in self.machines.items():
+            self.post(rank, machine.begin())
+
+    def lose(self, ranks: range) -> None:
+        """Ends members; each of the others then finds all of them lost, one after another."""
+        for rank in ranks:
+            del self.machines[rank]
+        for rank, machine in self.machines.items():
+            for lost in ranks:
+                self.post(rank, machine.on_member_lost(lost))
+
+    def run(self) -> None:
+        """Delivers messages until there are no more."""
+        while self.queue or any(machine.asked for machine in self.machines.values()):
+            if self.queue:
+                sender, to, message = self.queue.popleft()
+                if to in self.machines:
+                    self.post(to, self.machines[to].receive(sender, message))
+                continue
+            for rank, machine in self.machines.items():
+                if machine.asked:
+                    self.post(rank, machine.idle(0, 0))
+
+
+def test_256_members_leave_with_few_messages() -> None:
+    mesh = ManyMembers(256)
+    mesh.begin()
+    mesh.run()
+    assert all(machine.done for machine in mesh.machines.values())
+    assert mesh.sent[0] == 3 * 255  # it asks all twice, and lets them go
+    assert {mesh.sent[rank] for rank in range(1, 256)} == {3}  # joins, and answers twice
+
+
+def test_a_leader_of_256_members_asks_once_for_each_round_though_half_are_lost_in_it() -> None:
+    mesh = ManyMembers(256)
+    mesh.begin()
+    while mesh.machines[0].missing:
+        sender, to, message = mesh.queue.popleft()
+        mesh.post(to, mesh.machines[to].receive(sender, message))
+    mesh.lose(range(128, 256))  # while it waits for the counts of all
+    mesh.run()
+    assert all(machine.done for machine in mesh.machines.values())
+    # The first round, which is void, then two rounds and the word to leave for those that live.
+    assert mesh.sent[0] <= 255 + 3 * 127
+    assert max(mesh.sent[rank] for rank in range(1, 128)) <= 4
+
+
+def test_256_members_leave_though_the_first_half_is_lost() -> None:
+    mesh = ManyMembers(256)
+    mesh.begin()
+    mesh.lose(range(128))  # among them all members that they would have joined
+    mesh.run()
+    for _ in range(2):  # what was sent to a new leader before that knew that it leads
+        for rank, machine in mesh.machines.items():
+            mesh.post(rank, machine.remind())
+        mesh.run()
+    assert all(machine.done for machine in mesh.machines.values())
+    assert mesh.sent[128] <= 10 * 128
+    assert max(mesh.sent[rank] for rank in range(129, 256)) <= 128 + 10

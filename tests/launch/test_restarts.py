@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -222,3 +223,46 @@ def test_a_store_process_that_fails_is_an_error() -> None:
             process.first_rank(StoreAddress("h", 9), 1, inbox)
     finally:
         inbox.close()
+
+
+def test_a_launch_that_joins_waits_for_the_store_as_long_as_workers_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    reading, writing = os.pipe()
+    with open(reading, "rb") as report:
+        with pytest.raises(SystemExit, match=r"within 0\.5 s, found nobody"):
+            serve("127.0.0.1", port, False, 1, writing)
+        os.close(writing)
+        assert report.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("variable", "seconds"),
+    [(None, 120), ("", 120), ("600", 720), ("10m", 120), ("nan", 120), ("1e300", 1000120)],
+)
+def test_the_launcher_waits_longer_for_the_store_than_the_process_that_asks_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, seconds: float
+) -> None:
+    class Starter:
+        def spawn(self, task: Any, pass_fds: Any) -> int:
+            return 1
+
+    waits: list[float] = []
+
+    def select_nothing(reads: Any, writes: Any, errors: Any, timeout: float) -> Any:
+        waits.append(timeout)
+        return [], [], []
+
+    monkeypatch.setattr(select, "select", select_nothing)
+    env = {} if variable is None else {"ZRPC_INIT_TIMEOUT": variable}
+    process = StoreProcess(Starter(), env, hosts=False)  # type: ignore[arg-type]
+    inbox = SignalInbox()
+    try:
+        with pytest.raises(LaunchError, match="could not find the workers' store"):
+            process.first_rank(StoreAddress("h", 9), 1, inbox)
+    finally:
+        inbox.close()
+    assert waits == [seconds]

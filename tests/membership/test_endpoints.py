@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -309,13 +310,18 @@ def test_a_range_without_a_free_port(neighbours: tuple[int, list[socket.socket]]
 
 
 def test_one_worker_more_than_ports(neighbours: tuple[int, list[socket.socket]]) -> None:
+    """The other one learns of it at once, and doesn't wait for the init timeout."""
     first, listening = neighbours
     listening[0].close()
-    options = {"transport": "tcp", "port_range": str(first), "init_timeout": 1.0}
+    options = {"transport": "tcp", "port_range": str(first), "init_timeout": 100.0}
+    begun = time.monotonic()
     with Started(options, options) as outcomes:
         texts = sorted(str(error) for error in outcomes)
-        assert f"expected a free TCP port from {first} to {first} on 127.0.0.1" in texts[0]
-        assert "expected all workers to publish within 1 s where they listen" in texts[1]
+        full = f"expected a free TCP port from {first} to {first} on 127.0.0.1"
+        assert texts[0].startswith(full)
+        assert "expected all workers to publish where they listen, but WorkerInfo(" in texts[1]
+        assert full in texts[1]
+    assert time.monotonic() - begun < 50
 
 
 @pytest.mark.parametrize("variable", ["20000:20100", "20100-20000", "0", "65536", "-1", "any"])

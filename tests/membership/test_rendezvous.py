@@ -365,3 +365,27 @@ def test_identities_have_the_form_that_zeromq_requires() -> None:
     assert identity[0:1] == b"z"
     assert identity.isascii()
     assert len(identity) == 23
+
+
+def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each worker waits like that, for minutes if a host is late, in one store."""
+    asked = 0
+    for method in (SignedStore.check, SignedStore.get_all_raw):
+
+        def counted(entries: SignedStore, keys: list[str], method: Any = method) -> Any:
+            nonlocal asked
+            asked += len(keys)
+            return method(entries, keys)
+
+        monkeypatch.setattr(SignedStore, method.__name__, counted)
+    store = dist.HashStore()
+    with SignedStore(store, None, time.monotonic() + SOON) as entries:
+        for rank in range(1, 256, 2):
+            entries.set(f"record/{rank}", record(rank, 256).dump())
+    with pytest.raises(RendezvousError, match=r"ranks 2, 4, 6, .* are missing"):
+        meet(store, record(0, 256), timeout=2.0)
+    # All ranks twice at its start and once for the error, the records that exist twice, and the
+    # first missing one at each look.
+    assert 256 < asked < 5 * 256

@@ -146,3 +146,18 @@ def test_another_incarnation_takes_the_name_and_the_rank(members: Membership) ->
     assert members.member_of(old.identity) is None
     assert members.member_of(new.identity) == new.member_id
     assert members.living == [0, 1, 3, new.member_id]
+
+
+def test_a_view_of_256_members_of_which_half_are_replaced() -> None:
+    members = Membership([peer_record(rank, 256) for rank in range(256)], own_id=255)
+    for rank in range(128):
+        members.mark_lost(rank)
+        new = replace(peer_record(rank, 256, start=1), incarnation=1)
+        members.introduce(new)
+        members.admit(new.member_id)
+        assert members.member_of(new.identity) == new.member_id
+        assert members.member_of(peer_record(rank, 256).identity) is None
+        assert members.lost_member_of(peer_record(rank, 256).identity) == rank
+    assert len(members.living) == 256
+    assert members.lost == set(range(128))
+    assert [members.find(rank).id for rank in range(256)] == list(range(256))

@@ -122,6 +122,7 @@ class Termination:
         self._joined: set[MemberId] = set()
         self._round = 0
         self._unanswered: set[MemberId] = set()
+        self._void = False  # whether a loss has changed the counts of this round
         self._let_go: set[MemberId] = set()  # who was told to leave
         self._counts: dict[MemberId, tuple[int, int]] = {}
         self._last_counts: dict[MemberId, tuple[int, int]] = {}
@@ -187,13 +188,15 @@ class Termination:
         """Removes a worker that is gone."""
         if member not in self._members or member == self._own_id:
             return []
-        for members in (self._members, self._joined, self._covered):
+        for members in (self._members, self._joined, self._covered, self._unanswered):
             members.discard(member)
         self._lost.add(member)
         self._asked.pop(member, None)
         self._leaders.pop(member, None)
-        # The loss has changed the others' counts: ask again.
-        again = self._ask() if self._leads else []
+        # The loss has changed the others' counts: ask again. Once this round has ended, since the
+        # loss of a host is that of many members.
+        self._void = True
+        again = self._ask() if self._leads and not self._unanswered else []
         self._settle()
         return self._deliver([*again, *self._first_leader()])
 
@@ -290,12 +293,15 @@ class Termination:
     def _ask(self) -> Outgoing:
         """Begins a round."""
         self._round += 1
+        self._void = False
         self._unanswered = set(self._members)
         self._counts = {}
         return self._to_all(Step.PROBE, self._members)
 
     def _evaluate(self) -> Outgoing:
         """With all counts of a round: begins another round, or lets all workers go."""
+        if self._void:
+            return self._ask()
         same = self._counts == self._last_counts
         self._unchanged = self._unchanged + 1 if same else 0
         self._last_counts = self._counts

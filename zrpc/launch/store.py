@@ -19,7 +19,11 @@ from zrpc.launch.task import Task
 __all__ = ["StoreAddress", "StoreProcess", "parse_address"]
 
 _FIRST_RANK = struct.Struct("=q")
-_READY_SECONDS = 120.0  # without a fork server, the process imports torch first
+# How long the process may take besides its wait for the store, for which this variable is its
+# limit. Without a fork server, it imports torch first.
+_READY_SECONDS = 120.0
+_INIT_TIMEOUT = "ZRPC_INIT_TIMEOUT"
+_LONGEST_SECONDS = 1e6  # `select` takes not much more
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class StoreProcess:
             finally:
                 os.close(writing)
             fds = [reading, inbox.fileno()]
-            ready, _, _ = select.select(fds, [], [], _READY_SECONDS)
+            ready, _, _ = select.select(fds, [], [], self._ready_seconds())
             if ready and reading not in ready:
                 return None
             data = os.read(reading, _FIRST_RANK.size) if ready else b""
@@ -100,3 +104,11 @@ class StoreProcess:
             )
             raise LaunchError(text)
         return int(_FIRST_RANK.unpack(data)[0])
+
+    def _ready_seconds(self) -> float:
+        """Returns how long to wait for the process."""
+        try:
+            seconds = float(self._env.get(_INIT_TIMEOUT, "") or 0)
+        except ValueError:
+            seconds = 0.0  # the process reports that
+        return _READY_SECONDS + (min(seconds, _LONGEST_SECONDS) if seconds > 0 else 0.0)

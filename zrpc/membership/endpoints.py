@@ -6,12 +6,14 @@ too, and exchange the addresses.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -49,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
+# How long a worker that can't listen waits at most for the others to come and read why.
+_FAILURE_SECONDS = 5.0
 # For files of the program.
 _SPARE_DESCRIPTORS = 32
 MAKE_A_SECRET = (
@@ -236,9 +240,15 @@ def _exchange_tcp(
 ) -> list[str]:
     """Listens on tcp; returns the endpoints of all workers."""
     records = list(membership.records.values())
-    mine = listen_on(network, choose_interface(meeting.init_method), curve, meeting.ports)
     timeout = meeting.options.init_timeout
-    found = exchange(meeting.store, records, membership.own_id, mine, timeout, meeting.secret)
+    give = partial(exchange, meeting.store, records, membership.own_id, secret=meeting.secret)
+    try:
+        mine = listen_on(network, choose_interface(meeting.init_method), curve, meeting.ports)
+    except RpcError as error:
+        with contextlib.suppress(RpcError):
+            give(str(error), timeout=min(timeout, _FAILURE_SECONDS), failed=True)
+        raise
+    found = give(mine, timeout=timeout)
     for record, endpoint in zip(records, found, strict=True):
         if is_loopback(endpoint) and _networks(records) > 1:
             raise RpcError(

@@ -51,6 +51,9 @@ _PAUSE_SECONDS = (0.001, 0.05)
 # What the workers agree on, see above.
 _MET = "met"
 _ABANDONED = "abandoned"
+# What the value of a worker begins with in `exchange`.
+_GIVEN = "="
+_FAILED = "!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,9 @@ class RendezvousTiming:
     failure_read_seconds: float = 5.0
     # How often a worker reads the records that exist while others are missing.
     present_check_seconds: float = 0.5
+    # The shortest time between two reads of the records of all ranks, for each rank: every worker
+    # reads them, so that the store has a limited number of requests in a large mesh too.
+    read_seconds_per_rank: float = 0.02
 
 
 _TIMING = RendezvousTiming()
@@ -147,7 +153,8 @@ class _Rendezvous:
         self._keys = [f"record/{rank}" for rank in range(record.world_size)]
         # What is in place of a record, by rank: the entry, and what is wrong with it.
         self._refused: dict[int, tuple[bytes, Exception]] = {}
-        self._next_present_check = 0.0
+        self._next_read = 0.0
+        self._came: set[int] = set()  # ranks whose records were found while others were missing
 
     def run(self) -> list[PeerRecord]:
         self._entries.set(self._keys[self._record.rank], self._record.dump())
@@ -158,33 +165,23 @@ class _Rendezvous:
                 try:
                     _check(records, self._record)
                 except RendezvousError:
-                    self._await_readers(digest)
+                    self._shorten_deadline(self._timing.failure_read_seconds)
+                    _await_readers(self._entries, records, self._record.rank, self._deadline)
                     raise
                 return records
             self._await_change(records)
-
-    def _await_readers(self, digest: str) -> None:
-        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
-
-        Rank 0 may host the store, and a failure here often ends its program.
-        """
-        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
-        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
-            self._entries.set(keys[self._record.rank], "1")
-            if self._record.rank == 0:
-                self._shorten_deadline(self._timing.failure_read_seconds)
-                self._wait_for(lambda: self._entries.check(keys))
 
     def _gather(self) -> list[PeerRecord]:
         """Waits until there is a record of each rank."""
         records: list[PeerRecord] = []
 
         def complete() -> bool:
-            if self._entries.check(self._keys):
+            absent = self._absent
+            # The first one alone is asked for most of the time, as a request names each key.
+            if not absent or (self._check(absent[:1]) and self._check(absent)):
                 records[:] = self._read_records()
-            elif time.monotonic() > self._next_present_check:
-                self._next_present_check = time.monotonic() + self._timing.present_check_seconds
-                self._read_present()
+            elif self._may_read(self._timing.present_check_seconds):
+                self._came |= {record.rank for record in self._read_present(absent)}
             return len(records) == len(self._keys)
 
         if not self._wait_for(complete):
@@ -208,8 +205,26 @@ class _Rendezvous:
             )
         return [record for record in found if record is not None]
 
-    def _read_present(self) -> list[PeerRecord]:
-        present = [rank for rank, key in enumerate(self._keys) if self._entries.check([key])]
+    @property
+    def _absent(self) -> list[int]:
+        """The ranks of which no valid record was found yet."""
+        return [rank for rank in range(len(self._keys)) if rank not in self._came]
+
+    def _may_read(self, pause: float = 0.0) -> bool:
+        """Whether it is time to read the records of all ranks again; then the next time is set."""
+        if time.monotonic() < self._next_read:
+            return False
+        pause = max(pause, self._timing.read_seconds_per_rank * len(self._keys))
+        self._next_read = time.monotonic() + pause
+        return True
+
+    def _check(self, ranks: Iterable[int]) -> bool:
+        """Whether there is an entry for each of these ranks."""
+        return self._entries.check([self._keys[rank] for rank in ranks])
+
+    def _read_present(self, ranks: Sequence[int]) -> list[PeerRecord]:
+        """Returns the valid records of some ranks."""
+        present = [rank for rank in ranks if self._check([rank])]
         entries = self._entries.get_all_raw([self._keys[rank] for rank in present])
         found = [self._read(*pair) for pair in zip(present, entries, strict=True)]
         return [record for record in found if record is not None]
@@ -291,7 +306,7 @@ class _Rendezvous:
 
     def _await_change(self, records: list[PeerRecord]) -> None:
         """Waits until a record is replaced, after others have abandoned these."""
-        if not self._wait_for(lambda: self._read_records() != records):
+        if not self._wait_for(lambda: self._may_read() and self._read_records() != records):
             raise RendezvousError(
                 f"{self._expected} but some of them left again, or are from an earlier run"
                 f"{self._maybe_another_mesh}: start them again"
@@ -305,7 +320,7 @@ class _Rendezvous:
             nonlocal replaced
             if self._entries.check(list(keys)):
                 return True
-            replaced = self._read_records() != records
+            replaced = self._may_read() and self._read_records() != records
             return replaced
 
         if self._wait_for(seen):
@@ -321,7 +336,7 @@ class _Rendezvous:
         )
 
     def _incomplete(self) -> RendezvousError | AuthenticationError:
-        records = self._read_present()
+        records = self._read_present(range(len(self._keys)))
         for record in records:
             if (mismatch := record.size_mismatch(self._record)) is not None:
                 return RendezvousError(mismatch)
@@ -376,6 +391,21 @@ def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
             )
 
 
+def _await_readers(
+    entries: SignedStore, records: Sequence[PeerRecord], own_rank: int, deadline: float
+) -> None:
+    """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+
+    Rank 0 may host the store, and a failure here often ends its program.
+    """
+    digest = _digest(records)
+    keys = [f"{digest}/{record.rank}/refused" for record in records]
+    with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
+        entries.set(keys[own_rank], "1")
+        if own_rank == 0:
+            _wait_for(lambda: entries.check(keys), deadline)
+
+
 def exchange(
     store: Store,
     records: Sequence[PeerRecord],
@@ -383,17 +413,20 @@ def exchange(
     value: str,
     timeout: float,
     secret: ClusterSecret | None = None,
+    failed: bool = False,
 ) -> list[str]:
     """Runs a second round among workers that have met: each gives a value and gets those of all.
 
+    A worker that has ``failed`` gives the reason instead, so that the others don't wait for it.
+
     Raises:
         AuthenticationError: a value is not from the worker that it claims to be from.
-        RendezvousError: some gave none within ``timeout`` seconds, or the store fails.
+        RendezvousError: some gave none within ``timeout`` seconds, or have failed; the store fails.
     """
     deadline = time.monotonic() + timeout
     with SignedStore(store, secret, deadline) as entries, store_errors(records):
         keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
-        entries.set(keys[own_id], value)
+        entries.set(keys[own_id], (_FAILED if failed else _GIVEN) + value)
         if not _wait_for(lambda: entries.check(keys), deadline):
             missing = [
                 record.info
@@ -404,4 +437,13 @@ def exchange(
                 f"expected all workers to publish within {timeout:g} s where they listen, but "
                 f"{missing} did not: find out what became of them"
             )
-        return entries.get_all(keys)
+        values = entries.get_all(keys)
+        for record, text in zip(records, values, strict=True):
+            if text.startswith(_FAILED):
+                until = min(deadline, time.monotonic() + _TIMING.failure_read_seconds)
+                _await_readers(entries, records, own_id, until)
+                raise RendezvousError(
+                    f"expected all workers to publish where they listen, but {record.info} on "
+                    f"{record.host} failed: {text.removeprefix(_FAILED)}"
+                )
+        return [text.removeprefix(_GIVEN) for text in values]

@@ -10,21 +10,23 @@ import time
 from zrpc.errors import RpcError
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.membership.store import tcp_store
+from zrpc.options import ZmqRpcBackendOptions
 
 __all__ = ["serve"]
 
-_CONNECT_SECONDS = 30.0
 _FIRST = struct.Struct("=q")  # as `zrpc.launch.store` reads it
 
 
 def serve(host: str, port: int, hosts: bool, nprocs: int, report: int) -> None:
     """Hosts a store until this process is killed, or only asks one for ranks.
 
-    The first of the ``nprocs`` ranks is written to the descriptor ``report``.
+    The first of the ``nprocs`` ranks is written to the descriptor ``report``. A store on another
+    host is waited for as long as `zrpc.init_rpc` waits by default: ZRPC_INIT_TIMEOUT changes both.
     """
     try:
-        deadline = time.monotonic() + _CONNECT_SECONDS
-        store = tcp_store(host, port, hosts, deadline, _CONNECT_SECONDS)
+        timeout = ZmqRpcBackendOptions().init_timeout
+        deadline = time.monotonic() + timeout
+        store = tcp_store(host, port, hosts, deadline, timeout)
         with SignedStore(store, None, deadline) as entries:
             first = take_ranks(entries, nprocs)
     except (RpcError, RuntimeError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -312,3 +313,51 @@ def test_what_is_known_does_not_grow_after_a_message_is_lost(
     assert all(admitted)
     assert (serials.next, serials.ahead) == (200, set())
     assert not any(serials.admit(number) for number in range(200))
+
+
+def count_messages(network: Network) -> Counter[int]:
+    """Delivers everything in order; returns how many messages of the protocol each worker sent."""
+    sent: Counter[int] = Counter()
+    while network.under_way:
+        packet = network.under_way[0]
+        sent[packet.sender] += packet.kind == "message"
+        network.deliver(packet)
+    return sent
+
+
+def test_256_members_share_a_reference_with_few_messages() -> None:
+    """The owner gives it to the first user, and that one to all others."""
+    network = Network(256)
+    network.create(0, 0)
+    network.hand_on(network.handles[0], 1)
+    assert count_messages(network).total() == 0  # the owner knows of the fork that it has made
+    [_, first] = network.handles
+    for to in range(2, 256):
+        network.hand_on(first, to)
+    sent = count_messages(network)
+    assert sent[0] == 2 * 254  # the owner tells both the user and the one that gave it
+    assert sent[1] == 0
+    assert {sent[rank] for rank in range(2, 256)} == {1}
+    for handle in list(network.handles):
+        network.drop(handle)
+    sent = count_messages(network)
+    assert sent[0] == 0
+    assert {sent[rank] for rank in range(1, 256)} == {1}
+    assert network.freed.total() == 1
+
+
+def test_256_members_pass_on_a_reference_of_which_half_are_lost() -> None:
+    network = Network(256)
+    network.create(0, 0)
+    for to in range(1, 256):
+        network.hand_on(network.handles[-1], to)
+        packets = [packet for packet in network.under_way if packet.kind == "fork"]
+        network.deliver(*packets)
+    for rank in range(128, 256):
+        network.kill(rank)
+    for worker, dead in sorted(network.unaware):
+        network.notice(worker, dead)
+    sent = count_messages(network)
+    assert max(sent[rank] for rank in range(1, 128)) <= 3
+    network.finish(random.Random(0))
+    assert network.freed.total() == 1

@@ -1,0 +1,61 @@
+"""Workers of which one comes later than calls may take: ZRPC_INIT_TIMEOUT alone is set."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.conftest import SECONDS, engine_environment
+
+pytestmark = pytest.mark.system
+# The last of two workers comes three times as late as a call may take.
+WORKER = """
+import os, sys, time
+import zrpc as rpc
+
+rank = int(os.environ["RANK"])
+if rank == 1:
+    time.sleep(3)
+rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.ZmqRpcBackendOptions(rpc_timeout=1))
+while len(rpc.get_worker_infos()) < 2:  # of an elastic mesh
+    time.sleep(0.01)
+print("rank", rpc.rpc_sync(f"worker{1 - rank}", os.getenv, args=("RANK",), timeout=30))
+rpc.shutdown()
+"""
+LAUNCH = ("-m", "zrpc.cli", "launch")
+TORCHRUN = ("-m", "torch.distributed.run")
+C10D = (
+    *("--rdzv-backend", "c10d", "--rdzv-id", "test"),
+    *("--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        (*LAUNCH, "-n", "2"),
+        (*LAUNCH, "-n", "2", "--max-restarts", "1"),
+        (*LAUNCH, "-n", "2", "--elastic"),
+        (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}"),
+        (*TORCHRUN, "--nproc-per-node", "2", *C10D),
+    ],
+    ids=["launch", "launch, restarts", "launch, elastic", "torchrun, static", "torchrun, c10d"],
+)
+def test_one_variable_lets_a_worker_be_late(
+    engine: tuple[str, ...], free_port: int, tmp_path: Path
+) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    arguments = [part.format(port=free_port) for part in engine]
+    ended = subprocess.run(
+        [sys.executable, *arguments, str(tmp_path / "worker.py")],
+        env=engine_environment(OMP_NUM_THREADS="1", ZRPC_INIT_TIMEOUT="100"),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("rank 0") == ended.stdout.count("rank 1") == 1
