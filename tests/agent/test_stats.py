@@ -24,6 +24,7 @@ from zrpc.services import loss_detection
 from zrpc.services.loss_detection import LossDetectionTiming
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
+from zrpc.wire.member_id import MemberId
 
 MIB = 1 << 20
 
@@ -297,11 +298,16 @@ def test_names_without_end_are_counted_together() -> None:
 
 
 @pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})
-def test_missed_heartbeats_are_counted(mesh: Mesh) -> None:
+def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
+    # The first connection is no reconnect.
+    detector = mesh.agent(0).liveness._detector
+    until(lambda: detector.reached(MemberId(1)), "the first heartbeat")
     assert rpc_stats_of(mesh, 0).heartbeats_missed == 0
     with faults.cut(mesh, 0, 1):
         until(lambda: rpc_stats_of(mesh, 0).heartbeats_missed, "a missed heartbeat")
+        assert rpc_stats_of(mesh, 0).reconnects == 0
+    until(lambda: rpc_stats_of(mesh, 0).reconnects, "a heartbeat after that")
 
 
 @pytest.mark.zrpc(workers=2, faults=True)
