@@ -49,6 +49,13 @@ def error_of(to: int, function: Any, *args: Any) -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
+def has_heartbeats_of(rank: int) -> bool:
+    from zrpc.agent.current import current_agent
+    from zrpc.wire.member_id import MemberId
+
+    return current_agent().liveness._detector.reached(MemberId(rank))
+
+
 def kind_of_error(wait: Callable[[], Any]) -> str:
     try:
         wait()
@@ -71,6 +78,8 @@ def await_file(path: Any) -> None:
 @pytest.mark.zrpc(workers=3, processes=True, timeout=40, options={**SHORT, "transport": "tcp"})
 def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     assert mesh.run(0, rpc.rpc_sync, 1, max, (1, 2)) == 2  # it is heard
+    # Before its first heartbeat is answered, a lost worker is one that could not be reached.
+    until(lambda: mesh.run(0, has_heartbeats_of, 1), "the first heartbeat")
     pending = mesh.submit(0, error_of, 1, rest, f"{tmp_path}/entered")
     await_file(tmp_path / "entered")
     stopped = time.time()

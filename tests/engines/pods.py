@@ -24,7 +24,7 @@ from tests.transport.two_hosts import SOON, ip
 
 _PROGRAMS = ("ip", "unshare", "setpriv", "mount")
 # What the image would have. Other users may not see it here, as below /root.
-_IMAGE = tuple(dict.fromkeys(map(Path, (sys.base_prefix, sys.prefix, Path(__file__).parents[2]))))
+IMAGE = tuple(dict.fromkeys(map(Path, (sys.base_prefix, sys.prefix, Path(__file__).parents[2]))))
 # An emptyDir has mode 0777 without the sticky bit; the runtime gives each pod a /dev/shm of 64 MiB.
 _CONTAINER = """
 set -e
@@ -171,14 +171,14 @@ def _handles(children: Path, number: int) -> bool:
 
 def _mounts_of_image() -> tuple[str, str]:
     """The commands that keep the image's directories, and those that put them where they were."""
-    keep = [f"mkdir /mnt/{n} && mount --bind '{path}' /mnt/{n}" for n, path in enumerate(_IMAGE)]
+    keep = [f"mkdir /mnt/{n} && mount --bind '{path}' /mnt/{n}" for n, path in enumerate(IMAGE)]
     closed = {
         next((each for each in reversed(path.parents) if not each.stat().st_mode & 1), None)
-        for path in _IMAGE
+        for path in IMAGE
         if not path.is_relative_to("/tmp")
     }
     show = [f"mount -t tmpfs -o mode=0755 tmpfs '{each}'" for each in sorted(closed - {None})]
-    for number, path in enumerate(_IMAGE):
+    for number, path in enumerate(IMAGE):
         show.append(f"mkdir -p '{path}' && mount --bind /mnt/{number} '{path}'")
     return "\n".join(keep), "\n".join(show)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.pods import Pods
+from tests.engines.pods import IMAGE, Pods
 from zrpc.membership.secret import new_secret
 
 pytestmark = pytest.mark.engine
@@ -58,6 +58,8 @@ def test_the_manifests_fit_together() -> None:
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[Pods]:
     """The pods of the example's Job."""
+    if hidden := [str(path) for path in IMAGE if path.stat().st_mode & 0o5 != 0o5]:
+        pytest.skip(f"needs {' and '.join(hidden)} to be readable by other users: chmod o+rx")
     # Not pytest's own directory, which other users can't read.
     with tempfile.TemporaryDirectory(prefix="zrpc-pods-") as path:
         directory = Path(path)

@@ -51,7 +51,7 @@ class WorkerTrace:
 
     def write(self, path: Path) -> None:
         """Writes it to a file, which appears only when it is complete."""
-        part = path.with_name(f".{path.name}")
+        part = path.with_name(f"{path.name}.part")
         part.write_text(json.dumps(asdict(self)))
         part.replace(path)
 
