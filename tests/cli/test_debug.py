@@ -19,19 +19,25 @@ from tests.support.terminal import DEADLINE, TerminalProgram
 from tests.support.waiting import until
 
 ZRPC = ["-m", "zrpc.cli"]
-BEGIN = """
+IMPORTS = """
     import os
     import zrpc as rpc
     rank = int(os.environ["RANK"])
+"""
+INIT_RPC = """
     rpc.init_rpc(f"worker{rank}")
 """
+BEGIN = IMPORTS + INIT_RPC
 HANDLER = (
-    BEGIN
+    IMPORTS
     + """
     def handler(number):
         local = number + 1
         breakpoint()
         return local
+    """
+    + INIT_RPC
+    + """
     if rank == 0:
         print("got", rpc.rpc_sync("worker1", handler, (6,), timeout=2))
     rpc.shutdown()

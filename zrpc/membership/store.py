@@ -104,16 +104,18 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
     def connect() -> None:
         try:
-            store = TCPStore(
-                host,
-                port,
-                None,
-                hosts,
-                left,
-                wait_for_workers=False,
-                multi_tenant=not agent_store(),
-                master_listen_fd=_listen(host, port) if hosts else None,
-            )
+            # Entered here: the thread may log after nobody waits for it any longer.
+            with without_errors():
+                store = TCPStore(
+                    host,
+                    port,
+                    None,
+                    hosts,
+                    left,
+                    wait_for_workers=False,
+                    multi_tenant=not agent_store(),
+                    master_listen_fd=_listen(host, port) if hosts else None,
+                )
         except BaseException as error:
             made.append(error)
         else:
@@ -122,9 +124,8 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
     # In a thread of its own: if something else listens at that address, TCPStore waits for an
     # answer without limit, and neither a timeout nor Ctrl-C ends that.
     thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
-    with without_errors():
-        thread.start()
-        thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
     error = made[0] if made else None
     if isinstance(error, Store):
         return error
