@@ -22,6 +22,7 @@ from zrpc.transport.curve import Curve, Gatekeeper, KeyPair, PeerKey
 from zrpc.transport.identity import NOBODY, identity_of
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.network import BULK_BYTES, Network
+from zrpc.transport.unix_stream import DirectMailbox
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -162,10 +163,10 @@ def test_an_inbox_that_poses_as_a_peer_receives_nothing(
 class Meeting:
     """Three networks with keys; the third one's worker attacks with what it knows itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, ipc: bool = False) -> None:
         self.keys = [KeyPair.new() for _ in range(3)]
         self.peers = peer_keys(self.keys)
-        self.networks = [Network(b"z%d" % rank, rank, 3, False) for rank in range(3)]
+        self.networks = [Network(b"z%d" % rank, rank, 3, ipc) for rank in range(3)]
         self.endpoints = [
             network.listen_tcp("127.0.0.1", Curve(keys, self.peers))
             for network, keys in zip(self.networks, self.keys, strict=True)
@@ -298,6 +299,34 @@ def test_a_member_on_tcp_cannot_pose_as_a_neighbour(
         gatekeeper.close()
     finally:
         inbox.close()
+
+
+@pytest.mark.parametrize("letter", [b"z", b"b"])
+def test_a_member_on_tcp_cannot_cut_off_a_neighbour(
+    context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch, letter: bytes
+) -> None:
+    """No connection is broken, by which messages of a neighbour are in flight."""
+
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError
+
+    # Then ZeroMQ carries small messages, too.
+    monkeypatch.setattr(DirectMailbox, "__init__", refuse)
+    with contextlib.closing(Meeting(ipc=True)) as meeting:
+        neighbour, victim = meeting.networks[:2]
+        neighbour.connect(["", f"ipc://{victim.directory.socket_path}"])
+        message = b"x" * (BULK_BYTES if letter == b"b" else 1)
+        neighbour.send(1, message)
+        assert senders(victim, 1) == [(letter + b"0", message)]
+        boxes = neighbour._bulk if letter == b"b" else neighbour._mailboxes
+        with boxes[1]._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED) as broken:
+            for _ in range(3):
+                with attacker(context, meeting, letter + b"0") as posing:
+                    posing.send(b"as worker 0")
+                    assert senders(victim, 1) == [(letter + b"2", b"as worker 0")]
+                    neighbour.send(1, message)
+                    assert senders(victim, 1) == [(letter + b"0", message)]
+            assert not broken.poll(0)
 
 
 def greeted(watched: Network, watching: Network) -> tuple[bytes, bytes, list[bytes]] | None:

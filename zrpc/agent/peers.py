@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # How often a worker that was declared dead, and is heard all the same, is told so.
 _TELL_DEAD_SECONDS = 1.0
+# How long that message has to be sent. The lost worker may not exist any more.
+_SEND_SECONDS = 10.0
 # These losses are known to the lost worker.
 _SAID_BY_ITSELF = (Reason.LEFT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
 
@@ -64,7 +66,8 @@ class Peers:
         self._lost = lost
         self._on_member_lost = on_member_lost
         self._explain = explain
-        self._told_dead: dict[MemberId, float] = {}  # when each may be told again
+        # When lost members were told so last; their mailboxes are open since.
+        self._told_dead: dict[MemberId, float] = {}
         # The routing ids of the members' heartbeats, as the last greeting of each shows.
         self._heartbeats: dict[MemberId, bytes] = {}
         for info in membership.infos.values():
@@ -91,6 +94,10 @@ class Peers:
             self._dispatcher.dispatch(identity, first, ())
         for loss in self._liveness.tick(self._shutdown.waits_for_all):
             self._drop(loss)
+        before = time.monotonic() - _SEND_SECONDS
+        for member in [m for m, told in self._told_dead.items() if told < before]:
+            del self._told_dead[member]
+            self._network.drop(member)
 
     # -- what services learn of members ----------------------------------------------------
 
@@ -157,9 +164,11 @@ class Peers:
         if message.kind == Kind.TERMINATION:
             # It may have gone together with the word that all may go.
             self._shutdown.receive(member, message.body)
+        if message.kind == Kind.LEAVE or self._liveness.reason(member) in _SAID_BY_ITSELF:
+            return
         now = time.monotonic()
-        if message.kind != Kind.LEAVE and now > self._told_dead.get(member, 0.0):
-            self._told_dead[member] = now + _TELL_DEAD_SECONDS
+        if now > self._told_dead.get(member, 0.0) + _TELL_DEAD_SECONDS:
+            self._told_dead[member] = now
             self._network.send(member, self._notice(member), (), False)
 
     def _on_greeting(self, member: MemberId) -> None:

@@ -386,7 +386,7 @@ class Mesh:
 
 
 def _inbox_and_token() -> tuple[str, bytes]:
-    """On a worker: returns its Unix socket, and the end of its routing ids."""
+    """On a worker: returns its Unix socket, and the token in its routing ids."""
     from zrpc.agent.current import current_agent
 
     membership = current_agent().membership

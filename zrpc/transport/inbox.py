@@ -14,7 +14,7 @@ import zmq
 
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
-from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of, random_routing_id
+from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
 from zrpc.transport.poller import Poller, supports_polling
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
@@ -64,7 +64,6 @@ class Inbox:
         self._socket.backlog = BACKLOG
         self._timeout_ms = -1
         self.received_bytes = 0
-        self._keyed = False  # whether connections by TCP have keys
         # Senders by routing ids that nobody can guess but their two ends. So such an id needs to be
         # checked only once.
         self._senders: dict[bytes, bytes] = {}
@@ -93,12 +92,6 @@ class Inbox:
             self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
         return endpoint
 
-    def local_routing_id(self, identity: bytes) -> bytes:
-        """Returns a routing id for a connection of this process itself, of this identity."""
-        made = random_routing_id(identity)
-        self._senders[made] = identity
-        return made
-
     def listen_again(self) -> None:
         """Accepts direct connections again, after a lack of descriptors."""
         if self._direct is not None:
@@ -120,7 +113,6 @@ class Inbox:
         self._socket.maxmsgsize = MAX_FRAME_BYTES
         if curve is not None:
             curve.guard_inbox(self._socket)
-            self._keyed = True
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
@@ -219,8 +211,8 @@ class Inbox:
             return None
         try:
             # The routing id is always followed by a frame.
-            identity = self._senders.get(routing_id) if self._keyed else routing_id
-            if identity and identity[0]:
+            identity = self._senders.get(routing_id)
+            if identity is not None:
                 first: bytes = self._socket.recv()
             else:
                 frame: zmq.Frame = self._socket.recv(copy=False)
@@ -243,15 +235,16 @@ class Inbox:
         `zrpc.transport.curve`. For heartbeats, whose connection is answered, all of it does.
         """
         shown = routing_id if routing_id[0] else _own_identity(frame) or routing_id
+        identity = identity_of(shown)
         try:
             name = str(frame.get("User-Id")).encode()
-        except zmq.ZMQError:  # it has no key: it has come by the Unix socket, or none has
-            return shown
+        except zmq.ZMQError:  # it has no key: it is this worker, a neighbour, or none has a key
+            name = identity[1:]
         if shown[0] == HEARTBEAT_LETTER:
-            return shown if identity_of(shown)[1:] == name else NOBODY
+            return shown if identity[1:] == name else NOBODY
         sender = shown[:1] + name
-        # Without a random part it may be that of a neighbour on this host, too.
-        if identity_of(routing_id) != routing_id and len(self._senders) < _MAX_SENDERS:
+        # An id without a random part could later be that of another connection, too.
+        if routing_id[0] and identity != routing_id and len(self._senders) < _MAX_SENDERS:
             self._senders[routing_id] = sender
         return sender
 

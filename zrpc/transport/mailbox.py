@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 
 from zrpc.transport.chunks import CHUNK_BYTES, abort_chunk, chunks
+from zrpc.transport.identity import random_routing_id
 
 __all__ = ["Mailbox", "size_of"]
 
@@ -29,7 +30,7 @@ class Mailbox:
 
     Args:
         context: the context of all of the worker's sockets.
-        routing_id: the sender's, by which the peer's inbox recognizes its messages.
+        identity: the sender's, by which the peer's inbox recognizes its messages.
         endpoint: the peer's inbox.
         guard: makes the socket's connections succeed with that peer only, see `Curve`.
 
@@ -41,7 +42,7 @@ class Mailbox:
     def __init__(
         self,
         context: zmq.Context[Any],
-        routing_id: bytes,
+        identity: bytes,
         endpoint: str,
         guard: Callable[[zmq.Socket[Any]], None] | None = None,
     ) -> None:
@@ -50,7 +51,7 @@ class Mailbox:
         # Held for one message at a time; guards the socket, the counts and `_chunked`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
-        self._socket.routing_id = routing_id
+        self._socket.routing_id = random_routing_id(identity)
         # No high-water mark: it would drop answers or block the receiving thread. The caller limits
         # the bytes in flight instead.
         self._socket.sndhwm = 0

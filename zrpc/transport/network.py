@@ -16,7 +16,7 @@ from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
-from zrpc.transport.identity import bulk_identity, random_routing_id
+from zrpc.transport.identity import bulk_identity
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.mailbox import Mailbox, size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
@@ -84,8 +84,7 @@ class Network:
         self.receive = self._inbox.receive
         self.at_hand = self._inbox.at_hand
         self.heartbeats = Heartbeats(self._context, identity)
-        waker = self._inbox.local_routing_id(b"w")
-        self._waker = Mailbox(self._context, waker, self._inbox.inproc)
+        self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
         if ipc and self.directory is not None:
             self._inbox.bind_ipc(self.directory.socket_path)
         reserve.add_user()
@@ -297,12 +296,7 @@ class Network:
             except OSError:
                 pass  # the peer's system has no direct connections, or the peer has exited
         identity = bulk_identity(self._identity) if bulk else self._identity
-        guard = self._guard(peer)
-        if guard is not None:
-            identity = random_routing_id(identity)
-        elif self._curve is not None and peer == self._own_id:
-            identity = self._inbox.local_routing_id(identity)
-        return Mailbox(self._context, identity, endpoint, guard)
+        return Mailbox(self._context, identity, endpoint, self._guard(peer))
 
     def _replace(self, peer: int, broken: AnyMailbox) -> AnyMailbox:
         """Returns the mailbox that replaces one whose direct connection has broken."""

@@ -77,7 +77,7 @@ class Relays:
 
     Args:
         inboxes: the workers' Unix sockets, by rank; no worker has connected to them yet.
-        tokens: the rank of each worker, by the common end of its routing ids.
+        tokens: the rank of each worker, by the token in its routing ids.
 
     `link` and `close` may be called from any thread.
     """
