@@ -122,6 +122,44 @@ def test_a_handler_for_another_signal_cannot_be_held_back() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+def test_a_handler_that_cannot_be_hashed_cannot_be_held_back() -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, *_: Any) -> None:
+            raise Interruption
+
+    before = signal.signal(signal.SIGTERM, Unhashable())
+    try:
+        assert not hold_interrupts()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.system
+def test_a_thread_that_forks_is_the_main_thread_of_the_child() -> None:
+    statuses = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                assert hold_interrupts()
+                interrupt()
+                release_interrupts()
+            except KeyboardInterrupt:
+                status = 0
+            finally:
+                os._exit(status)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert statuses == [0]
+
+
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -8,6 +8,7 @@ that was received and not yet handled.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,11 @@ _OTHERS = tuple(
     if hasattr(signal, name)
 )
 # These raise nothing, and neither does a handler that is not Python's (None).
-_HARMLESS = (int(signal.SIG_DFL), int(signal.SIG_IGN), None)
+_HARMLESS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None))
+_get_ident = threading.get_ident
+
+# The main thread's ident. After a fork, the only thread of the child is its main thread.
+_main_ident = threading.main_thread().ident
 
 # State of the main thread only. How often hold_interrupts() is nested (it may send while it
 # receives).
@@ -49,16 +54,20 @@ def hold_interrupts() -> bool:
         deferred as well, since a signal could arrive while the handlers are being replaced.
     """
     global _depth, _saved_handler, _interrupted
-    if threading.get_ident() != threading.main_thread().ident:
+    if _get_ident() != _main_ident:
         return True
     if _depth:
         _depth += 1
         return True
-    for number in _OTHERS:
-        if _get(number) not in _HARMLESS:
+    try:
+        # Without a loop, since this is done for each message.
+        if not _HARMLESS.issuperset(map(_get, _OTHERS)):
             return False
-    handler = _get(_INTERRUPT)
-    if handler not in _HARMLESS:
+        handler = _get(_INTERRUPT)
+        harmless = handler in _HARMLESS
+    except TypeError:  # a handler that can't be hashed is the program's own
+        return False
+    if not harmless:
         _saved_handler, _interrupted = handler, False
         _set(_INTERRUPT, _record_interrupt)
         _depth = 1
@@ -73,7 +82,7 @@ def release_interrupts() -> None:
             something else.
     """
     global _depth, _saved_handler, _interrupted
-    if not _depth or threading.get_ident() != threading.main_thread().ident:
+    if not _depth or _get_ident() != _main_ident:
         return
     _depth -= 1
     if _depth:
@@ -89,3 +98,12 @@ def release_interrupts() -> None:
 def _record_interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
     _interrupted = True
+
+
+def _find_main_thread() -> None:
+    global _main_ident
+    _main_ident = _get_ident()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_find_main_thread)

@@ -15,7 +15,7 @@ The first frame of a stream's first message is the identity of the sender.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zrpc.errors import ProtocolError
@@ -31,6 +31,7 @@ MAX_MESSAGE_BYTES = 1 << 20
 _HEADER = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
 
+_HEADER_SIZE = _HEADER.size
 _pack, _unpack_from = _HEADER.pack, _HEADER.unpack_from
 
 
@@ -49,48 +50,54 @@ class Unpacker:
         self._rest = bytearray()  # the beginning of an incomplete message
         self._needed = 0  # the length of that before it is parsed again
 
-    def feed(self, data: memoryview) -> Iterator[Unpacked]:
-        """Adds the next bytes of the stream, which are copied. The iterator must be exhausted.
+    def feed(self, data: memoryview, messages: list[Unpacked]) -> None:
+        """Adds the next bytes of the stream, which are copied.
 
-        Yields:
-            The complete messages, each as its first frame and the others, which are writable and
-            have memory of their own.
+        Args:
+            data: the bytes.
+            messages: gets the complete messages, each as its first frame and the others, which are
+                writable and have memory of their own.
 
         Raises:
-            ProtocolError: the bytes are not a stream of messages.
+            ProtocolError: the bytes are not a stream of messages. Those before are in `messages`.
         """
         if not self._rest:
-            start = yield from self._complete_messages(data)
-            self._rest += data[start:]
+            start = self._find_messages(data, messages)
+            if start < len(data):
+                self._rest += data[start:]
             return
         self._rest += data
         if len(self._rest) >= self._needed:
             with memoryview(self._rest) as whole:
-                start = yield from self._complete_messages(whole)
+                start = self._find_messages(whole, messages)
             del self._rest[:start]
 
-    def _complete_messages(self, data: memoryview) -> Generator[Unpacked, None, int]:
-        """Yields the complete messages; returns the offset of their end."""
+    def _find_messages(self, data: memoryview, messages: list[Unpacked]) -> int:
+        """Adds the complete messages to a list; returns the offset of their end."""
         start, end = 0, len(data)
-        self._needed = _HEADER.size
-        while end - start >= _HEADER.size:
+        self._needed = _HEADER_SIZE
+        while end - start >= _HEADER_SIZE:
             size, count = _unpack_from(data, start)
-            at = start + _HEADER.size
-            sizes: Sequence[int] = ()
+            at = start + _HEADER_SIZE
             stop = at + size
+            if not count and stop <= end:
+                messages.append((bytes(data[at:stop]), ()))
+                start = stop
+                continue
+            sizes: Sequence[int] = ()
             if count:
                 _check_size(size + _SIZE.size * count)
                 at += _SIZE.size * count
                 if at > end:
                     self._needed = at - start
                     break
-                sizes = struct.unpack_from(f"<{count}I", data, start + _HEADER.size)
+                sizes = struct.unpack_from(f"<{count}I", data, start + _HEADER_SIZE)
                 stop = at + size + sum(sizes)
             if stop > end:
                 _check_size(stop - at)
                 self._needed = stop - start
                 break
-            yield _copy_frames(data, at, size, sizes)
+            messages.append(_copy_frames(data, at, size, sizes))
             start = stop
         return start
 
@@ -98,8 +105,6 @@ class Unpacker:
 def _copy_frames(data: memoryview, at: int, size: int, sizes: Sequence[int]) -> Unpacked:
     """Copies the frames that begin at an offset."""
     first = bytes(data[at : at + size])
-    if not sizes:
-        return first, ()
     others = []
     for each in sizes:
         at += size

@@ -201,7 +201,10 @@ class DirectMailbox:
         with self._mutex:
             unsent = list(self._queue)
             self._close()
-        return [message for data in unsent for message in Unpacker().feed(memoryview(data))]
+        messages: list[Unpacked] = []
+        for data in unsent:
+            Unpacker().feed(memoryview(data), messages)
+        return messages
 
     def close(self, linger: float) -> None:
         """Closes the socket; queued messages have ``linger`` seconds to be sent."""
@@ -289,13 +292,10 @@ class DirectInbox:
             self._unwatched.append(connection)
 
     def _read(self, connection: _Connection) -> None:
+        messages: list[Unpacked] = []
         try:
             size = self._memory.receive(connection.socket)
-            for first, buffers in connection.unpacker.feed(self._memory.view[:size]):
-                if connection.identity:
-                    self._deliver((connection.identity, first, buffers))
-                else:
-                    connection.identity = first
+            connection.unpacker.feed(self._memory.view[:size], messages)
         except BlockingIOError:
             return
         except OSError:
@@ -305,6 +305,11 @@ class DirectInbox:
             # detection fails the calls whose messages are lost.
             logger.error("a direct connection is closed: %r", error)
             size = 0
+        for first, buffers in messages:
+            if connection.identity:
+                self._deliver((connection.identity, first, buffers))
+            else:
+                connection.identity = first
         if not size:
             self._poller.forget(connection.socket.fileno())
             self._connections.discard(connection)
