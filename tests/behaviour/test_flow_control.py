@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,15 +12,21 @@ import pytest
 import torch
 
 import zrpc as rpc
-from zrpc.calls.flow_control import OVERHEAD_BYTES
+from tests.support.waiting import until
+from zrpc.calls.flow_control import OVERHEAD_BYTES, FlowControl
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
 LIMIT = 1 << 20
 SIZE = LIMIT // 16  # of one argument
-pytestmark = pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": LIMIT})
+pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flight": LIMIT})
 
 gate = threading.Event()
+
+
+def until_empty(window: FlowControl) -> None:
+    """Waits until no call takes any room: the thread that settles one wakes the caller first."""
+    until(lambda: not len(window), "all room is free")
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +57,8 @@ def test_calls_wait_rather_than_pile_up(mesh: Mesh) -> None:
     window = mesh.agent(0).caller.flow_control
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood, 40)
-        while not window._waiting:
-            assert not flooding.done()
-            time.sleep(0.001)
+        until(lambda: window._waiting or flooding.done(), "a call waits for room")
+        assert not flooding.done()
         assert 0 < len(window) <= LIMIT
         # Calls of other threads wait behind it, not beyond their timeouts.
         with (
@@ -66,7 +70,7 @@ def test_calls_wait_rather_than_pile_up(mesh: Mesh) -> None:
             assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
         gate.set()
         assert flooding.result(30) == 40 * SIZE // 4
-    assert len(window) == 0
+    until_empty(window)
 
 
 def pause(number: Any) -> Any:
@@ -83,14 +87,13 @@ def test_also_small_calls_wait(mesh: Mesh) -> None:
     window, most = mesh.agent(0).caller.flow_control, LIMIT // OVERHEAD_BYTES
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
-        while not window._waiting:
-            assert not flooding.done()
-            time.sleep(0.001)
+        until(lambda: window._waiting or flooding.done(), "a call waits for room")
+        assert not flooding.done()
         assert most // 2 < len(mesh.agent(0).caller.calls) <= most + 1
         assert len(mesh.agent(1).callee.requests) <= most
         gate.set()
         assert flooding.result(30) == list(range(4 * most))
-    assert len(window) == 0
+    until_empty(window)
 
 
 def fill(to: Any) -> Any:
@@ -167,7 +170,7 @@ def test_calls_from_a_coroutine_are_sent_when_there_is_room(mesh: Mesh, where: s
         assert len(mesh.agent(there).callee.requests) <= 17  # 16 that fit, and that of the handler
         gate.set()
         assert flooding.result(30) == [float(number) for number in range(40)]
-    assert len(agent.caller.flow_control) == 0
+    until_empty(agent.caller.flow_control)
 
 
 async def cancel_what_waits() -> Any:
@@ -182,13 +185,13 @@ def test_what_a_coroutine_cancels_is_never_sent(mesh: Mesh) -> None:
     sent = mesh.agent(0).network.sent([1])
     assert mesh.run(0, asyncio.run, cancel_what_waits()) == (True, 20 * SIZE // 4)
     assert mesh.agent(0).network.sent([1]) - sent == 20
-    assert len(mesh.agent(0).caller.flow_control) == 0
+    until_empty(mesh.agent(0).caller.flow_control)
 
 
 async def wait_in_vain() -> Any:
     tensor = torch.zeros(SIZE // 4)
     futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(20)]
-    with pytest.raises(rpc.RpcTimeoutError):
+    with pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"):
         await rpc.rpc_async(1, slow, (tensor,), timeout=0.05)
     gate.set()
     return sum([await future for future in futures])
@@ -196,7 +199,7 @@ async def wait_in_vain() -> Any:
 
 def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh: Mesh) -> None:
     assert mesh.run(0, asyncio.run, wait_in_vain()) == 20 * SIZE // 4
-    assert len(mesh.agent(0).caller.flow_control) == 0
+    until_empty(mesh.agent(0).caller.flow_control)
 
 
 def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh: MakeMesh) -> None:

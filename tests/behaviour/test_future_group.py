@@ -14,7 +14,7 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo, fail
-from tests.support.waiting import SOON
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
@@ -172,13 +172,14 @@ def test_wait_all_in_a_callback_runs_the_callbacks_that_it_waits_for() -> None:
     assert seen == [[1, 2]]
 
 
-def test_futures_that_were_waited_for_are_freed_at_once(shared: Mesh) -> None:
+def test_futures_that_were_waited_for_are_freed_without_the_collector(shared: Mesh) -> None:
     futures = [rpc.rpc_async(1, echo, (i,)) for i in range(3)]
     gone = [weakref.ref(future) for future in futures]
     gc.disable()
     try:
         rpc.wait_all(futures)
         del futures
-        assert [ref() for ref in gone] == [None] * 3
+        # The thread that settled a call wakes the one that waits, and then drops the future.
+        until(lambda: not any(ref() for ref in gone), "all are freed")
     finally:
         gc.enable()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ class Peers:
 
     def __init__(self, limit: Any) -> None:
         self.window = FlowControl(limit)
-        self.calls = PendingCalls(on_settled=self.window.leave)
+        self.calls = PendingCalls(on_settled=self.window.leave, unsent=self.window.no_room)
 
     def call(self, size: Any, peer: int = 1, caller: Any = None, timeout: Any = LONG) -> Any:
         """Enters a call; returns it, and whether it may be sent."""
@@ -111,6 +112,26 @@ def test_the_deadline_holds_in_the_queue() -> None:
     peers.answer(first)
     assert len(peers.window) == 0
     assert len(peers.calls) == 0
+
+
+def test_the_error_names_the_limit_if_the_io_thread_sees_the_deadline_first() -> None:
+    peers = Peers(10 * KIB)
+    peers.call(9 * KIB, timeout=0)
+    thread, found = peers.waiting_call(KIB)
+    peers.calls.expire(time.monotonic() + 2 * LONG)
+    thread.join(LONG)
+    [(call, sent)] = found
+    assert not sent
+    error = call.claim()
+    assert isinstance(error, RpcTimeoutError)
+    assert "max_bytes_in_flight" in str(error)
+
+
+def test_a_call_that_has_left_does_not_blame_the_limit() -> None:
+    peers = Peers(10 * KIB)
+    call, _ = peers.call(9 * KIB)
+    peers.calls.expire(time.monotonic() + 2 * LONG)
+    assert "max_bytes_in_flight" not in str(call.claim())
 
 
 def test_calls_to_a_lost_peer_no_longer_wait() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.drop_in.conftest import Commands
+from tests.support.programs import Programs
 from zrpc.drop_in.check import uses_in_program, uses_in_source
 
 Write = Callable[[str, str], Path]
@@ -114,5 +115,21 @@ def test_the_command_lists_names_and_places(write: Write, commands: Commands) ->
         4 names of torch's RPC, 2 not supported
         """)  # noqa: E501
     assert ended.returncode == 1
-    write("program.py", "from torch.distributed.rpc import rpc_sync")
-    assert commands("-m", "zrpc.cli", "run", "--check", "program.py").returncode == 0
+
+
+@pytest.mark.system
+def test_the_command_succeeds_if_all_names_are_supported(programs: Programs) -> None:
+    program = programs.write("from torch.distributed.rpc import rpc_sync", "program.py")
+    (ended,) = programs.run(
+        f"""
+        import sys
+        from zrpc.cli import main
+        sys.argv = ["zrpc", "run", "--check", {str(program)!r}]
+        main()
+        """,
+        1,
+    )
+    assert (ended.code, ended.output.splitlines()[-1]) == (
+        0,
+        "1 names of torch's RPC, 0 not supported",
+    )

@@ -102,9 +102,9 @@ class Caller:
         self.complete = receiver.complete
         self._submit_job = submit
         self._why_gone = why_gone
-        self.flow_control = FlowControl(options.max_bytes_in_flight)
+        self.flow_control = flow = FlowControl(options.max_bytes_in_flight)
         self.calls = PendingCalls(
-            self.flow_control.leave, self._post_cancel, explain, self._describe
+            flow.leave, self._post_cancel, explain, self._describe, flow.no_room
         )
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None

@@ -181,6 +181,12 @@ class FlowControl:
             else:
                 self._free(key, taken)
 
+    def no_room(self, call: PendingCall) -> RpcTimeoutError | None:
+        """Makes the error of a call whose deadline passes while it waits for room; else None."""
+        found = self._taken.get(call.call_id)  # atomic, so it needs no lock
+        waits = found is not None and isinstance(found[1], _Waiter)
+        return no_room(call, self.limit) if waits else None
+
     def __len__(self) -> int:
         """How many bytes are in flight."""
         with self._lock:

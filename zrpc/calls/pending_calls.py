@@ -274,6 +274,8 @@ class PendingCall:
 
     def timed_out(self) -> RpcTimeoutError:
         """The error of a call whose deadline has passed."""
+        if (unsent := self._calls.unsent(self)) is not None:
+            return unsent
         what = self.what or getattr(self.kind, "name", "a request")
         where = self._calls.describe(self.peer)
         return RpcTimeoutError(
@@ -292,6 +294,8 @@ class PendingCalls:
         explain: what is known about why a peer does not answer, for error messages: text that
             begins with a semicolon, or nothing. Any thread may call it.
         describe: a peer's name and rank, for error messages. Any thread may call it.
+        unsent: the error of a call whose deadline passes before it may be sent, else None. Any
+            thread may call it.
 
     Attributes:
         counts: of the calls that are settled.
@@ -304,11 +308,13 @@ class PendingCalls:
         on_cancelled: Callable[[PendingCall], None] = lambda _: None,
         explain: Callable[[MemberId], str] = lambda _: "",
         describe: Callable[[MemberId], str] = lambda peer: f"rank {rank_of(peer)}",
+        unsent: Callable[[PendingCall], RpcTimeoutError | None] = lambda _: None,
     ) -> None:
         self.on_settled = on_settled
         self.on_cancelled = on_cancelled
         self.explain = explain
         self.describe = describe
+        self.unsent = unsent
         self.counts = Table(CallCount)
         # Single operations on the dict are atomic; pop decides which thread settles a call.
         self._calls: dict[int, PendingCall] = {}
