@@ -16,7 +16,9 @@ def command() -> None:
 
     Each value is followed by the variable that it is from: torch's, or those of Open MPI, Slurm,
     PMI or a Kubernetes indexed Job. Run it as the engine runs your script, such as srun zrpc env.
-    Exits with 1 if init_rpc() without arguments would not find a rank or the master.
+
+    The exit code is 1 if init_rpc() without arguments would not find a rank or the master,
+    otherwise 0.
     """
     settings = own_settings()
     for name in SETTINGS:

@@ -79,7 +79,8 @@ _SECTIONS = {
         "help_option_names": ["-h", "--help"],
     },
     epilog="Exit codes: 0 if all workers exited with 0; the code of the worker that failed first; "
-    "124 after the timeout; 128 plus the number of a signal; 2 for a wrong command line.",
+    "124 after the timeout; 128 plus the number of a signal to the launcher; 141 if the output was "
+    "closed by its reader; 2 for a wrong command line.",
 )
 @click.option(
     "-n",

@@ -32,6 +32,8 @@ def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> No
     distributed autograd, DistributedOptimizer and RemoteModule find zrpc's. All Python processes
     that the program starts run in the same way. All arguments after SCRIPT are its own.
 
+    The exit code is the program's; with --check, 1 if a name is not supported, otherwise 0.
+
     \b
     Examples:
       zrpc run train.py --epochs 3

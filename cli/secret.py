@@ -16,6 +16,8 @@ def command(file: Path | None) -> None:
 
     Writes it to FILE, a new file with mode 0600, or prints it if no FILE is given. Copy the file
     to each host, readable only by you, and set ZRPC_SECRET_FILE to its path.
+
+    The exit code is 0, or 1 if the file can't be written, or 2 if it exists.
     """
     if file is None:
         click.echo(new_secret())

@@ -9,9 +9,14 @@ import enum
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # for runtime_tables
+
+from runtime_tables import exit_code_table, logger_table
 
 import zrpc
 from zrpc.options import ZmqRpcBackendOptions
@@ -33,7 +38,7 @@ Every public name with its signature and the first sentence of its documentation
 `import zrpc as rpc` gives the names of the first two tables. The pages
 [functions and classes](api.md), [autograd, optimizers, modules](autograd.md), [errors](errors.md)
 and [`zrpc.testing`](testing.md) have the whole documentation. [Command line](command-line.md) has
-the commands, their exit codes and the environment variables.
+the commands, their options and the environment variables.
 """
 
 
@@ -48,6 +53,8 @@ def page() -> str:
         _error_table(errors, names),
         *(_module_table(module) for module in _MODULES + _TESTING),
         _option_table(),
+        exit_code_table(),
+        logger_table(),
     ]
     return "\n".join(parts)
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.example_commands import DEADLINE, EXAMPLES, Commands, Outcome, Scripts, finish
+from tests.examples.example_commands import (
+    DEADLINE,
+    EXAMPLES,
+    Commands,
+    Outcome,
+    Scripts,
+    finish,
+    not_printed,
+    shown,
+)
 from zrpc.testing.server import warm_server
 
 
@@ -34,10 +43,14 @@ def example() -> Callable[[str], Path]:
 
 @pytest.fixture
 def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., Outcome]:
-    """Runs an example with ``zrpc launch`` until it exits."""
+    """Runs an example with ``zrpc launch``, and checks that it prints what its page shows."""
 
     def launch(name: str, nprocs: int, *arguments: str, deadline: float = DEADLINE) -> Outcome:
-        return finish(commands.launch(nprocs, example(name), *arguments), deadline)
+        outcome = finish(commands.launch(nprocs, example(name), *arguments), deadline)
+        if outcome.code == 0:
+            _, lines = shown()[name]
+            assert not_printed(lines, outcome.out) == [], outcome
+        return outcome
 
     return launch
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.docs.pages import ROOT, blocks
 from tests.support.programs import Forked
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "examples.md"
 DEADLINE = 120.0  # seconds
+# Not the numbers in names, such as `worker1`, and not ranks, such as `[1]`.
+_NUMBER = re.compile(r"(?<![\w\[.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w\]])")
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 
 
@@ -104,3 +109,24 @@ def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Outcom
     """Waits until a command exits."""
     out, err = process.communicate(timeout=deadline)
     return Outcome(process.returncode, out, err)
+
+
+def shown() -> dict[str, tuple[str, list[str]]]:
+    """Returns the command and the output that the page of examples shows of each."""
+    sessions = {}
+    for block in blocks(PAGE):
+        command, *lines = block.text.splitlines()
+        name = re.search(r"examples/(\w+)\.py", command)
+        assert name is not None, command
+        sessions[name[1]] = command.removeprefix("$ "), [each for each in lines if each != "..."]
+    return sessions
+
+
+def not_printed(lines: list[str], output: str) -> list[str]:
+    """Returns the lines that are not in an output, whatever their numbers are."""
+    printed = {_without_numbers(line) for line in output.splitlines()}
+    return [line for line in lines if _without_numbers(line) not in printed]
+
+
+def _without_numbers(line: str) -> str:
+    return " ".join(_NUMBER.sub("N", line).split())

