@@ -49,10 +49,9 @@ def _launch_traced(job: Job, path: Path) -> int:
         # Not before: it imports torch, and the launcher forks.
         from zrpc.services.tracing.service import merge
 
-        workers = merge(Path(directory), path)
-    click.echo(
-        f"zrpc launch: the trace of {workers} of {job.nprocs} workers is in {path}", err=True
-    )
+        workers, cut = merge(Path(directory), path)
+    found = f"the trace of {workers} of {job.nprocs} workers is in {path}"
+    click.echo("\n".join(f"zrpc launch: {each}" for each in (found, *cut)), err=True)
     return code
 
 

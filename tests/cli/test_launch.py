@@ -233,3 +233,40 @@ def test_a_trace_that_cannot_be_written_is_known_before_any_worker_starts(tmp_pa
     assert code == 2
     assert "started" not in out
     assert "missing/trace.json" in err
+
+
+KILLED = """
+    import os, pathlib, signal, time
+    import zrpc
+
+    def killed():
+        with zrpc.span("the last thing"):
+            pass
+        # What is recorded is written soon after; then this worker is killed.
+        folder = pathlib.Path(os.environ["ZRPC_TRACE"])
+        while not any("the last thing" in path.read_text() for path in folder.glob("*.running")):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with zrpc.session() as worker:
+        if worker.rank == 0:
+            zrpc.rpc_sync("worker1", max, (1, 2))
+            try:
+                zrpc.rpc_sync("worker1", killed)
+            except zrpc.WorkerDied:
+                print("it died", flush=True)
+            zrpc.rpc_sync("worker2", min, (1, 2))
+"""
+
+
+def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(dedent(KILLED))
+    code, _, err = run("launch", "-n", "3", "--trace", "trace.json", "killed.py", cwd=tmp_path)
+    assert code == 128 + 9, err
+    workers, did = traced(tmp_path / "trace.json")
+    assert workers == {"worker0", "worker1", "worker2"}
+    assert {"rpc_sync#max(worker0 -> worker1)", "max", "the last thing"} <= did
+    missing = json.loads((tmp_path / "trace.json").read_text())["otherData"]["missing"]
+    why = "worker1 (rank 1): it was killed, or runs on; what it did last is missing"
+    assert why in missing
+    assert f"zrpc launch: {why}" in err

@@ -2,7 +2,8 @@
 
 The parts of an agent have a `Recorder` while a trace is on, and None otherwise: that is all that a
 call costs then. Nothing is added to messages: both ends of a call know its caller and its number,
-so their records are matched when the trace is put together. Times are those of ``time.monotonic``.
+so their records are matched when the trace is put together. Times are those of ``time.monotonic``;
+``begun`` is the first one of each record.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ __all__ = [
     "MessageRecord",
     "Record",
     "Recorder",
+    "Recording",
     "SpanRecord",
 ]
 
@@ -40,112 +42,64 @@ NO_PARENT = (NOBODY, 0)
 
 
 class CallRecord(NamedTuple):
-    """A call, at the caller.
+    """A call, at the caller."""
 
-    Attributes:
-        what: the function's name, or "".
-        kind: of its request.
-        peer: the callee.
-        call_id: its number.
-        parent: the caller and number of the call whose handler has made it; (-1, 0) if none has.
-        thread: the ident of the thread that has made it.
-        waits: whether that thread has waited for the answer at once.
-        packing, packed: when it was packed.
-        sending, left: when it was sent: the time between `packed` and `sending` is the wait for
-            room. 0 if it never was.
-        settled: when it got its outcome.
-        done: when the thread that has waited had its value; otherwise the same.
-        failed: whether the outcome is an error.
-        sent_bytes: the size of the request.
-        sent_shared: whether its large buffers went by shared memory.
-        answer_bytes: the size of the answer.
-        answer_shared: whether its large buffers came by shared memory.
-    """
-
-    what: str
-    kind: int
+    what: str  # the function's name, or ""
+    kind: int  # of its request
     peer: int
     call_id: int
-    parent: tuple[int, int]
-    thread: int
-    waits: bool
-    packing: float
+    parent: tuple[int, int]  # caller and number of the call whose handler has made it
+    thread: int  # the ident of the thread that has made it
+    waits: bool  # whether that thread has waited for the answer at once
+    begun: float  # when it began to be packed
     packed: float
-    sending: float
+    sending: float  # what lies between `packed` and this is the wait for room; 0 if never sent
     left: float
-    settled: float
-    done: float
+    settled: float  # when it got its outcome
+    done: float  # when the thread that has waited had its value; otherwise `settled`
     failed: bool
     sent_bytes: int
-    sent_shared: bool
+    sent_shared: bool  # whether the large buffers of the request went by shared memory
     answer_bytes: int
     answer_shared: bool
 
 
 class HandlerRecord(NamedTuple):
-    """A request, at the callee.
+    """A request, at the callee."""
 
-    Attributes:
-        what: the function's name, or "".
-        kind: of the request.
-        caller: who sent it.
-        call_id: the caller's number of the call.
-        thread: the ident of the thread that has begun it.
-        here: whether that thread has ended it too: not so for a coroutine or a future.
-        arrived, started, finished: when; it was answered after that.
-        failed: whether it has raised an error.
-        about: which backward pass the request is about, as of a `MessageRecord`.
-    """
-
-    what: str
+    what: str  # the function's name, or ""
     kind: int
     caller: int
     call_id: int
-    thread: int
-    here: bool
-    arrived: float
+    thread: int  # the ident of the thread that has begun it
+    here: bool  # whether that thread has ended it too: not so for a coroutine or a future
+    begun: float  # when it arrived
     started: float
-    finished: float
+    finished: float  # it was answered after that
     failed: bool
-    about: str
+    about: str  # which backward pass the request is about, as of a `MessageRecord`
 
 
 class MessageRecord(NamedTuple):
-    """A message of the reference count, or of autograd, that is not a call's.
-
-    Attributes:
-        kind: of the message.
-        peer: the other worker.
-        out: whether it was sent.
-        thread: the ident of the thread that has sent or received it.
-        at: when.
-        size: of the message, in bytes.
-        about: which autograd context or backward pass it is about, and after `` #`` which of the
-            sender's or receiver's messages; empty if it is about none.
-    """
+    """A message of the reference count, or of autograd, that is not a call's."""
 
     kind: int
     peer: int
-    out: bool
-    thread: int
-    at: float
-    size: int
+    out: bool  # whether it was sent
+    thread: int  # the ident of the thread that has sent or received it
+    begun: float
+    size: int  # in bytes
+    # Which autograd context or backward pass it is about, and after " #" which of the messages
+    # between these two workers; empty if it is about none.
     about: str
 
 
 class SpanRecord(NamedTuple):
-    """A piece of the program, or of zrpc, with a name.
-
-    Attributes:
-        name: its name.
-        thread: the ident of its thread.
-        task: the identity of the asyncio task that it ran in; 0 for none.
-        begun, ended: when.
-    """
+    """A piece of the program, or of zrpc, with a name."""
 
     name: str
-    thread: int
-    task: int
+    thread: int  # its ident
+    task: int  # the identity of the asyncio task that it ran in; 0 for none
     begun: float
     ended: float
 
@@ -224,30 +178,58 @@ class CallMarks:
         )
 
 
-class Recorder:
-    """The latest records of one worker. Any thread may call its methods.
+class Recording:
+    """The latest records for one trace. Any thread may add; one at a time may take.
 
     Args:
-        capacity: how many records are kept; the oldest are dropped.
-        describe: returns what a `Tag.PASS` extension says, for `MessageRecord.about`.
+        capacity: how many records are kept until they are taken; the oldest are dropped.
     """
 
-    def __init__(self, capacity: int, describe: Callable[[bytes], str]) -> None:
-        self._describe = describe
+    def __init__(self, capacity: int) -> None:
+        self._since = monotonic()
         # The type and the fields of each. To make a named tuple takes much longer.
         self._records: deque[tuple[Any, tuple[Any, ...]]] = deque(maxlen=capacity)
         # An increment is atomic, see `zrpc.calls.call_counters`.
-        self._added = 0
+        self._added = self._taken = 0
 
     def add(self, kind: type[Record], fields: tuple[Any, ...]) -> None:
         """Adds a record: its type, and its fields."""
-        self._added += 1
         self._records.append((kind, fields))
+        self._added += 1
 
-    def records(self) -> tuple[list[Record], int]:
-        """Returns the records, and how many were dropped."""
-        records = [kind(*fields) for kind, fields in self._records.copy()]
-        return records, max(0, self._added - len(records))
+    def take(self) -> list[Record]:
+        """Removes and returns the records; leaves out what had begun before this trace."""
+        taken = []
+        for _ in range(len(self._records)):
+            kind, fields = self._records.popleft()
+            taken.append(kind(*fields))
+        self._taken += len(taken)
+        return [each for each in taken if each.begun >= self._since]
+
+    @property
+    def dropped(self) -> int:
+        """How many records were dropped so far."""
+        return max(0, self._added - self._taken - len(self._records))
+
+
+class Recorder:
+    """Records what happens on one worker, for all traces that are on.
+
+    Any thread may call its methods.
+
+    Args:
+        recordings: one for each trace.
+        describe: returns what a `Tag.PASS` extension says, for `MessageRecord.about`.
+    """
+
+    def __init__(self, recordings: Collection[Recording], describe: Callable[[bytes], str]) -> None:
+        self._recordings = tuple(recordings)
+        self._describe = describe
+
+    def add(self, kind: type[Record], fields: tuple[Any, ...]) -> None:
+        """Adds a record: its type, and its fields."""
+        for recording in self._recordings:
+            recording.add(kind, fields)
 
     def on_handled(self, request: Message, started: float, finished: float, failed: bool) -> None:
         """A request has run."""

@@ -3,32 +3,31 @@
 Each worker is a process of the trace, and its threads are threads there. What a thread did one
 after another is on its row. What overlaps is on rows of its own: the time on the wire, in the
 queue, and calls whose answers no thread waits for at once.
+
+Perfetto is stricter than the format: it takes a process or thread with the number 0 for an idle
+one, and the thread with its process's number for the main thread. Arrows need a number, not a
+text, as their id, and the id of what overlaps must be local to its process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from zrpc.calls.function_names import call_title, kind_name, readable
-from zrpc.calls.recorder import (
-    NO_PARENT,
-    CallRecord,
-    HandlerRecord,
-    MessageRecord,
-    Record,
-)
+from zrpc.calls.recorder import NO_PARENT, CallRecord, HandlerRecord, MessageRecord, Record
 from zrpc.services.tracing.clock import Clocks, Offset
 from zrpc.services.tracing.worker_trace import WorkerTrace
 
 __all__ = ["chrome_trace"]
 
 Event = dict[str, Any]
-# A call's caller and number.
-_Key = tuple[int, int]
 
-# A message is an instant. It is shown with this length, so that arrows can begin and end there.
-_MESSAGE_MICROSECONDS = 1.0
+# A message is an instant. It is shown with this length, so that arrows can begin and end there. No
+# thread does two things within it: what overlaps in part on a row is not shown.
+_MESSAGE_SECONDS = 1e-7
 
 
 def chrome_trace(traces: Sequence[WorkerTrace], missing: Iterable[str] = ()) -> dict[str, Any]:
@@ -36,36 +35,43 @@ def chrome_trace(traces: Sequence[WorkerTrace], missing: Iterable[str] = ()) -> 
 
     Args:
         traces: the first one's clock is the trace's.
-        missing: why the traces of other workers are not there, for the reader.
+        missing: which traces are not there, or not whole, and why; for the reader.
     """
-    records = {trace.member: trace.records() for trace in traces}
-    offsets = _align(records, traces[0].member) if traces else {}
-    begin = min(
-        (
-            _first_time(each) - _ahead(offsets, member)
-            for member in records
-            for each in records[member]
-        ),
-        default=0.0,
-    )
     handlers = {
-        (each.caller, each.call_id): (member, each)
-        for member in records
-        for each in records[member]
+        (each.caller, each.call_id, trace.member): each
+        for trace in traces
+        for each in trace.records
         if isinstance(each, HandlerRecord)
     }
+    pairs = [
+        (trace.member, each, handlers[trace.member, each.call_id, each.peer])
+        for trace in traces
+        for each in trace.records
+        if isinstance(each, CallRecord) and each.sending
+        if (trace.member, each.call_id, each.peer) in handlers
+    ]
+    clocks = Clocks()
+    for member, call, handler in pairs:
+        clocks.add(member, call.peer, call.sending, handler.begun, handler.finished, call.settled)
+    offsets = clocks.offsets(traces[0].member) if traces else {}
+    ahead = {each.member: offsets.get(each.member, Offset(0.0, 0.0)).seconds for each in traces}
+    begin = min(
+        (each.begun - ahead[trace.member] for trace in traces for each in trace.records),
+        default=0.0,
+    )
+    # Numbers of threads that are no process's, and of arrows, by what they are about.
+    threads, arrows = count(len(traces) + 1), defaultdict[str, int](count(1).__next__)
+    workers = {
+        each.member: _Worker(each, process, begin + ahead[each.member], threads, arrows)
+        for process, each in enumerate(traces, 1)
+    }
     events: list[Event] = []
-    for trace in traces:
-        row = _Row(trace, begin + _ahead(offsets, trace.member))
-        events += row.heading()
-        for record in records[trace.member]:
-            events += row.events(record)
-    rows = {trace.member: _Row(trace, begin + _ahead(offsets, trace.member)) for trace in traces}
-    for member in records:
-        for each in records[member]:
-            if isinstance(each, CallRecord) and (member, each.call_id) in handlers:
-                callee, handler = handlers[member, each.call_id]
-                events += _between(rows[member], each, rows[callee], handler)
+    for worker in workers.values():
+        events += worker.heading()
+        for record in worker.trace.records:
+            events += worker.events(record)
+    for member, call, handler in pairs:
+        events += _between(workers[member], call, workers[call.peer], handler)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -81,101 +87,85 @@ def chrome_trace(traces: Sequence[WorkerTrace], missing: Iterable[str] = ()) -> 
     }
 
 
-def _align(records: Mapping[int, Sequence[Record]], reference: int) -> dict[int, Offset]:
-    """Returns how far the workers' clocks are ahead of one of them."""
-    handlers = {
-        (each.caller, each.call_id, member): each
-        for member in records
-        for each in records[member]
-        if isinstance(each, HandlerRecord)
-    }
-    clocks = Clocks()
-    for member in records:
-        for each in records[member]:
-            if isinstance(each, CallRecord) and each.sending:
-                handler = handlers.get((member, each.call_id, each.peer))
-                if handler is not None:
-                    times = each.sending, handler.arrived, handler.finished, each.settled
-                    clocks.add(member, each.peer, *times)
-    return clocks.offsets(reference)
-
-
-def _ahead(offsets: Mapping[int, Offset], member: int) -> float:
-    return offsets[member].seconds if member in offsets else 0.0
-
-
-def _first_time(record: Record) -> float:
-    if isinstance(record, CallRecord):
-        return record.packing
-    if isinstance(record, HandlerRecord):
-        return record.arrived
-    return record.at if isinstance(record, MessageRecord) else record.begun
-
-
-class _Row:
+class _Worker:
     """The events of one worker.
 
     Args:
+        trace: what it has recorded.
+        process: its number in the trace; that of its main thread is the same.
         begin: the time on this worker's clock that is the trace's 0.
+        threads: numbers for its other threads.
+        arrows: the number of each arrow, by what it is about.
     """
 
-    def __init__(self, trace: WorkerTrace, begin: float) -> None:
-        self._trace = trace
+    def __init__(
+        self,
+        trace: WorkerTrace,
+        process: int,
+        begin: float,
+        threads: Iterator[int],
+        arrows: defaultdict[str, int],
+    ) -> None:
+        self.trace = trace
+        self._process = process
         self._begin = begin
-        self._threads = {ident: number for number, ident in enumerate(trace.threads, 1)}
+        self._threads = defaultdict[int, int](
+            threads.__next__, dict.fromkeys(list(trace.threads)[:1], process)
+        )
+        self._arrows = arrows
 
     def heading(self) -> Iterator[Event]:
-        trace = self._trace
+        trace = self.trace
         title = f"{trace.name} (rank {trace.rank}, {trace.host}, pid {trace.pid})"
-        yield self._meta("process_name", 0, name=title)
-        yield self._meta("process_sort_index", 0, sort_index=trace.rank)
+        for name, args in (
+            ("process_name", {"name": title}),
+            ("process_sort_index", {"sort_index": trace.rank}),
+        ):
+            yield {"ph": "M", "name": name, **self._place(), "args": args}
         for ident, name in trace.threads.items():
-            yield self._meta("thread_name", self._thread(ident), name=name)
+            yield {"ph": "M", "name": "thread_name", **self._place(ident), "args": {"name": name}}
 
-    def _meta(self, what: str, thread: int, **args: Any) -> Event:
-        return {"ph": "M", "name": what, "pid": self._trace.member, "tid": thread, "args": args}
-
-    def _thread(self, ident: int) -> int:
-        return self._threads.setdefault(ident, len(self._threads) + 1)
+    def _place(self, thread: int | None = None) -> Event:
+        number = self._process if thread is None else self._threads[thread]
+        return {"pid": self._process, "tid": number}
 
     def time(self, at: float) -> float:
         """Returns a time of this worker in the trace, in microseconds."""
         return round((at - self._begin) * 1e6, 3)
 
     def name(self, member: int) -> str:
-        return self._trace.names.get(member, f"worker {member}")
+        return self.trace.names.get(member, f"worker {member}")
 
     def slice(self, name: str, thread: int, begin: float, end: float, **args: Any) -> Event:
         """Returns what a thread did for some time."""
         ts = self.time(begin)
-        duration = max(0.0, round(self.time(end) - ts, 3))
-        place = {"pid": self._trace.member, "tid": self._thread(thread)}
+        dur = max(0.0, round(self.time(end) - ts, 3))
+        times = {"ts": ts, "dur": dur}
         return {
             "ph": "X",
             "cat": "zrpc",
             "name": name,
-            "ts": ts,
-            "dur": duration,
-            **place,
+            **times,
+            **self._place(thread),
             "args": args,
         }
 
     def long(
-        self, category: str, name: str, key: object, begin: float, end: float, **args: Any
+        self, name: str, key: object, begin: float, end: float, kind: str = "", **args: Any
     ) -> list[Event]:
         """Returns what takes some time and may overlap with others of its kind."""
-        place = {"pid": self._trace.member, "tid": 0, "cat": category, "name": name, "id": str(key)}
+        event = {"cat": kind or name, "name": name, "id2": {"local": str(key)}, **self._place()}
         ts = self.time(begin)
         return [
-            {"ph": "b", "ts": ts, **place, "args": args},
-            {"ph": "e", "ts": max(ts, self.time(end)), **place, "args": {}},
+            {"ph": "b", "ts": ts, **event, "args": args},
+            {"ph": "e", "ts": max(ts, self.time(end)), **event},
         ]
 
-    def arrow(self, begins: bool, key: str, thread: int, at: float) -> Event:
+    def arrow(self, begins: bool, about: str, thread: int, at: float) -> Event:
         """Returns an end of an arrow."""
-        place = {"pid": self._trace.member, "tid": self._thread(thread), "ts": self.time(at)}
         end = {"ph": "s"} if begins else {"ph": "f", "bp": "e"}
-        return {**end, "cat": "call", "name": "call", "id": key, **place}
+        number = {"cat": "call", "name": "call", "id": self._arrows[about]}
+        return {**end, **number, **self._place(thread), "ts": self.time(at)}
 
     def events(self, record: Record) -> Iterator[Event]:
         """Yields what a record shows of this worker alone."""
@@ -186,14 +176,13 @@ class _Row:
         elif isinstance(record, MessageRecord):
             yield from self._message(record)
         elif record.task:
-            yield from self.long("task", record.name, record.task, record.begun, record.ended)
+            yield from self.long(record.name, record.task, record.begun, record.ended, "task")
         else:
             yield self.slice(record.name, record.thread, record.begun, record.ended)
 
     def _call(self, call: CallRecord) -> Iterator[Event]:
-        ends = self._trace.name, self.name(call.peer)
-        name = call_title(call.kind, call.what, call.waits, *ends)
-        key = f"{self._trace.member}.{call.call_id}"
+        name = call_title(call.kind, call.what, call.waits, self.trace.name, self.name(call.peer))
+        key = f"{self.trace.member}.{call.call_id}"
         args = {
             "call": key,
             "parent": None if tuple(call.parent) == NO_PARENT else "{}.{}".format(*call.parent),
@@ -206,67 +195,66 @@ class _Row:
         sending = call.sending or call.settled  # it may never have been sent
         left = min(call.left, call.settled)
         thread = call.thread
-        yield self.slice(name, thread, call.packing, call.done if call.waits else left, **args)
-        yield self.slice("pack", thread, call.packing, call.packed)
+        yield self.slice(name, thread, call.begun, call.done if call.waits else left, **args)
+        yield self.slice("pack", thread, call.begun, call.packed)
         yield self.slice("wait for room", thread, call.packed, sending)
         yield self.slice("send", thread, sending, left)
         if call.waits:
             yield self.slice("wait", thread, left, call.settled)
             yield self.slice("take the answer", thread, call.settled, call.done)
         else:
-            yield from self.long("call", name, key, left, call.settled, **args)
+            yield from self.long(name, key, left, call.settled, "call", **args)
 
     def _handler(self, handler: HandlerRecord) -> Iterator[Event]:
-        name = readable(handler.what) or kind_name(handler.kind)
-        about, _, send = handler.about.partition(" #")
-        if about:
-            name = f"{name} ({about})"
+        name, send = _about(readable(handler.what) or kind_name(handler.kind), handler.about)
         key = f"{handler.caller}.{handler.call_id}"
         args = {"call": key, "caller": self.name(handler.caller), "failed": handler.failed}
         if send:
             args["gradients"] = True
-        yield from self.long("queue", "in the queue", key, handler.arrived, handler.started)
+        yield from self.long("in the queue", key, handler.begun, handler.started)
         if handler.here:
             yield self.slice(name, handler.thread, handler.started, handler.finished, **args)
         else:
-            begun = handler.started + _MESSAGE_MICROSECONDS / 1e6
+            begun = handler.started + _MESSAGE_SECONDS
             yield self.slice(f"begin {name}", handler.thread, handler.started, begun, call=key)
-            yield from self.long("handler", name, key, handler.started, handler.finished, **args)
+            yield from self.long(name, key, handler.started, handler.finished, "handler", **args)
 
     def _message(self, message: MessageRecord) -> Iterator[Event]:
-        kind, peer = kind_name(message.kind), self.name(message.peer)
-        about, _, send = message.about.partition(" #")
-        name = f"{kind} ({about})" if about else kind
-        end = message.at + _MESSAGE_MICROSECONDS / 1e6
-        direction = {"to": peer} if message.out else {"from": peer}
-        args = {**direction, "bytes": message.size}
-        yield self.slice(name, message.thread, message.at, end, **args)
+        peer = self.name(message.peer)
+        name, send = _about(kind_name(message.kind), message.about)
+        args = {"to" if message.out else "from": peer, "bytes": message.size}
+        end = message.begun + _MESSAGE_SECONDS
+        yield self.slice(name, message.thread, message.begun, end, **args)
         if send:
-            ends = (self._trace.member, message.peer)
-            pair = ends if message.out else ends[::-1]
-            key = "{}>{} {} {}".format(*pair, kind, message.about)
-            yield self.arrow(message.out, key, message.thread, message.at)
+            ends = (self.trace.member, message.peer)
+            key = "{}>{} {} {}".format(*(ends if message.out else ends[::-1]), name, send)
+            yield self.arrow(message.out, key, message.thread, message.begun)
+
+
+def _about(name: str, about: str) -> tuple[str, str]:
+    """Returns the name of a message with its pass, and which message of the pass it is."""
+    its_pass, _, send = about.partition(" #")
+    return f"{name} ({its_pass})" if its_pass else name, send
 
 
 def _between(
-    caller: _Row, call: CallRecord, callee: _Row, handler: HandlerRecord
+    caller: _Worker, call: CallRecord, callee: _Worker, handler: HandlerRecord
 ) -> Iterator[Event]:
     """Yields what is known of a call from both ends: the arrow, and the time on the wire."""
-    if not call.sending:
-        return
     key = f"{handler.caller}.{handler.call_id}"
-    yield caller.arrow(True, key, call.thread, call.sending)
+    # Not at the end of the slice before, or it would begin there.
+    yield caller.arrow(True, key, call.thread, call.sending + 1e-9)
     yield callee.arrow(False, key, handler.thread, handler.started)
-    arrived = callee.time(handler.arrived)
+    arrived = callee.time(handler.begun)
     # The thread that sends may come to note that the message has left only after it has arrived.
     left = call.left if caller.time(call.left) <= arrived else call.sending
-    yield from _wire("on the wire", key, caller, left, callee, handler.arrived)
+    yield from _wire("on the wire", key, caller, left, callee, handler.begun)
     yield from _wire("answer", key, callee, handler.finished, caller, call.settled)
 
 
 def _wire(
-    name: str, key: str, sender: _Row, left: float, receiver: _Row, arrived: float
+    name: str, key: str, sender: _Worker, left: float, receiver: _Worker, arrived: float
 ) -> Iterator[Event]:
-    begin, end = receiver.long("wire", name, key, arrived, arrived)
+    begin, end = receiver.long(name, key, arrived, arrived)
     begin["ts"] = min(sender.time(left), end["ts"])
     yield from (begin, end)

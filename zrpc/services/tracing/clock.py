@@ -6,7 +6,9 @@ message arrives before it was sent. So each exchange says between which bounds t
 two clocks lies, and all of them together say it more closely. The middle of these bounds is taken.
 But if they include 0, the clocks are taken for the same: those of workers on one host are.
 
-If the bounds contradict each other, the clocks have drifted: then the fastest exchange counts.
+If the bounds contradict each other, the clocks have drifted: then the fastest exchange counts, and
+the error includes how far the clocks have drifted at least. Clocks that NTP disciplines drift by
+microseconds a minute.
 Workers that have not called each other are compared by way of others.
 """
 
@@ -41,9 +43,10 @@ class _Bounds:
 
     def offset(self) -> Offset:
         low, high = (self.low, self.high) if self.low <= self.high else self.fastest
+        drift = max(0.0, self.low - self.high)
         if low <= 0 <= high:
-            return Offset(0.0, max(-low, high))
-        return Offset((low + high) / 2, (high - low) / 2)
+            return Offset(0.0, max(-low, high) + drift)
+        return Offset((low + high) / 2, (high - low) / 2 + drift)
 
 
 class Clocks:

@@ -8,9 +8,8 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from zrpc.agent.current import current_agent
 from zrpc.agent.service import ExtensionReader, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.open_telemetry import HandlerSpans
-from zrpc.calls.recorder import HandlerRecord, MessageRecord, Record, Recorder
+from zrpc.calls.recorder import Recorder, Recording
 from zrpc.errors import RpcError
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
-from zrpc.services.tracing.worker_trace import WorkerTrace
+from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
 from zrpc.wire.kind import Kind, Tag
 
 __all__ = ["DEFAULT_RECORDS", "DIRECTORY", "MERGED", "TracingService", "merge", "trace_mesh"]
@@ -35,7 +34,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_RECORDS = 65_536
 # The variable with the directory for the traces of programs that don't ask for them.
 DIRECTORY = "ZRPC_TRACE"
-_SUFFIX = ".worker.json"
 # The file there with the traces of all workers.
 MERGED = "trace.json"
 # How long other workers may take to begin, and to send what they have.
@@ -52,10 +50,20 @@ class TracingService(Service):
         self._handler_spans = HandlerSpans(agent.membership)
         # Guards what follows.
         self._lock = threading.Lock()
-        self._sessions: dict[str, float] = {}  # the traces that are on, and when they began
-        self._directory = os.environ.get(DIRECTORY)
-        if self._directory:
-            self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
+        self._recordings: dict[str, Recording] = {}  # of the traces that are on
+        self._writer: PartWriter | None = None
+        if directory := os.environ.get(DIRECTORY):
+            recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
+            with self._errors_logged():
+                parts = Path(directory), recording, DEFAULT_RECORDS, self._worker
+                self._writer = PartWriter(*parts)
+
+    @contextmanager
+    def _errors_logged(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            logger.error("%s: no trace is written: %s", self.agent.worker_info, error)
 
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
         """Returns what reads the trace context of a request."""
@@ -65,59 +73,50 @@ class TracingService(Service):
         """Returns what runs handlers within spans of OpenTelemetry."""
         return self._handler_spans
 
-    def begin(self, session: str, capacity: int) -> None:
-        """Records from now on, for one more trace; the first one sets the number of records."""
+    def begin(self, session: str, capacity: int) -> Recording:
+        """Records from now on, for one more trace."""
         with self._lock:
-            self._sessions[session] = time.monotonic()
-            if self.agent.recorder is None:
-                self.agent.record(Recorder(capacity, _describe))
+            recording = self._recordings[session] = Recording(capacity)
+            self._record()
+        return recording
 
     def end(self, session: str) -> WorkerTrace:
-        """Returns what was recorded for a trace; the last one ends the recording."""
+        """Ends the recording for a trace, and returns it."""
         with self._lock:
-            since = self._sessions.pop(session)
-            recorder = self.agent.recorder
-            if not self._sessions:
-                self.agent.record(None)
-        records, dropped = recorder.records() if recorder is not None else ([], 0)
-        membership, info = self.agent.membership, self.agent.worker_info
+            recording = self._recordings.pop(session)
+            self._record()
+        trace = self._worker()
+        trace.records, trace.dropped = recording.take(), recording.dropped
+        return trace
+
+    def _record(self) -> None:
+        recordings = self._recordings.values()
+        self.agent.record(Recorder(recordings, _describe) if recordings else None)
+
+    def _worker(self) -> WorkerTrace:
+        info, infos = self.agent.worker_info, self.agent.membership.infos.copy()
         return WorkerTrace(
             member=info.member_id,
             name=info.name,
             rank=info.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            names={member: each.name for member, each in membership.infos.copy().items()},
+            names={member: each.name for member, each in infos.items()},
             threads={each.ident: each.name for each in threading.enumerate() if each.ident},
-            dropped=dropped,
-            rows=WorkerTrace.pack(each for each in records if _begun(each) >= since),
         )
 
     def close(self) -> None:
-        """Writes what this worker has recorded since its start, if it was told to."""
-        if self._directory:
-            try:
-                self._write_part(Path(self._directory))
-            except OSError as error:
-                logger.error("%s: no trace is written: %s", self.agent.worker_info, error)
-
-    def _write_part(self, directory: Path) -> None:
-        """Writes this worker's trace; the last worker to do so makes one file of all of them."""
-        info, membership = self.agent.worker_info, self.agent.membership
-        directory.mkdir(parents=True, exist_ok=True)
-        self.end(_WHOLE_LIFE).write(directory / f"{info.name}-{info.incarnation}{_SUFFIX}")
-        # An elastic mesh has no size: each worker that leaves it may be the last.
-        size = membership.records[membership.own_id].world_size
-        if len(list(directory.glob(f"*{_SUFFIX}"))) >= size - len(membership.lost):
-            merge(directory, directory / MERGED)
-
-
-def _begun(record: Record) -> float:
-    if isinstance(record, MessageRecord):
-        return record.at
-    if isinstance(record, HandlerRecord):
-        return record.started
-    return getattr(record, "packing", 0.0) or getattr(record, "begun", 0.0)
+        """Writes what is not written yet; the last worker makes one file of those of all."""
+        if self._writer is None:
+            return
+        membership = self.agent.membership
+        directory = Path(os.environ[DIRECTORY])
+        with self._errors_logged():
+            self._writer.close()
+            # An elastic mesh has no size: each worker that leaves it may be the last.
+            size = membership.records[membership.own_id].world_size
+            if len(list(directory.glob(f"*{ENDED}"))) >= size - len(membership.lost):
+                merge(directory, directory / MERGED)
 
 
 def _describe(extension: bytes) -> str:
@@ -172,17 +171,28 @@ def _end(session: str) -> WorkerTrace:
     return current_agent().service(TracingService).end(session)
 
 
-def merge(directory: Path, path: Path) -> int:
-    """Writes the traces that workers left in a directory as one file; returns their number.
+def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
+    """Writes the traces that workers left in a directory as one file.
+
+    Returns:
+        Their number, and which of them are not whole, and why.
 
     Raises:
         OSError: a file can't be read or written.
         ValueError: one of them holds something else.
     """
-    traces = [WorkerTrace.read(each) for each in directory.glob(f"*{_SUFFIX}")]
-    traces.sort(key=lambda trace: trace.member)
-    _write(path, traces, ())
-    return len(traces)
+    found: dict[Path, WorkerTrace] = {}
+    for suffix in (ENDED, RUNNING):
+        for each in directory.glob(f"*{suffix}"):
+            with suppress(FileNotFoundError):  # its worker gives it another name just now
+                found[each] = WorkerTrace.read(each)
+    cut = [
+        f"{trace.name} (rank {trace.rank}): it was killed, or runs on; what it did last is missing"
+        for each, trace in found.items()
+        if each.suffix == RUNNING
+    ]
+    _write(path, sorted(found.values(), key=lambda trace: trace.member), cut)
+    return len(found), cut
 
 
 def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> None:
