@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ _TIMEOUT_SECONDS = 90.0
 _NEEDS = {"ray.md": "ray"}
 # Pages whose commands run in interpreters of their own, which is what users have.
 _COLD = {"README.md"}
-_PYTEST = re.compile(r"pytest (.+)")
 _RUN = [page for page in pages() if any(b.language in ("python", "console") for b in blocks(page))]
 
 
@@ -40,21 +37,16 @@ def _run_page(page: Path, directory: Path) -> None:
         elif block.language == "python":
             script = directory / f"line{block.line}.py"
             script.write_text(block.text)
-            _run_forked(where, script, (), directory)
+            _run_forked(where, script, directory)
         elif block.language == "console":
             _run_session(where, block, directory, forked=page.name not in _COLD)
 
 
 def _run_session(where: str, block: Block, directory: Path, forked: bool) -> None:
-    if len(block.commands) == 1 and (tests := _PYTEST.fullmatch(block.commands[0])):
-        script = directory / "run_pytest.py"
-        script.write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
-        output = _run_forked(where, script, tests[1].split(), directory)
-    else:
-        with ReservedPort() as port:  # the one that the pages name may be taken on this machine
-            port.hand_over()
-            commands = "\n".join(block.commands).replace("29500", str(port.number))
-            output = _run(where, ["bash", "-c", commands], directory, forked)
+    with ReservedPort() as port:  # the one that the pages name may be taken on this machine
+        port.hand_over()
+        commands = "\n".join(block.commands).replace("29500", str(port.number))
+        output = _run(where, ["bash", "-c", commands], directory, forked)
     lines = output.splitlines()
     for pattern in block.expected:
         assert any(pattern.fullmatch(line.rstrip()) for line in lines), (
@@ -62,17 +54,16 @@ def _run_session(where: str, block: Block, directory: Path, forked: bool) -> Non
         )
 
 
-def _run_forked(where: str, script: Path, arguments: Sequence[str], directory: Path) -> str:
+def _run_forked(where: str, script: Path, directory: Path) -> None:
     """Runs a script in a process that has imported torch already, which takes three seconds."""
     forked, out = Forked(), directory / f"{script.name}.out"
     out.unlink(missing_ok=True)
     try:
-        pid = forked.start(script, arguments, env=_environment(), out=out, cwd=directory)
+        pid = forked.start(script, env=_environment(), out=out, cwd=directory)
         code = forked.wait(pid, _TIMEOUT_SECONDS)
     finally:
         forked.kill()
     assert code == 0, f"{where} ended with {code}:\n{out.read_text()}"
-    return out.read_text()
 
 
 def _run(where: str, command: list[str], directory: Path, forked: bool) -> str:
