@@ -16,12 +16,16 @@ from click.testing import CliRunner
 from zrpc.cli import main
 from zrpc.cli.launch import command
 
-ZRPC = [sys.executable, "-m", "zrpc.cli"]
+from tests.support.warm import warm_commands
 
 
-def run(*arguments: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+
+def run(
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, python: str | None = None
+) -> tuple[int, str, str]:
+    """Runs a command, by default in a process that has imported torch."""
     done = subprocess.run(
-        [*ZRPC, *arguments],
+        [python or warm_commands().python, "-m", "zrpc.cli", *arguments],
         cwd=cwd,
         env={**os.environ, **(env or {})},
         stdin=subprocess.DEVNULL,
@@ -48,6 +52,8 @@ def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
 import sys
 from zrpc.cli import main
 from zrpc.cli.launch import command
+
+from tests.support.warm import warm_commands
 main({arguments!r}, standalone_mode=False)
 assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
 """
@@ -182,7 +188,8 @@ def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path:
         print(os.getppid(), "torch" in sys.modules)
     """
     (tmp_path / "s.py").write_text(dedent(script))
-    code, out, err = run("launch", "--nprocs", "16", "s.py", cwd=tmp_path)
+    command = ("launch", "--nprocs", "16", "s.py")
+    code, out, err = run(*command, cwd=tmp_path, python=sys.executable)
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()]
     assert {int(row[0][1:-1]) for row in rows} == set(range(16))

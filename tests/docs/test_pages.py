@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.docs.pages import ROOT, Block, blocks, pages
 from tests.support.programs import Forked
+from tests.support.warm import buffered, warm_commands
 from zrpc.launch.port import ReservedPort
 
 _TIMEOUT_SECONDS = 90.0
 # What a page needs beside the extra `test`.
 _NEEDS = {"ray.md": "ray"}
-_PYTEST = re.compile(r"pytest (.+)")
+# Pages whose commands run in interpreters of their own, which is what users have.
+_COLD = {"README.md"}
 _RUN = [
     page
     for page in pages()
@@ -42,21 +42,16 @@ def _run_page(page: Path, directory: Path) -> None:
         elif block.language == "python":
             script = directory / f"line{block.line}.py"
             script.write_text(block.text)
-            _run_forked(where, script, (), directory)
+            _run_forked(where, script, directory)
         elif block.language == "console":
-            _run_session(where, block, directory)
+            _run_session(where, block, directory, forked=page.name not in _COLD)
 
 
-def _run_session(where: str, block: Block, directory: Path) -> None:
-    if len(block.commands) == 1 and (tests := _PYTEST.fullmatch(block.commands[0])):
-        script = directory / "run_pytest.py"
-        script.write_text("import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))")
-        output = _run_forked(where, script, tests[1].split(), directory)
-    else:
-        with ReservedPort() as port:  # the one that the pages name may be taken on this machine
-            port.hand_over()
-            commands = "\n".join(block.commands).replace("29500", str(port.number))
-            output = _run(where, ["bash", "-c", commands], directory)
+def _run_session(where: str, block: Block, directory: Path, forked: bool) -> None:
+    with ReservedPort() as port:  # the one that the pages name may be taken on this machine
+        port.hand_over()
+        commands = "\n".join(block.commands).replace("29500", str(port.number))
+        output = _run(where, ["bash", "-c", commands], directory, forked)
     lines = output.splitlines()
     for pattern in block.expected:
         assert any(pattern.fullmatch(line.rstrip()) for line in lines), (
@@ -64,24 +59,23 @@ def _run_session(where: str, block: Block, directory: Path) -> None:
         )
 
 
-def _run_forked(where: str, script: Path, arguments: Sequence[str], directory: Path) -> str:
+def _run_forked(where: str, script: Path, directory: Path) -> None:
     """Runs a script in a process that has imported torch already, which takes three seconds."""
     forked, out = Forked(), directory / f"{script.name}.out"
     out.unlink(missing_ok=True)
     try:
-        pid = forked.start(script, arguments, env=_environment(), out=out, cwd=directory)
+        pid = forked.start(script, env=_environment(), out=out, cwd=directory)
         code = forked.wait(pid, _TIMEOUT_SECONDS)
     finally:
         forked.kill()
     assert code == 0, f"{where} ended with {code}:\n{out.read_text()}"
-    return out.read_text()
 
 
-def _run(where: str, command: list[str], directory: Path) -> str:
+def _run(where: str, command: list[str], directory: Path, forked: bool) -> str:
     done = subprocess.run(
         command,
         cwd=directory,
-        env=_environment(),
+        env=warm_commands().environment() if forked else _environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -94,7 +88,4 @@ def _run(where: str, command: list[str], directory: Path) -> str:
 
 def _environment() -> dict[str, str]:
     scripts = os.path.dirname(sys.executable)
-    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
-    # With it `print` writes the end of a line apart, and lines of two processes get mixed.
-    env.pop("PYTHONUNBUFFERED", None)
-    return env
+    return buffered({**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"})

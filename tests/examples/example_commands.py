@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.pages import ROOT, blocks
 from tests.support.programs import Forked
+from tests.support.warm import warm_commands
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
@@ -41,11 +41,12 @@ class Commands:
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, *command: str | Path, **variables: str) -> subprocess.Popen[str]:
-        """Starts this Python with a command line, in a new process group."""
+        """Starts Python, which has imported torch, with a command line, in a new process group."""
+        warm = warm_commands()
         inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)],
-            env={**inherited, **variables},
+            [warm.python, *map(str, command)],
+            env=warm.environment({**inherited, **variables}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -88,17 +88,8 @@ class ForkServer(Starter):
         requests, exits = socket.socketpair(), socket.socketpair()
         # Numbers above those of the standard streams, which may be closed in this process.
         server_fds = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
-        code = _SERVE.format(*server_fds, owner=os.getpid(), preload=self._preload)
         try:
-            self._process = subprocess.Popen(
-                python_command(code),
-                stdin=subprocess.DEVNULL,
-                stdout=output_of_child(1),
-                stderr=output_of_child(2),
-                env=self._env,
-                pass_fds=server_fds,
-                start_new_session=True,  # the owner handles a Ctrl-C at the terminal
-            )
+            self._process = self._start_process(server_fds)
         except OSError as error:
             for sock in (requests[0], exits[0]):
                 sock.close()
@@ -111,6 +102,18 @@ class ForkServer(Starter):
         self.pid = self._process.pid
         self._control, self._exit_socket = requests[0], exits[0]
         self._channel = Channel(self._control)
+
+    def _start_process(self, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Starts the server's process, which serves requests and reports exits at these sockets."""
+        return subprocess.Popen(
+            python_command(_SERVE.format(*fds, owner=os.getpid(), preload=self._preload)),
+            stdin=subprocess.DEVNULL,
+            stdout=output_of_child(1),
+            stderr=output_of_child(2),
+            env=self._env,
+            pass_fds=fds,
+            start_new_session=True,  # the owner handles a Ctrl-C at the terminal
+        )
 
     def _spawn(self, task: Task, streams: Streams, pass_fds: Sequence[int]) -> int:
         if len(pass_fds) > MAX_DESCRIPTORS - 3 or any(fd < 3 for fd in pass_fds):
