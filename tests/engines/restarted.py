@@ -20,7 +20,9 @@ def main() -> None:
         assert pids[worker.id] == os.getpid()
         kept = rpc.remote((worker.id + 1) % size, torch.ones, args=(100_000,))
         assert int(kept.to_here().sum()) == 100_000
-        print(worker.name, "of", size, *pids, flush=True)
+        # In one piece: under torchrun, `print` writes each of its arguments apart.
+        sys.stdout.write(f"{worker.name} of {size} {' '.join(map(str, pids))}\n")
+        sys.stdout.flush()
         rpc.barrier()
         failed = Path("failed")
         if "fail" in sys.argv and not failed.exists():

@@ -82,7 +82,7 @@ def test_the_workers_of_the_job_meet(pods: Pods) -> None:
 
 def test_a_pod_that_is_deleted_exits_at_once(pods: Pods) -> None:
     """Its first process would ignore SIGTERM, and wait for rank 0 until it is killed."""
-    pods.start(EXAMPLE, first=1)
+    pods.start(EXAMPLE, first=2)
     pods.terminate()
     for code, output in pods.outcomes():
         assert code == 1
@@ -90,8 +90,8 @@ def test_a_pod_that_is_deleted_exits_at_once(pods: Pods) -> None:
 
 
 def test_the_doctor_finds_all_well_in_a_pod(pods: Pods) -> None:
-    pods.start(EXAMPLE, ["zrpc", "doctor"])
-    for index, (code, output) in enumerate(pods.outcomes()):
+    pods.start(EXAMPLE, ["zrpc", "doctor"], first=2)
+    for index, (code, output) in enumerate(pods.outcomes(), 2):
         assert code == 0, output
         lines = {line.split()[1]: line for line in output.splitlines() if line[0] in "okwf"}
         assert lines["interface"].split() == ["ok", "interface", f"10.78.0.{index + 1}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import SECONDS, engine_environment
+from tests.support.warm import warm_commands
 
 pytestmark = pytest.mark.system
 # The last of two workers comes three times as late as a call may take.
@@ -31,6 +32,8 @@ C10D = (
     *("--rdzv-backend", "c10d", "--rdzv-id", "test"),
     *("--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
 )
+# In interpreters of their own, as users have them.
+COLD = (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}")
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ C10D = (
         (*LAUNCH, "-n", "2"),
         (*LAUNCH, "-n", "2", "--max-restarts", "1"),
         (*LAUNCH, "-n", "2", "--elastic"),
-        (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}"),
+        COLD,
         (*TORCHRUN, "--nproc-per-node", "2", *C10D),
     ],
     ids=["launch", "launch, restarts", "launch, elastic", "torchrun, static", "torchrun, c10d"],
@@ -49,9 +52,13 @@ def test_one_variable_lets_a_worker_be_late(
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     arguments = [part.format(port=free_port) for part in engine]
+    env = engine_environment(OMP_NUM_THREADS="1", ZRPC_INIT_TIMEOUT="100")
+    python = sys.executable
+    if engine is not COLD:
+        python, env = warm_commands().python, warm_commands().environment(env)
     ended = subprocess.run(
-        [sys.executable, *arguments, str(tmp_path / "worker.py")],
-        env=engine_environment(OMP_NUM_THREADS="1", ZRPC_INIT_TIMEOUT="100"),
+        [python, *arguments, str(tmp_path / "worker.py")],
+        env=env,
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.conftest import SECONDS, WORKER, run
+from tests.support.warm import warm_commands
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("slurm")]
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md"
 
 _BATCH = """#!/bin/sh
@@ -23,7 +24,8 @@ srun --ntasks 2 {python} {worker}
 
 
 def test_srun_starts_workers_on_two_nodes(slurm: dict[str, str]) -> None:
-    assert run("srun", "-N2", "-n4", sys.executable, str(WORKER), env=slurm) == [
+    python = warm_commands().python
+    assert run("srun", "-N2", "-n4", python, str(WORKER), env=slurm) == [
         "worker0 of 4 0",
         "worker1 of 4 1",
         "worker2 of 4 4",
@@ -35,6 +37,7 @@ def test_a_batch_script_is_no_worker_but_its_steps_are(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
     script, output = tmp_path / "job.sh", tmp_path / "job.out"
+    # Interpreters of their own, as users have them.
     script.write_text(_BATCH.format(python=sys.executable, worker=WORKER))
     command = ["sbatch", "--wait", "--output", str(output), str(script)]
     done = subprocess.run(command, env=slurm, capture_output=True, text=True, timeout=SECONDS)
@@ -47,7 +50,7 @@ def test_a_batch_script_is_no_worker_but_its_steps_are(
 
 def test_two_steps_at_once_meet_apart(slurm: dict[str, str]) -> None:
     """Two meshes of one job on the same hosts: each step has a port of its own."""
-    step = f"srun --overlap -N2 -n2 {sys.executable} {WORKER}"
+    step = f"srun --overlap -N2 -n2 {warm_commands().python} {WORKER}"
     both = f"{step} & first=$!; {step}; second=$?; wait $first && exit $second"
     lines = run("salloc", "-Q", "-N2", "-n2", "sh", "-c", both, env=slurm)
     assert lines == ["worker0 of 2 0"] * 2 + ["worker1 of 2 1"] * 2
@@ -57,7 +60,7 @@ def test_the_job_of_the_page_runs_as_it_stands(slurm: dict[str, str], tmp_path: 
     blocks = dict(re.findall(r"```\w+\n(# mesh\.py|#!/bin/bash)\n(.*?)```", PAGE.read_text(), re.S))
     (tmp_path / "mesh.py").write_text(blocks["# mesh.py"])
     (tmp_path / "job.sh").write_text("#!/bin/bash\n" + blocks["#!/bin/bash"])
-    env = slurm | {"PATH": f"{Path(sys.executable).parent}:{slurm['PATH']}"}
+    env = warm_commands().environment(slurm)
     command = ["sbatch", "--wait", "job.sh"]
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False

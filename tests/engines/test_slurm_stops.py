@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +12,9 @@ import pytest
 
 from tests.engines.conftest import SECONDS, run
 from tests.support.waiting import until
+from tests.support.warm import warm_commands
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("slurm")]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm"
 FOREVER = "1000000000"
 
@@ -25,10 +25,7 @@ class Job:
     def __init__(self, env: dict[str, str], directory: Path, *arguments: str) -> None:
         for name in ("job.sh", "train.py"):
             shutil.copy(EXAMPLE / name, directory)
-        self._env = env | {
-            "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
-            "HOME": str(directory),
-        }
+        self._env = warm_commands().environment(env | {"HOME": str(directory)})
         self._directory = directory
         self.id = self.command("sbatch", "--parsable", "job.sh", *arguments).strip()
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.conftest import SECONDS, engine_environment
+from tests.support.warm import warm_commands
 
 pytestmark = pytest.mark.engine
 WORKER = Path(__file__).with_name("restarted.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN = ("-m", "torch.distributed.run")
 Run = Callable[..., list[str]]
 
 
@@ -35,13 +35,21 @@ def run(rendezvous: list[str], tmp_path: Path) -> Iterator[Run]:
     agents: list[subprocess.Popen[str]] = []
 
     def run(nodes: int, workers: int, *options: str, fail: bool = False) -> list[str]:
+        warm = warm_commands()
         for node in range(nodes):
             place = ["--nnodes", str(nodes), "--node-rank", str(node), *rendezvous, *options]
-            command = [*TORCHRUN, *place, "--nproc-per-node", str(workers), str(WORKER)]
+            command = [
+                warm.python,
+                *TORCHRUN,
+                *place,
+                "--nproc-per-node",
+                str(workers),
+                str(WORKER),
+            ]
             agents.append(
                 subprocess.Popen(
                     [*command, *(["fail"] if fail else [])],
-                    env=engine_environment(OMP_NUM_THREADS="1"),
+                    env=warm.environment(engine_environment(OMP_NUM_THREADS="1")),
                     cwd=tmp_path,
                     stdout=subprocess.PIPE,
                     stderr=(tmp_path / f"errors{node}").open("w"),

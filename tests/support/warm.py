@@ -176,7 +176,9 @@ class WarmCommands:
                     self._commands[connection] = pid
                     self._selector.register(connection, selectors.EVENT_READ)
                 case ("serve", owner, preload, cwd, env):
-                    connection.sendall(REPLY.pack(self._fork_server(owner, preload, cwd, env, lifted)))
+                    connection.sendall(
+                        REPLY.pack(self._fork_server(owner, preload, cwd, env, lifted))
+                    )
                     connection.close()
         except (LaunchError, OSError) as error:
             os.write(lifted[2], f"the command could not be forked: {error}\n".encode())
@@ -185,7 +187,9 @@ class WarmCommands:
             for fd in (*fds, *lifted):
                 os.close(fd)
 
-    def _run(self, task: Task, cwd: str, env: dict[str, str], foreground: bool, fds: list[int]) -> int:
+    def _run(
+        self, task: Task, cwd: str, env: dict[str, str], foreground: bool, fds: list[int]
+    ) -> int:
         outer = Task.function(
             "tests.support.warm_program:run", task, self._startup_modules, self._path, foreground
         ).within(cwd=cwd, env=env, sys_path=self._sys_path)
@@ -251,7 +255,7 @@ class _Forked(ForkServer):
             os.getpid(),
             self._preload,
             self._arguments,
-        ).within(env=os.environ, sys_path=[_ROOT, *self._sys_path])
+        ).within(env=buffered(os.environ), sys_path=[_ROOT, *self._sys_path])
         try:
             return ForkedProcess(warm_server().spawn(task, pass_fds=lifted))
         finally:

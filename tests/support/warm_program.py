@@ -1,4 +1,4 @@
-"""What runs in a process that was forked with torch: a command, or the fork server of a launcher."""
+"""What runs in a process that was forked with torch: a command, or a launcher's fork server."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ def serve(
 ) -> None:
     """Is a fork server, which has torch already."""
     _limit_threads()
+    if "PYTHONUNBUFFERED" not in os.environ:
+        _buffer_output()
     serve_requests(requests, exits, owner, preload, startup_modules)()
 
 
@@ -84,6 +86,16 @@ def _limit_threads() -> None:
     """Does what torch does with the variable when it is imported."""
     if number := os.environ.get("OMP_NUM_THREADS"):
         sys.modules["torch"].set_num_threads(int(number))
+
+
+def _buffer_output() -> None:
+    """Has children buffer their output, even if the tests don't.
+
+    Without that, `print` writes the end of a line apart, and lines of two processes get mixed.
+    """
+    for fd, name in ((1, "__stdout__"), (2, "__stderr__")):
+        errors = getattr(sys, name).errors
+        setattr(sys, name, open(fd, "w", errors=errors, closefd=False))  # noqa: SIM115
 
 
 def _fork_servers_at(commands: str) -> None:
