@@ -35,8 +35,10 @@ __all__ = ["Extensions", "Message", "parse", "parse_head"]
 
 VERSION = 2
 _HEADER = struct.Struct("<BBHIIfQQ")
+_pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from
 _EXTENSION = struct.Struct("<BI")
 HEADER_SIZE = _HEADER.size
+_NEVER = float("inf")
 
 Buffer = bytes | bytearray | memoryview
 Extensions = Sequence[tuple[int, bytes]]
@@ -66,7 +68,7 @@ class Message:
     body: Buffer = b""
     table: Buffer = b""
     extensions: Extensions = ()
-    buffers: Sequence[Any] = field(default_factory=tuple)
+    buffers: Sequence[Any] = ()
     sender: MemberId = NOBODY
     attachments: dict[int, Any] | None = None
     scope: Any = None
@@ -113,7 +115,7 @@ class Message:
                 for tag, data in self.extensions
                 for part in (_EXTENSION.pack(tag, len(data)), data)
             )
-        header = _HEADER.pack(
+        header = _pack_header(
             VERSION, self.kind, 0, len(extensions), len(self.table), self.deadline, self.call_id, 0
         )
         return b"".join((header, extensions, self.table, self.body))
@@ -133,7 +135,7 @@ def parse(first: Buffer, buffers: Sequence[Any] = (), sender: MemberId = NOBODY)
     size = len(first)
     if size < HEADER_SIZE:
         raise ProtocolError(f"expected a header of {HEADER_SIZE} bytes, found {size} bytes")
-    version, kind, _, extensions_size, table_size, deadline, call_id, _ = _HEADER.unpack_from(first)
+    version, kind, _, extensions_size, table_size, deadline, call_id, _ = _unpack_header(first)
     if version != VERSION:
         raise ProtocolError(
             f"expected a message of version {VERSION}, found version {version}: "
@@ -141,7 +143,7 @@ def parse(first: Buffer, buffers: Sequence[Any] = (), sender: MemberId = NOBODY)
         )
     table_start = HEADER_SIZE + extensions_size
     body_start = table_start + table_size
-    if body_start > size or not 0 <= deadline < float("inf"):
+    if body_start > size or not 0 <= deadline < _NEVER:
         raise ProtocolError(
             f"the header promises {body_start} bytes or more and a deadline of {deadline} s, "
             f"but the frame has {size} bytes"
