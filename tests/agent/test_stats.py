@@ -261,7 +261,7 @@ def test_no_count_is_lost_if_several_threads_count() -> None:
 
     def count() -> None:
         for _ in range(numbers):
-            table.row("f").add(0.001, True)
+            table["f"].add(0.001, True)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -273,7 +273,7 @@ def test_no_count_is_lost_if_several_threads_count() -> None:
             each.join()
     finally:
         sys.setswitchinterval(interval)
-    row = table.row("f")
+    row = table["f"]
     assert sum(row.histogram()) == row.errors == numbers * threads
     assert row.seconds == pytest.approx(0.001 * numbers * threads)
 
@@ -291,10 +291,9 @@ def test_a_time_is_in_the_bucket_of_its_bounds(seconds: float) -> None:
 def test_names_without_end_are_counted_together() -> None:
     table = Table(CallCount)
     for number in range(MAX_NAMES + 10):
-        table.row(f"f{number}").add(0.0, False)
-    rows = table.rows()
-    assert len(rows) == MAX_NAMES + 1
-    assert sum(rows[OTHERS].histogram()) == 10
+        table[f"f{number}"].add(0.0, False)
+    assert len(table) == MAX_NAMES + 1
+    assert sum(table[OTHERS].histogram()) == 10
 
 
 @pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})

@@ -222,7 +222,7 @@ def _name(key: str | int) -> str:
 
 def _calls(agent: Agent) -> dict[str, CallStats]:
     found = {}
-    for key, counts in agent.caller.calls.counts.rows().items():
+    for key, counts in agent.caller.calls.counts.copy().items():
         histogram = counts.histogram()
         found[_name(key)] = CallStats(sum(histogram), counts.errors, counts.seconds, histogram)
     return found
@@ -231,7 +231,7 @@ def _calls(agent: Agent) -> dict[str, CallStats]:
 def _handlers(agent: Agent) -> dict[str, HandlerStats]:
     return {
         _name(key): HandlerStats(each.number, each.errors, each.queue_seconds, each.run_seconds)
-        for key, each in agent.callee.counts.rows().items()
+        for key, each in agent.callee.counts.copy().items()
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import frexp
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 __all__ = [
     "BUCKET_SECONDS",
@@ -109,25 +109,18 @@ C = TypeVar("C")
 Key = str | int
 
 
-class Table(Generic[C]):
-    """A row of counts for each function. Any thread may call its methods.
+class Table(dict[Key, C]):
+    """A row of counts for each function: ``table[name]``. Any thread may read and copy it.
 
     Args:
         make_row: makes a row without counts.
     """
 
     def __init__(self, make_row: Callable[[], C]) -> None:
+        super().__init__()
         self._make_row = make_row
-        # Single operations on the dict are atomic.
-        self._rows: dict[Key, C] = {}
 
-    def row(self, key: Key) -> C:
-        """Returns the row of a function."""
-        return self._rows.get(key) or self._rows.setdefault(self._checked(key), self._make_row())
-
-    def _checked(self, key: Key) -> Key:
-        return key if len(self._rows) < MAX_NAMES else OTHERS
-
-    def rows(self) -> dict[Key, C]:
-        """Returns the rows."""
-        return self._rows.copy()
+    def __missing__(self, key: Key) -> C:
+        """Returns the row of a function that has none yet."""
+        # Single operations on a dict are atomic.
+        return self.setdefault(key if len(self) < MAX_NAMES else OTHERS, self._make_row())

@@ -197,7 +197,7 @@ class Callee:
             return
         started, scope.started = scope.started, 0.0
         function = scope.function
-        counts = self.counts.row(request.kind if function is None else name_of((function,)))
+        counts = self.counts[request.kind if function is None else name_of((function,))]
         now = monotonic()
         counts.add(started - scope.arrived, now - started, error is not None)
         if self.recorder is not None:

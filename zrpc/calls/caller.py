@@ -18,7 +18,7 @@ import zmq
 
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
-from zrpc.calls.flow_control import Admission, FlowControl
+from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl
 from zrpc.calls.future import Future
 from zrpc.calls.open_telemetry import CallSpan, configured
 from zrpc.calls.outbox import Outbox
@@ -38,7 +38,7 @@ from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, rais
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
-from zrpc.runtime.event_loop import in_event_loop
+from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import acquire, in_handler
@@ -48,6 +48,9 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 __all__ = ["Caller", "Receiver", "wait_until_settled"]
+
+# Looked up once, since each call needs them: an enum takes longer for that than a module.
+_SENDING, _LEFT, _REMOTE, _ERROR = Stage.SENDING, Stage.LEFT, Kind.REMOTE, Kind.ERROR
 
 
 class Receiver(Protocol):
@@ -236,8 +239,7 @@ class Caller:
             timeout, limit = bounded, scope
         message.deadline = timeout
         call = self.calls.new(peer, timeout, holds, died)
-        call.limit = limit
-        call.kind, call.what = kind, name_of(obj)
+        call.limit, call.kind, call.what = limit, kind, name_of(obj)
         message.call_id = call.call_id
         if encoder.undoable:
             call.undo = encoder.abort
@@ -247,7 +249,7 @@ class Caller:
 
     def _submit(self, call: PendingCall, message: Message) -> None:
         """Enters a call into the table, and sends it as soon as there is room for it."""
-        admission = Admission.SETTLED
+        admission = SETTLED
         try:
             if configured() and message.kind in METERED:
                 to = self._membership.infos[call.peer].name
@@ -255,33 +257,32 @@ class Caller:
             self.calls.enter(call)
             scope = current_scope()
             # The value of an RRef may be waited for by others than this handler.
-            if scope is not None and message.kind != Kind.REMOTE:
+            if scope is not None and message.kind != _REMOTE:
                 scope.adopt(call)
             admission = self._admit(call, message)
-            if admission is Admission.NOW or admission is Admission.DELAYED:
-                self._issue(call, message, admission is Admission.DELAYED)
+            if admission is NOW or admission is DELAYED:
+                self._issue(call, message, admission is DELAYED)
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             self._abandon(call)
             raise
         finally:
-            if admission is not Admission.LATER:
+            if admission is not LATER:
                 self._undo_unsent(call)
 
     def _admit(self, call: PendingCall, message: Message) -> Admission:
         """Waits until flow control has room for a call, or has it sent when there is."""
         if message.kind not in METERED or call.peer in self._membership.lost:
-            return Admission.NOW
-        if not in_event_loop():
+            return NOW
+        if running_loop() is None:
             thread = threading.get_ident() if in_handler() else None
             return self.flow_control.enter(call, thread, message.nbytes)
         # This thread must not wait: it would hold up all coroutines.
         task = id(asyncio.current_task()) if current_scope() is not None else None
-        size = message.nbytes
-        if self.flow_control.enter_now(call, task, size):
-            return Admission.SETTLED if call.settled else Admission.NOW
+        if self.flow_control.enter_now(call, task, message.nbytes):
+            return SETTLED if call.settled else NOW
         message.copy_buffers()  # the caller may change its tensors meanwhile
         go = partial(self._submit_job, partial(self._issue_later, call, message))
-        return self.flow_control.enter_later(call, task, size, go)
+        return self.flow_control.enter_later(call, task, message.nbytes, go)
 
     def _issue_later(self, call: PendingCall, message: Message) -> None:
         """Sends a call from an event loop, which has waited for room unless it was settled."""
@@ -299,7 +300,7 @@ class Caller:
             message.deadline = call.remaining()
         lost = self._membership.lost
         if call.peer not in lost:
-            call.stage = Stage.SENDING
+            call.stage = _SENDING
             marks = call.marks
             if marks is not None:
                 marks.sending = time.monotonic()
@@ -308,7 +309,7 @@ class Caller:
                 return
             try:
                 self._outbox.request(call.peer, message, partial(self._on_not_sent, call))
-                call.stage = Stage.LEFT
+                call.stage = _LEFT
                 if marks is not None:
                     marks.on_sent(message)
             except (zmq.ZMQError, MemoryError) as error:
@@ -336,7 +337,7 @@ class Caller:
         """Returns the value of a call's outcome, or raises its error; the same each time."""
         if isinstance(outcome, Exception):
             raise raised_again(outcome)
-        if outcome.kind == Kind.ERROR:
+        if outcome.kind == _ERROR:
             raise load_exception(outcome.body)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
 
@@ -445,6 +446,5 @@ def _exhausted(error: Exception) -> Exception | None:
     if (hint := advice(error)) is None:
         return None
     number = getattr(error, "errno", errno.ENOMEM)
-    if number == errno.ENOMEM:
-        return MemoryError(f"the call can't be sent: {hint}")
-    return OSError(number, f"the call can't be sent: {hint}")
+    why = f"the call can't be sent: {hint}"
+    return MemoryError(why) if number == errno.ENOMEM else OSError(number, why)

@@ -23,7 +23,7 @@ from zrpc.wire.member_id import MemberId
 if TYPE_CHECKING:
     from zrpc.calls.pending_calls import PendingCall
 
-__all__ = ["Admission", "FlowControl", "Window"]
+__all__ = ["DELAYED", "LATER", "NOW", "SETTLED", "Admission", "FlowControl", "Window"]
 
 # To which peer, and from which kind of caller.
 _Key = tuple[MemberId, Hashable]
@@ -40,6 +40,10 @@ class Admission(Enum):
     DELAYED = "there is room, after a wait"
     LATER = "it waits for room, and is sent by another thread"
     SETTLED = "it has an outcome, and must not be sent"
+
+
+# Looked up once, since each call needs them: an enum takes longer for that than a module.
+NOW, DELAYED, LATER, SETTLED = Admission
 
 
 class Window(NamedTuple):
@@ -89,16 +93,16 @@ class FlowControl:
         Returns:
             NOW, DELAYED or SETTLED.
         """
-        if self.enter_now(call, caller, size):
-            return _unless_settled(call, Admission.NOW)
+        if self._has_room(call, (call.peer, caller), size + OVERHEAD_BYTES):
+            return SETTLED if call.settled else NOW
         gate = threading.Lock()
         gate.acquire()
-        if self.enter_later(call, caller, size, gate.release) is not Admission.LATER:
-            return _unless_settled(call, Admission.NOW)
+        if self.enter_later(call, caller, size, gate.release) is not LATER:
+            return _unless_settled(call, NOW)
         self._threads[call.call_id] = threading.get_ident()
         try:
             if call.settled:
-                return Admission.SETTLED
+                return SETTLED
             while not acquire(gate, call.remaining()):
                 if call.remaining():
                     continue  # its deadline was postponed meanwhile
@@ -109,7 +113,7 @@ class FlowControl:
             raise
         finally:
             del self._threads[call.call_id]
-        return _unless_settled(call, Admission.DELAYED)
+        return _unless_settled(call, DELAYED)
 
     def waiting_threads(self) -> dict[int, int]:
         """Returns the idents of the threads that wait for room, by the id of their call."""
@@ -137,10 +141,10 @@ class FlowControl:
         size += OVERHEAD_BYTES
         key = (call.peer, caller)
         if self._has_room(call, key, size, _Waiter(call, size, go)):
-            return _unless_settled(call, Admission.NOW)
+            return _unless_settled(call, NOW)
         if call.settled:
             self.leave(call)
-        return Admission.LATER
+        return LATER
 
     def _has_room(
         self, call: PendingCall, key: _Key, size: int, waiter: _Waiter | None = None
@@ -235,7 +239,7 @@ class _Waiter(NamedTuple):
 
 
 def _unless_settled(call: PendingCall, admission: Admission) -> Admission:
-    return Admission.SETTLED if call.settled else admission
+    return SETTLED if call.settled else admission
 
 
 def no_room(call: PendingCall, limit: int) -> RpcTimeoutError:

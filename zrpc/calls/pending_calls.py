@@ -207,7 +207,7 @@ class PendingCall:
         failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
         now = time.monotonic()
         # Before the gate opens: a program that has the answer finds the call counted.
-        self._calls.counts.row(self.what or self.kind).add(now - self.begun, failed)
+        self._calls.counts[self.what or self.kind].add(now - self.begun, failed)
         if self.marks is not None:
             self.marks.on_settled(self, outcome, failed, now)
         if self.span is not None:

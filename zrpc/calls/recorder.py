@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.pending_calls import PendingCall, name_of
-from zrpc.runtime.event_loop import in_event_loop
+from zrpc.runtime.event_loop import running_loop
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
@@ -263,7 +263,7 @@ class Recorder:
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Records the time of a ``with`` statement, under a name."""
-        task = id(asyncio.current_task()) if in_event_loop() else 0
+        task = id(asyncio.current_task()) if running_loop() else 0
         begun = monotonic()
         try:
             yield

@@ -43,5 +43,5 @@ class AdaptiveSpin:
 
     def waited(self, seconds: float) -> None:
         """Records how long a wait took that is now over."""
-        counted = min(seconds, _MAX_COUNTED_SECONDS)
+        counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
         self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST

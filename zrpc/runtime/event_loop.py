@@ -12,7 +12,7 @@ from typing import Any
 
 from zrpc.runtime.context_thread import ContextThread
 
-__all__ = ["EventLoop", "in_event_loop"]
+__all__ = ["EventLoop", "running_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,8 @@ logger = logging.getLogger(__name__)
 _CANCEL_SECONDS = 1.0
 
 
-def in_event_loop() -> bool:
-    """Returns whether the current thread runs an asyncio event loop."""
-    return asyncio._get_running_loop() is not None
+# Returns the event loop that the current thread runs, or None.
+running_loop = asyncio._get_running_loop
 
 
 class EventLoop:

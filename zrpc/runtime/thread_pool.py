@@ -369,7 +369,9 @@ class HandlerPool:
             job()
         except BaseException:
             logger.exception("A job of %s failed; its thread goes on", self._name)
-        took = min(time.perf_counter() - begin, _MAX_COUNTED_SECONDS)
+        took = time.perf_counter() - begin
+        if took > _MAX_COUNTED_SECONDS:
+            took = _MAX_COUNTED_SECONDS
         self._average_seconds += (took - self._average_seconds) * _WEIGHT_OF_LAST
 
     def _next_job(self, thread: _PoolThread) -> Job | None:
