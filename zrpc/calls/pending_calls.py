@@ -7,10 +7,12 @@ an answer, a deadline, or the loss of the peer; or the caller, if its own wait r
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.calls.call_counters import CallCount, Table
@@ -42,6 +44,10 @@ NEVER = float("inf")
 _NO_OUTCOME: list[Any] = []
 
 
+# The names of C functions that belong to a module.
+_builtin_names: dict[BuiltinFunctionType, str] = {}
+
+
 def name_of(body: Any) -> str:
     """Returns what to call a request in messages to people: its function's or method's name.
 
@@ -53,11 +59,25 @@ def name_of(body: Any) -> str:
     what: Any = body[0] if type(body) is tuple and body else ""
     if type(what) is str:
         return what
+    if type(what) is BuiltinFunctionType:
+        return _name_of_builtin(what)
     try:
         name = what.__qualname__
     except Exception:  # of an object that can be called
         name = None
     return name if type(name) is str else type(what).__qualname__
+
+
+def _name_of_builtin(function: BuiltinFunctionType) -> str:
+    """Returns the name of a C function, such as an operator of torch, which has to make it up."""
+    name = _builtin_names.get(function)
+    if name is None:
+        name = function.__qualname__
+        # Not of a method, which would keep its object alive.
+        module = sys.modules.get(function.__module__)
+        if getattr(module, function.__name__, None) is function:
+            _builtin_names[function] = name
+    return name
 
 
 class Follower(Protocol):
