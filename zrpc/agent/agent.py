@@ -98,7 +98,7 @@ class Agent:
         self.store: Store | None = store
         self.joined_at = time.monotonic()
         self.services: list[Service] = []
-        self._with_turns: Sequence[Service] = ()
+        self._turn_enders: Sequence[Callable[[], None]] = ()
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = HandlerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -179,7 +179,8 @@ class Agent:
         """
         for make in services:
             self._plug_in(make(self))
-        self._with_turns = overriding(Service, "after_turn", self.services)
+        with_turns = overriding(Service, "after_turn", self.services)
+        self._turn_enders = [each.after_turn for each in with_turns]
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
@@ -271,9 +272,10 @@ class Agent:
     # -- in the I/O thread -----------------------------------------------------------------
 
     def _after_turn(self, now: float) -> None:
-        for service in self._with_turns:
-            service.after_turn()
-        self._closing.look(now)
+        for end_turn in self._turn_enders:
+            end_turn()
+        if self.graceful_shutdown.in_progress:
+            self._closing.look(now)
 
     def _tick(self) -> None:
         self.peers.tick()

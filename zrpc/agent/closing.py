@@ -42,9 +42,7 @@ class Closing:
     # -- in the I/O thread -----------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Does what a shutdown has to do after each turn."""
-        if not self._shutdown.in_progress:
-            return
+        """Does what a shutdown in progress has to do after each turn."""
         self._agent.receiver.hasten(now + self._shutdown.timing.look)
         if self._shutdown.asked and self._idle():
             agent = self._agent

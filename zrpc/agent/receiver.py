@@ -175,7 +175,16 @@ class Receiver:
         """
         try:
             self._receive_next(until, spin)
-            self._do_what_is_due()
+            if self._errands:
+                self._do_errands()
+            now = time.monotonic()
+            self._after_turn(now)
+            # Before calls expire: a service may postpone their deadlines.
+            if now >= self._next_tick:
+                self._tick()
+                self._next_tick = now + _TICK_SECONDS
+            if now >= self._calls.earliest:
+                self._calls.expire(now)
         except Exception:
             logger.exception("%s: the I/O thread goes on after an error", self._worker)
 
@@ -199,14 +208,6 @@ class Receiver:
                 break
             received = self._network.at_hand()
 
-    def _do_what_is_due(self) -> None:
+    def _do_errands(self) -> None:
         while self._errands:
             self._errands.popleft()()
-        now = time.monotonic()
-        self._after_turn(now)
-        # Before calls expire: a service may postpone their deadlines.
-        if now >= self._next_tick:
-            self._tick()
-            self._next_tick = now + _TICK_SECONDS
-        if now >= self._calls.earliest:
-            self._calls.expire(now)

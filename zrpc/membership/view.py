@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from zrpc.errors import RpcError
 from zrpc.membership.peer_record import PeerRecord
@@ -46,6 +46,9 @@ class Membership:
         self._same_main: dict[MemberId, bool] = {}
         # By routing id.
         self._members: dict[bytes, MemberId] = {}
+        # Returns the member with this routing id, or None if the sender isn't a current member.
+        # Without the cost of another call, as it is asked for each message.
+        self.member_of: Callable[[bytes], MemberId | None] = self._members.get
         self._awaited_members: dict[bytes, MemberId] = {}
         self._lost_members: dict[bytes, MemberId] = {}
         self._watchers: dict[bytes, MemberId] = {}  # by the identity of their heartbeats
@@ -95,13 +98,13 @@ class Membership:
             RpcError: there is none.
             ValueError: ``to`` isn't a name, rank or WorkerInfo.
         """
-        if isinstance(to, WorkerInfo):
+        if isinstance(to, str):
+            if to in self._by_name:
+                return self._by_name[to]
+        elif isinstance(to, WorkerInfo):
             found = self._by_rank.get(to.id)
             if found == to:
                 return found
-        elif isinstance(to, str):
-            if to in self._by_name:
-                return self._by_name[to]
         elif isinstance(to, int):
             if to in self._by_rank:
                 return self._by_rank[to]
@@ -127,10 +130,6 @@ class Membership:
         if not world_size:
             return f"{text}; others may still join, since no world size was set"
         return text
-
-    def member_of(self, identity: bytes) -> MemberId | None:
-        """Returns the member with this routing id, or None if the sender isn't a current member."""
-        return self._members.get(identity)
 
     def awaited_member_of(self, identity: bytes) -> MemberId | None:
         """Returns the worker with this routing id if it is introduced and not admitted."""
