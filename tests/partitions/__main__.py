@@ -21,6 +21,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="how long; default: 5")
     parser.add_argument("--seed", type=int, help="default: a random one")
     parser.add_argument("--round", type=int, help="run only the round of this number")
+    parser.add_argument(
+        "--megabytes", type=int, default=16, help="the size of the largest tensors; default: 16"
+    )
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
@@ -29,7 +32,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     with hosts() as where:
         while True:
-            plan = draw(seed, number)
+            plan = draw(seed, number, options.megabytes * 10**6)
             began = time.monotonic()
             outcome = run_round(plan, where)
             counts += outcome.counts

@@ -6,12 +6,13 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["FAULTS", "HEARTBEAT_SECONDS", "MOMENTS", "Plan", "draw"]
+__all__ = ["FAULTS", "HEARTBEAT_SECONDS", "MOMENTS", "TRANSFER_BYTES", "Plan", "draw"]
 
 HEARTBEAT_SECONDS = 3.0
 # Faults that no worker may notice, and such that all must.
 _SHORT_SECONDS = (0.1, 1.0)
 _LONG_SECONDS = 2.5 * HEARTBEAT_SECONDS
+TRANSFER_BYTES = 16_000_000
 MOMENTS = ("work", "init", "shutdown")
 # What happens, and for how many seconds; None if it lasts.
 FAULTS = (
@@ -40,6 +41,7 @@ class Plan:
         seconds: how long the fault lasts; None if it does not end.
         victim: a host, which is cut off or vanishes; or a worker, by its rank.
         other: the host from which nothing arrives at the victim, if one way is lost.
+        transfer_bytes: the size of the largest tensors.
     """
 
     number: int
@@ -50,6 +52,7 @@ class Plan:
     seconds: float | None
     victim: int
     other: int
+    transfer_bytes: int = TRANSFER_BYTES
 
     @property
     def names(self) -> list[str]:
@@ -67,6 +70,11 @@ class Plan:
         if self.fault == "killed":
             return [self.victim]
         return self.on_host(self.victim) if self.fault == "host vanishes" else []
+
+    @property
+    def store_vanishes(self) -> bool:
+        """Whether the host of the store vanishes, without a word to its clients."""
+        return self.fault == "host vanishes" and 0 in self.dead
 
     def on_host(self, host: int) -> list[int]:
         """Returns the ranks of the workers of a host."""
@@ -93,7 +101,7 @@ class Plan:
         return cls(**{**data, "hosts": tuple(data["hosts"])})
 
 
-def draw(seed: int, number: int) -> Plan:
+def draw(seed: int, number: int, transfer_bytes: int = TRANSFER_BYTES) -> Plan:
     """Returns the plan of a round. Each fault comes once in as many rounds as there are faults."""
     rng = random.Random(f"{seed}.{number}")
     order = random.Random(seed).sample(FAULTS, len(FAULTS))
@@ -109,4 +117,4 @@ def draw(seed: int, number: int) -> Plan:
     elif fault.endswith("long"):
         seconds = _LONG_SECONDS
     after = rng.uniform(0.0, 1.5 if moment == "work" else 0.4)
-    return Plan(number, hosts, moment, after, fault, seconds, victim, other)
+    return Plan(number, hosts, moment, after, fault, seconds, victim, other, transfer_bytes)

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,6 @@ _INIT_SECONDS = 10.0
 SLACK = 20.0
 _CLIENTS = 2
 _RPC_SECONDS = 60.0
-_LARGE_ELEMENTS = 4_000_000
 _POLL_SECONDS = 0.01
 
 
@@ -48,6 +48,7 @@ class RoundClient(Client):
         self.suspects = {names[b] for a, b in pairs if plan.apart(a, b)}
         actions = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS, (transfer, 3)]
         name = f"{plan.number}.{rank}.{number}"
+        self.elements = plan.transfer_bytes // torch.int32.itemsize
         super().__init__(name, name, names[rank], peers, None, until, actions, False)
 
     def _caused_by_death(self, error: BaseException) -> bool:
@@ -61,14 +62,11 @@ class RoundClient(Client):
         return lost and any(name in text for name in self.suspects)
 
 
-def transfer(client: Client) -> None:
+def transfer(client: Any) -> None:
     """Sends a large tensor there and back."""
-    tensor = torch.arange(_LARGE_ELEMENTS, dtype=torch.int32) + client.random_int()
-    calls.same(
-        "transfer",
-        tensor * 2,
-        zrpc.rpc_sync(client.random_peer(), targets.scale, (tensor, 2)),
-    )
+    tensor = torch.arange(client.elements, dtype=torch.int32) + client.random_int()
+    peer = client.random_peer()
+    calls.same("transfer", tensor * 2, zrpc.rpc_sync(peer, targets.scale, (tensor, 2)))
 
 
 class Worker:
@@ -96,8 +94,19 @@ class Worker:
         except Exception:
             self._wrong.append(traceback.format_exc())
         else:
-            self._wrong += [f"left behind: {line}" for line in before.left_behind(within=10)]
+            self._wrong += [f"left behind: {line}" for line in self._left_behind(before)]
         self._tell("report", json.dumps([self._wrong, self._counts]))
+
+    def _left_behind(self, before: Resources) -> list[str]:
+        left = before.left_behind(within=10)
+        if self._plan.store_vanishes and "init_rpc failed" in self._counts:
+            # A request to it waits in its thread, with its socket, until TCP finds that out: see
+            # `zrpc.membership.store_request`.
+            waiting = [line for line in left if line.startswith("thread zrpc-store ")]
+            sockets = [line for line in left if ": socket:" in line]
+            expected = {*waiting, *sockets[: len(waiting)]}
+            left = [line for line in left if line not in expected]
+        return left
 
     def _join(self) -> bool:
         options = zrpc.ZmqRpcBackendOptions(
