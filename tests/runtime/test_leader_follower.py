@@ -76,6 +76,33 @@ def settled(desk: Desk) -> None:
         pass
 
 
+def test_a_thread_is_seated_while_it_receives_and_not_while_it_runs_a_job(desk: Desk) -> None:
+    settled(desk)
+    seen = []
+    turn = desk.io._turn
+    desk.io._turn = lambda: (seen.append(desk.io.seated()), turn())  # type: ignore[func-returns-value]
+    settled(desk)
+    assert seen
+    assert all(seen)
+    in_job = []
+    desk.do(lambda: in_job.append(desk.io.seated()))
+    assert in_job == [False]
+    assert not desk.io.seated()
+
+
+def test_a_caller_is_seated_while_it_sits() -> None:
+    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, lambda: None)
+    assert io.sit()  # no leader has started that would hold the seat
+    assert io.seated()
+    others = []
+    thread = threading.Thread(target=lambda: others.append(io.seated()))
+    thread.start()
+    thread.join()
+    assert others == [False]
+    io.leave()
+    assert not io.seated()
+
+
 def test_the_leader_runs_quick_jobs(desk: Desk) -> None:
     settled(desk)
     thread = desk.do(lambda: None)

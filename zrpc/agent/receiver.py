@@ -129,6 +129,10 @@ class Receiver:
         finally:
             release_interrupts()
 
+    def receives_now(self) -> bool:
+        """Returns whether the current thread is in a turn, so nothing arrives while it waits."""
+        return self._threads.seated()
+
     def run(self, job: Callable[[], None]) -> None:
         """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
         if self._threads.take(self._pool, job):

@@ -129,6 +129,18 @@ GROUPS: tuple[Group, ...] = (
         workers=8,
     ),
     Group(
+        "first messages",
+        (
+            Row(
+                "first large message, 100 MB from each of 5 workers and back",
+                "tensors:first_large",
+                (100_000_000,),
+            ),
+        ),
+        workers=6,
+        turns=1,
+    ),
+    Group(
         "references",
         (
             Row("remote and to_here", "references:remote_to_here", limit=_zmq()),

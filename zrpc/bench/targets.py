@@ -15,6 +15,7 @@ from zrpc.bench import library
 __all__ = [
     "Counter",
     "Thing",
+    "accumulate",
     "add",
     "burn",
     "burning",
@@ -25,7 +26,9 @@ __all__ = [
     "layer",
     "messages",
     "nothing",
+    "prepare_push",
     "processor_time",
+    "push",
     "resident",
     "stop_burning",
     "take",
@@ -37,6 +40,11 @@ _MAX_BURN_SECONDS = 60.0
 _burning = threading.Event()
 _stop = threading.Event()
 _layers: dict[int, torch.nn.Linear] = {}
+# By the number of elements: what this worker pushes, and the sum of what was pushed to it.
+_pushed: dict[int, torch.Tensor] = {}
+_sums: dict[int, torch.Tensor] = {}
+# Guards `_sums`.
+_sums_lock = threading.Lock()
 
 
 def nothing() -> None:
@@ -72,6 +80,26 @@ def echo(value: Any) -> Any:
 def take(tensor: torch.Tensor) -> float:
     """Returns the last element, which proves that the whole tensor has arrived."""
     return tensor[-1].item()
+
+
+def prepare_push(count: int) -> None:
+    """Makes the tensor that `push` sends."""
+    _pushed[count] = torch.ones(count)
+
+
+def push(owner: str, count: int) -> float:
+    """Sends a tensor of that many elements to a worker, gets the sum of all back; its last one."""
+    rpc_sync = library.current().rpc.rpc_sync
+    return take(rpc_sync(owner, accumulate, args=(_pushed[count],)))
+
+
+def accumulate(tensor: torch.Tensor) -> torch.Tensor:
+    """Adds a tensor to the sum of those of its size, and returns the sum."""
+    count = tensor.numel()
+    with _sums_lock:
+        if count not in _sums:
+            _sums[count] = torch.zeros(count)
+        return _sums[count].add_(tensor)
 
 
 def hop(here: int, left: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from zrpc.bench import targets
@@ -9,7 +11,7 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["echo", "echo_many", "fan_out", "one_way"]
+__all__ = ["echo", "echo_many", "fan_out", "first_large", "one_way"]
 
 _ELEMENT = 7.0
 
@@ -60,3 +62,21 @@ def fan_out(session: Session, size: int) -> Sample:
 
     check("the last elements", once(), [_ELEMENT] * len(peers))
     return session.sampling.time(once)
+
+
+def first_large(session: Session, size: int) -> Sample:
+    """Has all other workers send one tensor each to worker 0, and get one of that size back.
+
+    It is measured once, in a mesh that has not sent anything large.
+    """
+    count = session.sampling.scaled(size // 4)
+    rpc_async = session.rpc.rpc_async
+    others = [f"worker{rank}" for rank in range(1, session.workers)]
+    for future in [rpc_async(each, targets.prepare_push, args=(count,)) for each in others]:
+        future.wait()
+    begun = time.perf_counter()
+    futures = [rpc_async(each, targets.push, args=("worker0", count)) for each in others]
+    last = max(future.wait() for future in futures)
+    seconds = time.perf_counter() - begun
+    check("the sum of all", last, float(len(others)))
+    return Sample(seconds, seconds, 1)

@@ -94,6 +94,7 @@ class LeaderFollower:
         self._turn_ident = 0  # the ident of the leader while it is in a turn
         # Held by the thread that receives.
         self._seat = threading.Lock()
+        self._sitter_ident = 0  # the ident of another thread while it holds the seat
         self._receiving = False  # the leader is in a turn
         self._sit_count = 0  # times that other threads took the seat; guarded by the seat
         self._rest_until = 0.0
@@ -183,10 +184,16 @@ class LeaderFollower:
             self._seat.release()
             return False
         self._sit_count += 1
+        self._sitter_ident = threading.get_ident()
         return True
+
+    def seated(self) -> bool:
+        """Returns whether the current thread holds the seat."""
+        return threading.get_ident() in (self._turn_ident, self._sitter_ident)
 
     def leave(self) -> None:
         """Gives back the seat."""
+        self._sitter_ident = 0
         self._seat.release()
 
     def end_rest(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.services.shm.sharing import (
 )
 from tests.support.waiting import until
 from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.segments import Segment
 from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
@@ -62,9 +64,10 @@ def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeM
                 count = LARGE // 4 + (i * 7 % 12) * LARGE // 12
                 assert zrpc.rpc_sync(rank, torch.numel, (large(i, count),)) == count
             until_returned(layer)
+        pools = [service_of(mesh, rank).pool for rank in range(3)]  # the others' have their offers
         until(
-            lambda: len(set(segments_mapped() + segments_open())) == len(layer.pool),
-            lambda: f"{len(segments_mapped())} are mapped, {len(layer.pool)} are in the pool",
+            lambda: len(set(segments_mapped() + segments_open())) == sum(map(len, pools)),
+            lambda: f"{len(segments_mapped())} are mapped, {list(map(len, pools))} in the pools",
             within=5,
             collect=True,
         )
@@ -102,7 +105,8 @@ def test_a_peer_that_cant_open_segments_gets_frames(
         assert torch.equal(zrpc.rpc_sync(1, negated, (large(7),)), -large(7))
     assert {id(loans) for loans in probed} == {id(service_of(mesh, r).loans) for r in range(2)}
     assert len(probed) == 2  # asked once
-    assert segments_mapped() == segments_open()  # of the offers
+    assert segments_mapped() == []
+    assert len(segments_open()) == 2  # of the offers
 
 
 def test_only_one_side_has_capacity(mesh: Mesh, lends: list[Lend]) -> None:
@@ -114,3 +118,26 @@ def test_only_one_side_has_capacity(mesh: Mesh, lends: list[Lend]) -> None:
             assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
     assert {lend.pool for lend in lends} == {service_of(mesh, 0).pool}
     assert len(lends) == 3
+
+
+def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = service_of(introduced, 0)
+    refused = []
+
+    def refuse(self: Segment, offset: int, buffer: Any) -> None:
+        refused.append(self)
+        raise OSError(errno.ENOSPC, "no memory left")
+
+    write = Segment.write
+    monkeypatch.setattr(Segment, "write", refuse)
+    sent = layer.sent_bytes
+    assert zrpc.rpc_sync(1, torch.numel, (large(3),)) == LARGE
+    assert [segment.borrower for segment in refused] == [1]
+    assert refused[0] not in layer.pool._segments.values()  # a part of it may have been written
+    assert layer.sent_bytes == sent
+    monkeypatch.setattr(Segment, "write", write)
+    assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))
+    assert layer.sent_bytes == sent + 4 * LARGE
+    until_returned(layer)

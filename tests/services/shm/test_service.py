@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +35,8 @@ from tests.services.shm.sharing import (
 )
 from tests.support.targets import echo
 from tests.support.waiting import until
+from zrpc.services.shm.borrowed import Descriptor, Loans
+from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -72,22 +75,75 @@ def test_arguments_and_results_go_by_shared_memory_both_ways(
     assert {tuple(lend.sizes) for lend in lends} == {(4 * LARGE,)}
 
 
-def test_the_first_message_goes_by_frames_and_a_later_one_by_shared_memory(
+# No message is so urgent that it does not wait for the reply to the offer.
+PATIENT = SharedMemoryTiming(offer_seconds_per_byte=60 / MIB)
+
+
+def test_the_very_first_message_and_its_answer_go_by_shared_memory(
     mesh: Mesh, lends: list[Lend]
 ) -> None:
+    for rank in range(2):
+        service_of(mesh, rank).timing = PATIENT
     with mesh.agent(0).as_current():
-        ours, theirs = (service_of(mesh, rank) for rank in range(2))
-        assert segments_open() == []
         assert torch.equal(zrpc.rpc_sync(1, negated, (large(0),)), -large(0))
-        assert all(lend.sizes != [4 * LARGE] for lend in lends if lend.pool is ours.pool)
-        for i in range(1, 1000):
-            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
-            by = {lend.pool for lend in lends if lend.sizes == [4 * LARGE]}
-            if by == {ours.pool, theirs.pool}:
-                break
-        assert by == {ours.pool, theirs.pool}
-        until_returned(ours)
-        until_returned(theirs)
+    ours, theirs = (service_of(mesh, rank).pool for rank in range(2))
+    assert [lend.pool for lend in lends if lend.sizes == [4 * LARGE]] == [ours, theirs]
+
+
+def test_all_threads_that_send_first_wait_for_the_same_reply(mesh: Mesh, lends: list[Lend]) -> None:
+    service_of(mesh, 0).timing = PATIENT
+
+    def send(value: int) -> None:
+        with mesh.agent(0).as_current():
+            assert zrpc.rpc_sync(1, torch.numel, (large(value),)) == LARGE
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(send, range(4)))
+    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 4
+    assert service_of(mesh, 0)._awaited == {}
+
+
+def test_a_message_goes_by_frames_if_the_reply_to_the_offer_takes_too_long(
+    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probing, may_reply = threading.Event(), threading.Event()
+    probe = Loans.probe
+
+    def late(self: Loans, descriptor: Descriptor) -> bool:
+        probing.set()
+        return may_reply.wait(60) and probe(self, descriptor)
+
+    monkeypatch.setattr(Loans, "probe", late)
+    service_of(mesh, 0).timing = SharedMemoryTiming(offer_seconds_per_byte=0.0)
+    with mesh.agent(0).as_current():
+        future = zrpc.rpc_async(1, negated, (large(0),))  # has left, and has not waited
+        assert probing.wait(60)
+        may_reply.set()
+        assert torch.equal(future.wait(), -large(0))
+    ours = service_of(mesh, 0).pool
+    assert all(lend.sizes != [4 * LARGE] for lend in lends if lend.pool is ours)
+
+
+def test_the_loss_of_the_peer_ends_the_wait_for_its_reply(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = service_of(mesh, 0)
+    layer.timing = PATIENT
+    offered = threading.Event()
+    monkeypatch.setattr(layer, "_post", lambda member, body: offered.set())  # it gets no offer
+    with ThreadPoolExecutor(1) as threads:
+
+        def send() -> float:
+            with mesh.agent(0).as_current():
+                return zrpc.rpc_sync(1, torch.numel, (large(0),), timeout=90)
+
+        sent = threads.submit(send)
+        assert offered.wait(60)
+        until(lambda: layer._awaited.get(1), "the sender does not wait")
+        with layer._lock:
+            assert not sent.done()
+        layer.on_member_lost(1)
+        assert sent.result(60) == LARGE
 
 
 def test_segments_are_used_again(introduced: Mesh, lends: list[Lend]) -> None:

@@ -6,7 +6,10 @@ returns the segment, to be used again: with the next message to the sender, ofte
 else by a message of its own. So there is one copy in and none out.
 
 The first time that there is something large for a peer, it is asked whether it can open a segment
-(OFFER, answered by ACCEPT). Until then, if it can't, and if the pool is full, frames are used.
+(OFFER, answered by ACCEPT, or only by the RETURN of that segment). It asks the same back, so the
+answer finds the way open. The thread that sends waits for the peer's reply, but no longer than the
+way by frames would take. If there is none, if the peer can't, and if the pool is full, frames are
+used.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
+from zrpc.runtime.thread_pool import acquire
 from zrpc.services.shm.borrowed import Descriptor, Loan, Loans
 from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
 from zrpc.wire.kind import Kind, Tag
@@ -61,15 +65,18 @@ class _Verb(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryTiming:
-    """When segments are closed, in seconds.
+    """When segments are closed, and how long a peer is waited for, in seconds.
 
     Attributes:
         idle_seconds: how long a free segment is kept for the next message.
         check_seconds: how often the pool is checked for idle segments.
+        offer_seconds_per_byte: how long a message waits for the reply to the first offer, for each
+            byte that it could send by shared memory. The default is what frames cost more.
     """
 
     idle_seconds: float = 10.0
     check_seconds: float = 1.0
+    offer_seconds_per_byte: float = 1.5e-9
 
 
 class SharedMemoryService(Service, MessageHooks):
@@ -100,6 +107,9 @@ class SharedMemoryService(Service, MessageHooks):
         self._to_return: dict[MemberId, list[tuple[_Verb, int]]] = {}
         self._accepted: set[MemberId] = set()
         self._offered: set[MemberId] = set()
+        # For each peer whose reply to the offer is awaited: the gates of the threads that wait.
+        # Guarded by the lock.
+        self._awaited: dict[MemberId, list[threading.Lock]] = {}
         # For each borrower that was asked whether it has opened what it was lent last: the number
         # of the question, or 0 if it has. Guarded by the lock.
         self._asked: dict[MemberId, int] = {}
@@ -181,7 +191,8 @@ class SharedMemoryService(Service, MessageHooks):
             return
         if member not in self._accepted:
             self._offer(member)
-            return
+            if not self._await_reply(member, sum(sizes), message.deadline):
+                return
         lent = self._lend(sizes, member)
         if lent is None:
             return
@@ -192,16 +203,17 @@ class SharedMemoryService(Service, MessageHooks):
             for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
                 segment.write(offset, window)
                 places.append(_PLACE.pack(index, offset, size))
-        except BaseException:
+        except BaseException as error:
             with self._lock:
                 self.pool.retire(segment.number, member)
-            raise
+            if not isinstance(error, OSError):  # frames may find the memory that a segment lacks
+                raise
         finally:
             with self._lock:
                 there = self.pool.written(segment)
-                self.sent_bytes += sum(sizes)
+                self.sent_bytes += sum(sizes) if there else 0
         if not there:
-            return  # the peer was lost, or this service is closed
+            return  # there was no memory, the peer was lost, or this service is closed
         moved = {index for index, _ in windows}
         message.buffers = [b for i, b in enumerate(message.buffers) if i not in moved]
         data = _DESCRIPTOR.pack(*descriptor) + b"".join(places)
@@ -229,8 +241,35 @@ class SharedMemoryService(Service, MessageHooks):
         segment, _ = lent
         with self._lock:
             self.pool.written(segment)
+            self._awaited.setdefault(member, [])
         body = _NOTE.pack(_Verb.OFFER, segment.number)
         self._post(member, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
+
+    def _await_reply(self, member: MemberId, size: int, deadline: float) -> bool:
+        """Waits for a peer's reply to the offer, if one is due; returns whether it has accepted.
+
+        Args:
+            member: the peer.
+            size: how many bytes the message could send by shared memory.
+            deadline: the message's; 0 if it has none.
+        """
+        if self.agent.receiver.receives_now():
+            return False  # the reply can't arrive while this thread waits
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if member not in self._awaited:
+                return member in self._accepted
+            self._awaited[member].append(gate)
+        seconds = size * self.timing.offer_seconds_per_byte
+        # Ended by the reply, by the loss of the peer, or by the close of this service.
+        acquire(gate, min(seconds, deadline) if deadline else seconds)
+        return member in self._accepted
+
+    def _end_wait(self, member: MemberId) -> None:
+        """Wakes the threads that wait for a peer's reply; the lock is held."""
+        for gate in self._awaited.pop(member, ()):
+            gate.release()
 
     def _descriptor(self, segment: Segment) -> Descriptor:
         return Descriptor(segment.number, self._pid, segment.fd, segment.inode, segment.size)
@@ -279,8 +318,11 @@ class SharedMemoryService(Service, MessageHooks):
             if self.loans.probe(Descriptor(*_DESCRIPTOR.unpack_from(body, _NOTE.size))):
                 self._post(member, _NOTE.pack(_Verb.ACCEPT, number))
             self._post(member, _NOTE.pack(_Verb.RETURN, number))
+            self._offer(member)
         elif verb == _Verb.ACCEPT:
             self._accepted.add(member)
+            with self._lock:
+                self._end_wait(member)
         elif verb == _Verb.CLOSED:
             self.loans.forget(member, number)
         elif verb == _Verb.ASK:
@@ -293,6 +335,7 @@ class SharedMemoryService(Service, MessageHooks):
             with self._lock:
                 end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
                 end(number, member)
+                self._end_wait(member)  # it has replied, and not accepted
         else:
             raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
@@ -327,6 +370,7 @@ class SharedMemoryService(Service, MessageHooks):
             self.pool.retire_lent_to(member)
             self._to_return.pop(member, None)
             self._asked.pop(member, None)
+            self._end_wait(member)
         self.loans.forget(member)
 
     def stats(self) -> Mapping[str, int]:
@@ -353,6 +397,8 @@ class SharedMemoryService(Service, MessageHooks):
         self._closed = True
         with self._lock:
             self.pool.close()
+            for member in list(self._awaited):
+                self._end_wait(member)
         self.loans.close()
 
     def _post(self, member: MemberId, body: bytes) -> None:
