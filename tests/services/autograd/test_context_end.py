@@ -117,7 +117,7 @@ def objects() -> Any:
 
 
 @pytest.mark.zrpc(workers=3, timeout=180)
-def test_a_thousand_contexts_leave_nothing(mesh: Mesh) -> None:
+def test_many_contexts_leave_nothing(mesh: Mesh) -> None:
     def once() -> None:
         with dist_autograd.context() as context_id:
             far = call("worker1", layer, 1, X)
@@ -132,13 +132,13 @@ def test_a_thousand_contexts_leave_nothing(mesh: Mesh) -> None:
     assert_freed(mesh)
     settle(mesh)
     before = objects()
-    mesh.run(0, many, 1000)
+    mesh.run(0, many, 400)
     assert_freed(mesh)
     settle(mesh)
     after = objects()
     assert after["ContextState"] == 0
-    assert after["Tensor"] <= before["Tensor"] + 20
-    assert after["Thread"] <= before["Thread"] + 20
+    assert after["Tensor"] <= before["Tensor"] + 8  # one for each fifty contexts
+    assert after["Thread"] <= before["Thread"] + 8
 
 
 def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(mesh: Mesh) -> None:
