@@ -35,7 +35,6 @@ import zrpc.autograd as dist_autograd
 from zrpc.optim import DistributedOptimizer
 
 PIECES = (1, 2, 4, 8)
-BATCH = 256
 SIZE = 16  # of an image, in pixels
 DIRECTIONS = 4
 LEARNING_RATE = 0.005
@@ -106,26 +105,28 @@ class Pipeline:
         return torch.cat([future.wait() for future in scores])
 
 
-def make_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns images, and the direction of the stripes in each."""
-    labels = torch.randint(DIRECTIONS, (BATCH,), generator=generator)
+    labels = torch.randint(DIRECTIONS, (size,), generator=generator)
     angles = (labels * torch.pi / DIRECTIONS).view(-1, 1, 1, 1)
     rows = torch.arange(SIZE).view(-1, 1)
     columns = torch.arange(SIZE)
-    shifts = 6 * torch.rand(BATCH, 1, 1, 1, generator=generator)
+    shifts = 6 * torch.rand(size, 1, 1, 1, generator=generator)
     stripes = (angles.cos() * rows + angles.sin() * columns + shifts).sin()
-    return stripes + 0.5 * torch.randn(BATCH, 1, SIZE, SIZE, generator=generator), labels
+    return stripes + 0.5 * torch.randn(size, 1, SIZE, SIZE, generator=generator), labels
 
 
-def train(workers: list[str], pieces: int, steps: int, seed: int) -> tuple[list[float], float]:
+def train(
+    workers: list[str], pieces: int, steps: int, options: argparse.Namespace
+) -> tuple[list[float], float]:
     """On the master: returns the losses, and the time of the fastest step in seconds."""
-    pipeline = Pipeline(workers, seed)
+    pipeline = Pipeline(workers, options.seed)
     parameters = [rref for stage in pipeline.stages for rref in stage.rpc_sync().parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     losses, seconds = [], []
     for _ in range(steps):
-        images, labels = make_batch(generator)
+        images, labels = make_batch(options.batch, generator)
         began = time.monotonic()
         with dist_autograd.context() as context_id:
             loss = functional.cross_entropy(pipeline.forward(images, pieces), labels)
@@ -138,10 +139,10 @@ def train(workers: list[str], pieces: int, steps: int, seed: int) -> tuple[list[
 
 def run(workers: list[str], options: argparse.Namespace) -> str | None:
     """On the master: compares the runs; returns what is wrong with the result, if anything."""
-    print(f"{len(os.sched_getaffinity(0))} processors, batches of {BATCH} images")
-    whole, whole_seconds = train(workers, 1, 3, options.seed)  # to warm up
+    print(f"{len(os.sched_getaffinity(0))} processors, batches of {options.batch} images")
+    whole, whole_seconds = train(workers, 1, 3, options)  # to warm up
     for pieces in PIECES:
-        losses, seconds = train(workers, pieces, options.steps, options.seed)
+        losses, seconds = train(workers, pieces, options.steps, options)
         if pieces == 1:
             whole, whole_seconds = losses, seconds
         saved = 1 - seconds / whole_seconds
@@ -159,6 +160,7 @@ def main() -> None:
     """Runs this worker: the master if its rank is 0, otherwise a stage."""
     parser = argparse.ArgumentParser(description="Train a network in three stages.")
     parser.add_argument("--steps", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=256, help="images; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -17,6 +16,7 @@ from zrpc.cli import main
 
 from tests.support.terminal import DEADLINE, TerminalProgram
 from tests.support.waiting import until
+from tests.support.warm import warm_commands
 
 ZRPC = ["-m", "zrpc.cli"]
 IMPORTS = """
@@ -51,11 +51,11 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     """Starts ``zrpc`` on a terminal; a script is the source of its last argument."""
     started: list[TerminalProgram] = []
 
-    def begin(*arguments: str, script: str = "") -> TerminalProgram:
+    def begin(*arguments: str, script: str = "", cold: bool = False) -> TerminalProgram:
         if script:
             (tmp_path / "script.py").write_text(dedent(script))
             arguments = (*arguments, "script.py")
-        started.append(TerminalProgram([*ZRPC, *arguments], tmp_path))
+        started.append(TerminalProgram([*ZRPC, *arguments], tmp_path, cold))
         return started[-1]
 
     yield begin
@@ -103,7 +103,7 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
 
 
 def test_error_before_the_mesh_opens_a_prompt(begin: Begin) -> None:
-    launched = begin("launch", "--pdb", script="here = 3\nraise ValueError(here)\n")
+    launched = begin("launch", "--pdb", script="here = 3\nraise ValueError(here)\n", cold=True)
     assert "rank 0, pid" in launched.read_until("(Pdb) ")
     launched.type("p here + 4\n")
     launched.read_until("7\r\n(Pdb) ")
@@ -140,7 +140,7 @@ def test_ctrl_d_quits_the_debugger(begin: Begin) -> None:
 def test_zrpc_debug_attaches_detaches_and_attaches_again(begin: Begin, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(dedent(HANDLER))
     launched = subprocess.Popen(
-        [sys.executable, *ZRPC, "launch", "--pdb", "-n", "2", "script.py"],
+        [warm_commands().python, *ZRPC, "launch", "--pdb", "-n", "2", "script.py"],
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -159,7 +159,7 @@ def test_zrpc_debug_attaches_detaches_and_attaches_again(begin: Begin, tmp_path:
         assert refused.exit_code == 1
         assert "no worker nobody of this user waits at a breakpoint" in refused.output
         assert f"worker1 (rank 1, pid {found[1]})" in refused.output
-        first = begin("debug", found[1])
+        first = begin("debug", found[1], cold=True)
         first.read_until("(Pdb) ")
         first.type("p local\n")
         first.read_until("7\r\n(Pdb) ")

@@ -221,7 +221,9 @@ def test_without_a_terminal_the_live_screen_is_refused(mesh: Mesh) -> None:
 
 @pytest.mark.system
 def test_keys_on_a_terminal(mesh: Mesh, tmp_path: Path) -> None:
-    program = TerminalProgram(["-m", "zrpc.cli", "top", "--interval", "0.3", PID], tmp_path)
+    program = TerminalProgram(
+        ["-m", "zrpc.cli", "top", "--interval", "0.3", PID], tmp_path, cold=True
+    )
     try:
         program.read_until("Mesh of 2 workers")
         program.read_until("q quit")

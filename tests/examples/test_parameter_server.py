@@ -29,14 +29,6 @@ def test_all_trainers_train_the_servers_model(launch: Callable[..., Outcome]) ->
     assert "Traceback" not in outcome.err
 
 
-def test_runs_without_a_launcher(
-    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
-) -> None:
-    server, *trainers = run_plainly(3, example("parameter_server"), deadline=DEADLINE)
-    check(server, trainers=2)
-    assert [(each.code, "Traceback" in each.err) for each in trainers] == [(0, False)] * 2
-
-
 def test_reports_that_nothing_was_learned(
     run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
 ) -> None:

@@ -12,31 +12,38 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.warm import FOREGROUND, warm_commands
 
 DEADLINE = 60.0
 _ROWS, _COLUMNS = 40, 160
 
 
 class TerminalProgram:
-    """A program that has a pseudo-terminal of its own, and is in its foreground."""
+    """A program that has a pseudo-terminal of its own, and is in its foreground.
 
-    def __init__(
-        self, command: Sequence[str], cwd: Path, env: Mapping[str, str] | None = None
-    ) -> None:
+    Args:
+        command: what follows ``python``.
+        cwd: the working directory.
+        cold: whether it has an interpreter of its own, and is not forked with torch.
+    """
+
+    def __init__(self, command: Sequence[str], cwd: Path, cold: bool = False) -> None:
+        python = [sys.executable, "-c", _IN_FOREGROUND] if cold else [warm_commands().python]
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", _ROWS, _COLUMNS, 0, 0))
         self._slave = slave  # kept open, to look at its modes at the end
         self._modes: Any = termios.tcgetattr(slave)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _IN_FOREGROUND, *command],
+            [*python, *command],
             stdin=slave,
             stdout=slave,
             stderr=slave,
             cwd=cwd,
-            env={**os.environ, "TERM": "xterm", **(env or {})},
+            env={**os.environ, "TERM": "xterm", FOREGROUND: "1"},
             start_new_session=True,
         )
         self.seen = ""

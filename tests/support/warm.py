@@ -39,8 +39,10 @@ from zrpc.launch.task import Task
 from zrpc.testing.leaks import lasting
 from zrpc.testing.server import warm_server
 
-__all__ = ["WarmCommands", "buffered", "warm_commands"]
+__all__ = ["FOREGROUND", "WarmCommands", "buffered", "warm_commands"]
 
+# If this variable is 1, the command is in the foreground of the terminal that is its input.
+FOREGROUND = "WARM_FOREGROUND"
 _ROOT = str(Path(__file__).parents[2])
 # What the commands import, and the examples.
 _PRELOAD = (
@@ -72,7 +74,7 @@ elif arguments and arguments[0][:1] != "-":
     kind = "script"
 else:
     fresh()
-foreground = env.pop("WARM_FOREGROUND", "") == "1"
+foreground = env.pop({foreground!r}, "") == "1"
 connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 connection.connect({path!r})
 body = _pickle.dumps(("run", kind, arguments, os.getcwd(), env, buffered, foreground))
@@ -144,6 +146,7 @@ class WarmCommands:
                 real=sys.executable,
                 before=[] if name == "python" else [str(real)],
                 later=READ_LATER,
+                foreground=FOREGROUND,
                 variables=interpreter_variables(os.environ),
                 path=self._path,
                 signals=[int(n) for n in _PASSED_ON],
