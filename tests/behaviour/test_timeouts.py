@@ -221,6 +221,10 @@ def nested_then(gate: Gate, timeout: float) -> Any:
     return rpc.rpc_async(0, gate.wait_inside, timeout=timeout).then(note)
 
 
+# Its own deadline has passed, or the caller's message, that it no longer waits, was sooner.
+_ENDED = (rpc.RpcTimeoutError, rpc.RpcCancelledError, asyncio.CancelledError)
+
+
 @pytest.mark.parametrize("handler", [nested, nested_async, nested_then])
 @pytest.mark.parametrize("timeout", [-1, 0, 15])
 def test_a_nested_call_ends_with_its_caller(
