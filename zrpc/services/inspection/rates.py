@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from zrpc.calls.call_counters import quantile
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Snapshot
-from zrpc.wire.member_id import MemberId, rank_of
+from zrpc.wire.member_id import rank_of
 
 __all__ = ["FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
 
@@ -89,7 +89,7 @@ class WorkerRates:
     peers: list[PeerRates] = field(default_factory=list)
 
 
-def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[WorkerRates]:
+def mesh_rates(before: Iterable[Snapshot], now: MeshView) -> list[WorkerRates]:
     """Returns the rates of all workers of a mesh, by rank.
 
     Args:
@@ -97,7 +97,11 @@ def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[Worke
         now: the mesh as it is.
     """
     lost = {m.member for each in now.snapshots.values() for m in each.members if m.lost}
-    found = [_worker(before.get(member), each) for member, each in now.snapshots.items()]
+    # Members of two meshes may have equal ids, but no two workers a directory.
+    earlier = {(each.host, each.directory): each.stats for each in before}
+    found = [
+        _worker(earlier.get((each.host, each.directory)), each) for each in now.snapshots.values()
+    ]
     for member, why in now.silent.items():
         state = "lost" if member in lost else "no answer"
         pid = now.pids.get(member) or None
@@ -105,7 +109,7 @@ def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[Worke
     return sorted(found, key=lambda worker: worker.rank)
 
 
-def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
+def _worker(old: Mapping[str, Any] | None, now: Snapshot) -> WorkerRates:
     new = now.stats or {}
     rates = WorkerRates(now.name, rank_of(now.member), now.pid, now.host)
     if not new:
@@ -114,7 +118,6 @@ def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
     rates.state = new["state"]
     rates.queued, rates.handlers = threads["queued"], threads["running"] + threads["waiting"]
     rates.memory, rates.rrefs = new["memory_bytes"], new["rrefs_owned"] + new["rrefs_held"]
-    old = before.stats if before is not None else None
     seconds = new["seconds"] - old["seconds"] if old else 0.0
     if not old or seconds <= 0:
         return rates
