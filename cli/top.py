@@ -102,22 +102,9 @@ class _Sampler:
         Raises:
             LookupError: there are no meshes.
         """
-        before = {id_: each for view in self._views for id_, each in self._by_place(view)}
+        before = [each for view in self._views for each in view.snapshots.values()]
         self._views, self.unknown = find_meshes(self._wanted, self.interval, numbers=True)
-        self.meshes = []
-        for view in self._views:
-            earlier = {
-                snapshot.member: before[place]
-                for place, snapshot in self._by_place(view)
-                if place in before
-            }
-            self.meshes.append(mesh_rates(earlier, view))
-
-    @staticmethod
-    def _by_place(view: MeshView) -> Iterator[tuple[tuple[str, str], Any]]:
-        # Members of two meshes may have equal ids, but no two workers a directory.
-        for snapshot in view.snapshots.values():
-            yield (snapshot.host, snapshot.directory), snapshot
+        self.meshes = [mesh_rates(before, view) for view in self._views]
 
 
 def _title(workers: list[WorkerRates]) -> str:

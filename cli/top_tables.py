@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -46,26 +46,49 @@ def _count(value: int | None) -> str:
 
 class _Column(NamedTuple):
     heading: str
-    show: Callable[[WorkerRates], str]
-    value: Callable[[WorkerRates], float | int | str | None]
+    attribute: str  # of a `WorkerRates`, a `FunctionRates` or a `PeerRates`
+    show: Callable[[Any], str] = str
+
+    def cell(self, row: object) -> Text:
+        return Text(self.show(getattr(row, self.attribute)))
 
 
 _COLUMNS = {
-    "rank": _Column("rank", lambda w: str(w.rank), lambda w: w.rank),
-    "name": _Column("worker", lambda w: w.name, lambda w: w.name),
-    "in": _Column("calls in/s", lambda w: _rate(w.calls_in), lambda w: w.calls_in),
-    "out": _Column("calls out/s", lambda w: _rate(w.calls_out), lambda w: w.calls_out),
-    "p50": _Column("p50", lambda w: _ms(w.p50_ms), lambda w: w.p50_ms),
-    "p99": _Column("p99", lambda w: _ms(w.p99_ms), lambda w: w.p99_ms),
-    "queue": _Column("queue", lambda w: _count(w.queued), lambda w: w.queued),
-    "handlers": _Column("handlers", lambda w: _count(w.handlers), lambda w: w.handlers),
-    "bytes-in": _Column("bytes in/s", lambda w: _bytes(w.bytes_in), lambda w: w.bytes_in),
-    "bytes-out": _Column("bytes out/s", lambda w: _bytes(w.bytes_out), lambda w: w.bytes_out),
-    "cpu": _Column("CPU", lambda w: _percent(w.cpu), lambda w: w.cpu),
-    "memory": _Column("memory", lambda w: _bytes(w.memory), lambda w: w.memory),
-    "rrefs": _Column("RRefs", lambda w: _count(w.rrefs), lambda w: w.rrefs),
-    "state": _Column("state", lambda w: w.state, lambda w: w.state),
+    "rank": _Column("rank", "rank"),
+    "name": _Column("worker", "name"),
+    "in": _Column("calls in/s", "calls_in", _rate),
+    "out": _Column("calls out/s", "calls_out", _rate),
+    "p50": _Column("p50", "p50_ms", _ms),
+    "p99": _Column("p99", "p99_ms", _ms),
+    "queue": _Column("queue", "queued", _count),
+    "handlers": _Column("handlers", "handlers", _count),
+    "bytes-in": _Column("bytes in/s", "bytes_in", _bytes),
+    "bytes-out": _Column("bytes out/s", "bytes_out", _bytes),
+    "cpu": _Column("CPU", "cpu", _percent),
+    "memory": _Column("memory", "memory", _bytes),
+    "rrefs": _Column("RRefs", "rrefs", _count),
+    "state": _Column("state", "state"),
 }
+_FUNCTION_COLUMNS = (
+    _Column("function", "name"),
+    _Column("runs/s", "runs", _rate),
+    _Column("busy", "busy", _percent),
+    _Column("run", "run_ms", _ms),
+    _Column("queued", "queue_ms", _ms),
+    _Column("calls/s", "calls", _rate),
+    _Column("p50", "p50_ms", _ms),
+    _Column("p99", "p99_ms", _ms),
+    _Column("errors/s", "errors", _rate),
+)
+_PEER_COLUMNS = (
+    _Column("worker", "name"),
+    _Column("bytes in/s", "bytes_in", _bytes),
+    _Column("bytes out/s", "bytes_out", _bytes),
+    _Column("calls to it", "calls_in_flight"),
+    _Column("its calls", "requests_in_progress"),
+    _Column("room", "room", _bytes),
+    _Column("state", "state"),
+)
 # By what the workers can be sorted.
 SORT_KEYS = tuple(_COLUMNS)
 _ASCENDING = ("rank", "name", "state")
@@ -73,9 +96,12 @@ _ASCENDING = ("rank", "name", "state")
 
 def sorted_workers(workers: Sequence[WorkerRates], key: str) -> list[WorkerRates]:
     """Returns the workers sorted by a key: numbers from the largest on, unknown ones last."""
-    value = _COLUMNS[key].value
+
+    def value(worker: WorkerRates) -> Any:
+        return getattr(worker, _COLUMNS[key].attribute)
+
     known = [worker for worker in workers if value(worker) is not None]
-    known.sort(key=lambda worker: value(worker) or 0, reverse=key not in _ASCENDING)
+    known.sort(key=value, reverse=key not in _ASCENDING)
     return known + [worker for worker in workers if value(worker) is None]
 
 
@@ -88,7 +114,7 @@ def mesh_table(
         heading = Text(column.heading, style="reverse" if name == key else "")
         table.add_column(heading, justify="left" if name in ("name", "state") else "right")
     for worker in workers:
-        cells = [Text(column.show(worker)) for column in _COLUMNS.values()]
+        cells = [column.cell(worker) for column in _COLUMNS.values()]
         cells[-1].stylize(_STATE_STYLES.get(worker.state, "yellow"))
         table.add_row(*cells, style="reverse" if worker is chosen else None)
     return table
@@ -100,34 +126,14 @@ def worker_screen(worker: WorkerRates, rows: int) -> RenderableType:
     heading = Text(f"{worker.name} (rank {worker.rank}){where}: {worker.state}", style="bold")
     if worker.why:
         return Group(heading, Text(worker.why))
-    functions = Table(title="Busiest functions", title_justify="left", expand=True)
-    functions.add_column("function")
-    for name in ("runs/s", "busy", "run", "queued", "calls/s", "p50", "p99", "errors/s"):
-        functions.add_column(name, justify="right")
-    for each in worker.functions[:rows]:
-        functions.add_row(
-            Text(each.name),
-            _rate(each.runs),
-            _percent(each.busy),
-            _ms(each.run_ms),
-            _ms(each.queue_ms),
-            _rate(each.calls),
-            _ms(each.p50_ms),
-            _ms(each.p99_ms),
-            _rate(each.errors),
-        )
-    peers = Table(title="Busiest peers", title_justify="left", expand=True)
-    peers.add_column("worker")
-    for name in ("bytes in/s", "bytes out/s", "calls to it", "its calls", "room", "state"):
-        peers.add_column(name, justify="right")
-    for peer in worker.peers[:rows]:
-        peers.add_row(
-            Text(peer.name),
-            _bytes(peer.bytes_in),
-            _bytes(peer.bytes_out),
-            str(peer.calls_in_flight),
-            str(peer.requests_in_progress),
-            _bytes(peer.room),
-            peer.state,
-        )
-    return Group(heading, functions, peers)
+    functions = _table("Busiest functions", _FUNCTION_COLUMNS, worker.functions[:rows])
+    return Group(heading, functions, _table("Busiest peers", _PEER_COLUMNS, worker.peers[:rows]))
+
+
+def _table(title: str, columns: Sequence[_Column], rows: Sequence[object]) -> Table:
+    table = Table(title=title, title_justify="left", expand=True)
+    for number, column in enumerate(columns):
+        table.add_column(column.heading, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*(column.cell(row) for column in columns))
+    return table

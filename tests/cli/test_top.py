@@ -44,7 +44,7 @@ def look() -> MeshView:
 
 
 def rates(before: MeshView | None = None) -> list[WorkerRates]:
-    return mesh_rates({} if before is None else before.snapshots, look())
+    return mesh_rates([] if before is None else before.snapshots.values(), look())
 
 
 def states() -> dict[str, str]:
@@ -75,7 +75,7 @@ def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None
     before = look()
     mesh.run(0, call_often, "worker1", CALLS)
     view = look()
-    caller, callee = mesh_rates(before.snapshots, view)
+    caller, callee = mesh_rates(before.snapshots.values(), view)
     took = seconds(view, before, "worker0")
     assert caller.calls_out is not None
     assert caller.calls_out * took == pytest.approx(CALLS + 1)

@@ -200,7 +200,10 @@ def take_stats(agent: Agent) -> Stats:
         pid=os.getpid(),
         seconds=time.monotonic() - agent.joined_at,
         calls=_calls(agent),
-        handlers=_handlers(agent),
+        handlers={
+            _name(key): HandlerStats(each.number, each.errors, each.queue_seconds, each.run_seconds)
+            for key, each in agent.callee.counts.rows().items()
+        },
         traffic=_traffic(agent, sent, more["shm_bytes_sent"], more["shm_bytes_received"]),
         peers=_peers(agent, sent),
         calls_in_flight=len(agent.caller.calls),
@@ -228,27 +231,16 @@ def _calls(agent: Agent) -> dict[str, CallStats]:
     return found
 
 
-def _handlers(agent: Agent) -> dict[str, HandlerStats]:
-    return {
-        _name(key): HandlerStats(each.number, each.errors, each.queue_seconds, each.run_seconds)
-        for key, each in agent.callee.counts.copy().items()
-    }
-
-
 def _traffic(
     agent: Agent, sent: Counter[tuple[int, str]], *by_shared_memory: int
 ) -> dict[str, TrafficStats]:
-    """Returns the bytes by way.
-
-    What comes by ZeroMQ is counted in all, and what comes of each member too: so the rest of the
-    members on this host used direct connections.
-    """
-    out: Counter[str] = Counter()
+    """Returns the bytes by way."""
+    out, came = Counter[str](), Counter[str]()
     for (_, way), size in sent.items():
         out[way] += size
-    came: Counter[str] = Counter()
     for member, size in agent.dispatcher.received_bytes.copy().items():
         came[agent.network.endpoint(member).partition("://")[0]] += size
+    # What comes by ZeroMQ is counted in all: the rest of what comes from this host is direct.
     by_zeromq = agent.network.received_bytes - came["tcp"] - came["inproc"]
     came["direct"], came["ipc"] = max(0, came["ipc"] - by_zeromq), max(0, by_zeromq)
     ways = ("direct", "ipc", "tcp", "inproc")
@@ -258,7 +250,7 @@ def _traffic(
 
 
 def _peers(agent: Agent, sent: Counter[tuple[int, str]]) -> dict[str, PeerStats]:
-    to: Counter[int] = Counter()
+    to = Counter[int]()
     for (peer, _), size in sent.items():
         to[peer] += size
     came = agent.dispatcher.received_bytes.copy()

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import zrpc
 from zrpc.errors import OptionError
 from zrpc.launch.port import ReservedPort
-from zrpc.services.metrics.address import metrics_address
+from zrpc.services.metrics.service import metrics_address
 from zrpc.testing import Mesh
 
 ROOT = Path(__file__).parents[3]

@@ -62,6 +62,9 @@ def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('["SpanRecord", "sp')
     assert names(WorkerTrace.read(path)) == ["span 1"]
+    path.write_text('{"names')
+    with pytest.raises(FileNotFoundError):
+        WorkerTrace.read(path)
 
 
 def test_a_file_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
@@ -76,7 +79,7 @@ def test_a_file_of_an_earlier_run_is_replaced(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / f"w.3-3{ENDED}"
-    for text in ("{}\n", "[]\n", "no JSON\n", '["SpanRecord"]\n'):
+    for text in ("{}\n", "[]\n", "7\n", '["SpanRecord"]\n', '{"names": 1}\n'):
         path.write_text(text)
         with pytest.raises(ValueError, match="expected a worker's trace in "):
             WorkerTrace.read(path)

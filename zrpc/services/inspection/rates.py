@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from zrpc.calls.call_counters import quantile
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Snapshot
-from zrpc.wire.member_id import MemberId, rank_of
+from zrpc.wire.member_id import rank_of
 
 __all__ = ["FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
+
+# A worker's `zrpc.stats`, and what `take_numbers` adds.
+_Stats = Mapping[str, Any]
 
 
 @dataclass
@@ -28,14 +32,14 @@ class FunctionRates:
     """
 
     name: str
-    runs: float = 0.0
-    run_ms: float | None = None
-    queue_ms: float | None = None
-    busy: float = 0.0
-    calls: float = 0.0
-    p50_ms: float | None = None
-    p99_ms: float | None = None
-    errors: float = 0.0
+    run_ms: float | None
+    queue_ms: float | None
+    p50_ms: float | None
+    p99_ms: float | None
+    runs: float
+    busy: float
+    calls: float
+    errors: float
 
 
 @dataclass
@@ -89,7 +93,7 @@ class WorkerRates:
     peers: list[PeerRates] = field(default_factory=list)
 
 
-def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[WorkerRates]:
+def mesh_rates(before: Iterable[Snapshot], now: MeshView) -> list[WorkerRates]:
     """Returns the rates of all workers of a mesh, by rank.
 
     Args:
@@ -97,7 +101,11 @@ def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[Worke
         now: the mesh as it is.
     """
     lost = {m.member for each in now.snapshots.values() for m in each.members if m.lost}
-    found = [_worker(before.get(member), each) for member, each in now.snapshots.items()]
+    # Members of two meshes may have equal ids, but no two workers a directory.
+    earlier = {(each.host, each.directory): each.stats for each in before}
+    found = [
+        _worker(earlier.get((each.host, each.directory)), each) for each in now.snapshots.values()
+    ]
     for member, why in now.silent.items():
         state = "lost" if member in lost else "no answer"
         pid = now.pids.get(member) or None
@@ -105,7 +113,7 @@ def mesh_rates(before: Mapping[MemberId, Snapshot], now: MeshView) -> list[Worke
     return sorted(found, key=lambda worker: worker.rank)
 
 
-def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
+def _worker(old: _Stats | None, now: Snapshot) -> WorkerRates:
     new = now.stats or {}
     rates = WorkerRates(now.name, rank_of(now.member), now.pid, now.host)
     if not new:
@@ -114,7 +122,6 @@ def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
     rates.state = new["state"]
     rates.queued, rates.handlers = threads["queued"], threads["running"] + threads["waiting"]
     rates.memory, rates.rrefs = new["memory_bytes"], new["rrefs_owned"] + new["rrefs_held"]
-    old = before.stats if before is not None else None
     seconds = new["seconds"] - old["seconds"] if old else 0.0
     if not old or seconds <= 0:
         return rates
@@ -131,37 +138,23 @@ def _worker(before: Snapshot | None, now: Snapshot) -> WorkerRates:
     return rates
 
 
-def _functions(
-    old: Mapping[str, Any], new: Mapping[str, Any], seconds: float
-) -> list[FunctionRates]:
+def _functions(old: _Stats, new: _Stats, seconds: float) -> list[FunctionRates]:
     """Returns the functions that did anything, the busiest first."""
+    more = partial(_more, old, new)
     found = []
     for name in sorted({*new["handlers"], *new["calls"]}):
-        runs = _more(old, new, "handlers", name, "number")
-        calls = _more(old, new, "calls", name, "number")
-        if not runs and not calls:
-            continue
-        run = _more(old, new, "handlers", name, "run_seconds")
-        queue = _more(old, new, "handlers", name, "queue_seconds")
-        failed = sum(_more(old, new, side, name, "errors") for side in ("handlers", "calls"))
-        p50, p99 = _quantiles(_histogram(old, new, name)) if calls else (None, None)
-        found.append(
-            FunctionRates(
-                name,
-                runs / seconds,
-                run / runs * 1000 if runs else None,
-                queue / runs * 1000 if runs else None,
-                run / seconds,
-                calls / seconds,
-                p50,
-                p99,
-                failed / seconds,
-            )
-        )
+        runs, calls = more("handlers", name, "number"), more("calls", name, "number")
+        run, queue = more("handlers", name, "run_seconds"), more("handlers", name, "queue_seconds")
+        errors = more("handlers", name, "errors") + more("calls", name, "errors")
+        run_ms, queue_ms = (run / runs * 1e3, queue / runs * 1e3) if runs else (None, None)
+        p50, p99 = _quantiles(_histogram(old, new, name))
+        per_second = [count / seconds for count in (runs, run, calls, errors)]
+        if runs or calls:
+            found.append(FunctionRates(name, run_ms, queue_ms, p50, p99, *per_second))
     return sorted(found, key=lambda each: (-each.busy, -each.calls))
 
 
-def _peers(old: Mapping[str, Any], new: Mapping[str, Any], seconds: float) -> list[PeerRates]:
+def _peers(old: _Stats, new: _Stats, seconds: float) -> list[PeerRates]:
     """Returns the peers, those with the most traffic first."""
     found = [
         PeerRates(
@@ -178,20 +171,18 @@ def _peers(old: Mapping[str, Any], new: Mapping[str, Any], seconds: float) -> li
     return sorted(found, key=lambda each: -(each.bytes_in + each.bytes_out))
 
 
-def _more(
-    old: Mapping[str, Any], new: Mapping[str, Any], table: str, row: str, column: str
-) -> float:
+def _more(old: _Stats, new: _Stats, table: str, row: str, column: str) -> float:
     """Returns by how much a count has grown; a row that is new, or began again, by all of it."""
     count = float(new[table].get(row, {}).get(column, 0))
     earlier = float(old[table].get(row, {}).get(column, 0))
     return count - earlier if count >= earlier else count
 
 
-def _sum(old: Mapping[str, Any], new: Mapping[str, Any], table: str, column: str) -> float:
+def _sum(old: _Stats, new: _Stats, table: str, column: str) -> float:
     return sum(_more(old, new, table, row, column) for row in new[table])
 
 
-def _histogram(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> list[int]:
+def _histogram(old: _Stats, new: _Stats, name: str) -> list[int]:
     counts = new["calls"].get(name, {}).get("histogram", [])
     earlier = old["calls"].get(name, {}).get("histogram") or [0] * len(counts)
     return [count - first for count, first in zip(counts, earlier, strict=True)]

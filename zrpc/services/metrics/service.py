@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import OptionError
-from zrpc.services.metrics.address import METRICS_PORT, metrics_address
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-__all__ = ["MetricsService"]
+__all__ = ["MetricsService", "metrics_address"]
 
 logger = logging.getLogger(__name__)
 
+METRICS_PORT = "ZRPC_METRICS_PORT"
+_LOOPBACK = "127.0.0.1"
+_MAX_PORT = 65535
 _JOIN_SECONDS = 5.0
 
 
@@ -33,8 +36,7 @@ class MetricsService(Service):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self._server: WSGIServer | None = None
-        self._thread: threading.Thread | None = None
+        self._server: tuple[WSGIServer, threading.Thread] | None = None
         address = metrics_address(os.environ, agent.worker_info.rank)
         if address is not None:
             self._serve(*address)
@@ -50,21 +52,40 @@ class MetricsService(Service):
                 "pip install 'torch-zrpc[metrics]'"
             ) from error
         try:
-            self._server, self._thread = start_http_server(port, address, make_registry(self.agent))
+            self._server = start_http_server(port, address, make_registry(self.agent))
         except OSError as error:
-            logger.warning(
-                "%s serves no metrics: http://%s:%d: %s (%s is %s)",
-                self.agent.worker_info,
-                address,
-                port,
-                error.strerror or error,
-                METRICS_PORT,
-                os.environ[METRICS_PORT],
-            )
+            place = f"http://{address}:{port}: {error.strerror or error}"
+            asked = f"{METRICS_PORT} is {os.environ[METRICS_PORT]}"
+            logger.warning("%s serves no metrics: %s (%s)", self.agent.worker_info, place, asked)
 
     def close(self) -> None:
         """Stops the server."""
-        if self._server is not None and self._thread is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._thread.join(_JOIN_SECONDS)
+        if self._server is not None:
+            server, thread = self._server
+            server.shutdown()
+            server.server_close()
+            thread.join(_JOIN_SECONDS)
+
+
+def metrics_address(env: Mapping[str, str], rank: int) -> tuple[str, int] | None:
+    """Returns the address and the port for a worker's page; None if it isn't asked for.
+
+    The variable has the form ``PORT`` or ``ADDRESS:PORT``. To the port ``LOCAL_RANK`` is added, or
+    if that isn't set the rank, so that each worker of a host has a port of its own.
+
+    Raises:
+        OptionError: the variable has another form, or the sum is no port.
+    """
+    text = env.get(METRICS_PORT)
+    if not text:
+        return None
+    address, _, number = text.rpartition(":")
+    local_rank = env.get("LOCAL_RANK", "")
+    if number.isdecimal():
+        port = int(number) + (int(local_rank) if local_rank.isdecimal() else rank)
+        if int(number) > 0 and port <= _MAX_PORT:
+            return address.strip("[]") or _LOOPBACK, port
+    raise OptionError(
+        f"expected PORT or ADDRESS:PORT in {METRICS_PORT}, with a port for each worker between 1 "
+        f"and {_MAX_PORT}, but got {text!r} on the worker with rank {rank}"
+    )

@@ -245,16 +245,14 @@ def _between(
     # Not at the end of the slice before, or it would begin there.
     yield caller.arrow(True, key, call.thread, call.sending + 1e-9)
     yield callee.arrow(False, key, handler.thread, handler.started)
-    arrived = callee.time(handler.begun)
     # The thread that sends may come to note that the message has left only after it has arrived.
+    arrived = callee.time(handler.begun)
     left = call.left if caller.time(call.left) <= arrived else call.sending
-    yield from _wire("on the wire", key, caller, left, callee, handler.begun)
-    yield from _wire("answer", key, callee, handler.finished, caller, call.settled)
-
-
-def _wire(
-    name: str, key: str, sender: _Worker, left: float, receiver: _Worker, arrived: float
-) -> Iterator[Event]:
-    begin, end = receiver.long(name, key, arrived, arrived)
-    begin["ts"] = min(sender.time(left), end["ts"])
-    yield from (begin, end)
+    # The rows of the receivers show these; the times of departure are the senders'.
+    for name, receiver, until, sent in (
+        ("on the wire", callee, handler.begun, caller.time(left)),
+        ("answer", caller, call.settled, callee.time(handler.finished)),
+    ):
+        begin, end = receiver.long(name, key, until, until)
+        yield {**begin, "ts": min(sent, end["ts"])}
+        yield end

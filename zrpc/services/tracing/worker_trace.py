@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 RUNNING, OLDER, ENDED = ".running", ".older", ".ended"
 _NEW = ".new"
 _WRITE_SECONDS = 0.5
+_JOIN_SECONDS = 10.0  # the file system may hang
+# Faster than json.dumps, which looks at its options first.
+_encode = json.JSONEncoder().encode
 _TYPES: dict[str, Any] = {
     each.__name__: each for each in (CallRecord, HandlerRecord, MessageRecord, SpanRecord)
 }
@@ -67,19 +71,20 @@ class WorkerTrace:
         """
         older = path.with_suffix(OLDER)
         text = (older.read_text() if older.exists() else "") + path.read_text()
-        # What follows the last end of a line is a line that was not finished.
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        if not lines:
+        rows: list[Any] = []
+        for line in text.splitlines():
+            with contextlib.suppress(ValueError):  # a line that was not finished
+                rows.append(json.loads(line))
+        if not rows:
             raise FileNotFoundError(f"{path} has no lines")
         try:
-            rows = [json.loads(line) for line in lines]
             worker = [row for row in rows if isinstance(row, dict)][-1]
             records = [_TYPES[row[0]](*row[1:]) for row in rows if not isinstance(row, dict)]
             # The keys of JSON are strings.
             for table in ("names", "threads"):
                 worker[table] = {int(key): name for key, name in worker[table].items()}
             return cls(**{**worker, "records": records})
-        except (TypeError, KeyError, IndexError, ValueError) as error:
+        except (AttributeError, TypeError, LookupError, ValueError) as error:
             raise ValueError(f"expected a worker's trace in {path}: {error!r}") from error
 
 
@@ -144,7 +149,7 @@ class PartWriter:
         worker.dropped = self._recording.dropped + self._dropped
         rows: list[Any] = [[type(each).__name__, *each] for each in records]
         # One by one: other threads can run in between.
-        text = [json.dumps(row) + "\n" for row in [asdict(worker), *rows]]
+        text = [_encode(row) + "\n" for row in [asdict(worker), *rows]]
         with file_path.open("a") as file:
             file.writelines(text)
         file_path.replace(self._path)
@@ -156,6 +161,8 @@ class PartWriter:
             OSError: it can't be written.
         """
         self._closing.set()
-        self._thread.join()
+        self._thread.join(_JOIN_SECONDS)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self._path} can't be written")
         self._write()
         self._path.replace(self._path.with_suffix(ENDED))
