@@ -202,7 +202,7 @@ def take_stats(agent: Agent) -> Stats:
         calls=_calls(agent),
         handlers={
             _name(key): HandlerStats(each.number, each.errors, each.queue_seconds, each.run_seconds)
-            for key, each in agent.callee.counts.rows().items()
+            for key, each in agent.callee.counts.copy().items()
         },
         traffic=_traffic(agent, sent, more["shm_bytes_sent"], more["shm_bytes_received"]),
         peers=_peers(agent, sent),
