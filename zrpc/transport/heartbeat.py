@@ -31,8 +31,8 @@ __all__ = ["Heartbeats"]
 
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
-# A connection may take this many intervals and timeouts to authenticate, or else is made again. On a
-# busy machine that costs the work that was done, so it is longer than a peer may be silent.
+# A connection may take this many intervals and timeouts to authenticate, or else is made again. On
+# a busy machine that costs the work that was done, so it is longer than a peer may be silent.
 _HANDSHAKE = 4
 _MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
 
