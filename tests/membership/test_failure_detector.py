@@ -93,6 +93,34 @@ def test_a_message_is_a_sign_of_life(detector: FailureDetector) -> None:
     assert loss.heard == 95.0
 
 
+def test_a_peer_that_is_connected_to_after_many_others_is_kept(detector: FailureDetector) -> None:
+    """On a busy machine, connections to many peers that are begun at once take long."""
+    peers = range(1, 21)
+    for peer in peers:
+        detector.monitor(peer, 0.1 * peer)
+    for peer in peers:
+        assert ticks(detector, 5.0 * (peer - 1) + 2.0, 5.0 * peer + 2.0) == []
+        detector.connected(peer, 5.0 * peer + 2.0)
+    assert ticks(detector, 102.0, 200.0) == []
+
+
+def test_a_peer_that_never_answers_is_declared_dead_after_the_last_of_the_others(
+    detector: FailureDetector,
+) -> None:
+    for peer in (1, 2, 3):
+        detector.monitor(peer, 0.0)
+    detector.monitor(4, LIMIT)  # too late to wait for
+    detector.connected(1, 3.0)
+    assert ticks(detector, 0.0, 7.0) == []
+    detector.connected(2, 7.0)
+    assert ticks(detector, 7.0, 12.0) == []
+    detector.connected(4, 12.0)
+    (loss,) = ticks(detector, 12.0, 50.0)
+    assert loss.member == 3
+    assert loss.unreached
+    assert 7.0 + 0.8 * LIMIT < loss.at <= 7.0 + LIMIT
+
+
 def test_a_peer_that_is_not_monitored_is_not_declared_dead(detector: FailureDetector) -> None:
     detector.heard(1, 0.0)
     detector.disconnected(2, 0.0)

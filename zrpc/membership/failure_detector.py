@@ -8,6 +8,9 @@ same host, a *check* of the lock that its process holds.
   end is read first. A refused connection counts as such a check of a peer on another host.
 - A monitored peer is silent if its heartbeats have stopped and nothing else is heard of it for the
   limit: its process is stopped, or the network is cut. It is declared dead, and stays so.
+- If many connections are begun at once, each waits for the others, on a busy machine longer than
+  the limit. So while peers that were asked at about the same time answer for the first time, one
+  after another, a peer that has not yet answered is not silent.
 
 This worker may itself be stopped, or its Python be held up, for any time. So a gap between two
 ticks does not count as a peer's silence.
@@ -15,6 +18,7 @@ ticks does not count as a peer's silence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -30,6 +34,8 @@ __all__ = ["FailureDetector", "Loss", "Reason"]
 _INTERVAL = 0.2
 _TIMEOUT = 0.4
 _SILENCE = 0.9
+# Peers that are asked within this time are asked at about the same time.
+_AT_ONCE = 0.5
 # A longer time between two ticks is a gap.
 _GAP = 0.25
 
@@ -69,13 +75,23 @@ class Loss:
 class _Peer:
     """What is known of one peer."""
 
-    __slots__ = ("alive_at", "connected", "dead_checks", "heard", "monitored", "reached", "since")
+    __slots__ = (
+        "alive_at",
+        "asked_at",
+        "connected",
+        "dead_checks",
+        "heard",
+        "monitored",
+        "reached_at",
+        "since",
+    )
 
     def __init__(self) -> None:
         self.heard: float | None = None
         self.monitored = False
         self.connected = False
-        self.reached = False  # whether it was ever connected
+        self.asked_at = 0.0  # when it was first monitored
+        self.reached_at: float | None = None  # when it was first connected
         self.since = 0.0  # start of the silence of a monitored peer that is not connected
         # When a check found it alive, or its connection broke, as its exit breaks it.
         self.alive_at: float | None = None
@@ -121,7 +137,7 @@ class FailureDetector:
     def reached(self, member: MemberId) -> bool:
         """Whether a peer ever answered a heartbeat. From any thread."""
         peer = self._peers.get(member)
-        return peer is not None and peer.reached
+        return peer is not None and peer.reached_at is not None
 
     def silence(self, member: MemberId, now: float) -> float | None:
         """Returns the seconds since a peer's last sign of life; None if it never gave one.
@@ -137,7 +153,7 @@ class FailureDetector:
         """Notes that a peer is asked for heartbeats from now on."""
         peer = self._peer(member)
         peer.monitored = True
-        peer.since = now
+        peer.since = peer.asked_at = now
 
     def heard(self, member: MemberId, now: float) -> None:
         """Notes that messages of a peer came in."""
@@ -146,7 +162,9 @@ class FailureDetector:
     def connected(self, member: MemberId, now: float) -> None:
         """Notes that a peer answers heartbeats."""
         peer = self._peer(member)
-        peer.connected = peer.reached = True
+        peer.connected = True
+        if peer.reached_at is None:
+            peer.reached_at = now
         peer.heard = now
         peer.dead_checks = 0
 
@@ -202,12 +220,24 @@ class FailureDetector:
                 continue
             if gap > self.limit * _GAP:
                 peer.since = peer.silent_since + gap
-            if now - peer.silent_since >= self.limit * _SILENCE:
+            allowed = self.limit * _SILENCE
+            if now - peer.silent_since >= allowed and now - self._last_before(peer) >= allowed:
                 silent.append(member)
         losses = [self.declare_lost(member, Reason.ENDED, now) for member in self._ended]
         losses += [self.declare_lost(member, Reason.SILENT, now) for member in silent]
         self._ended.clear()
         return [loss for loss in losses if loss is not None]
+
+    def _last_before(self, peer: _Peer) -> float:
+        """When a peer last answered for the first time that was asked with this one, or before.
+
+        That is when this one answered, if it ever has.
+        """
+        if peer.reached_at is not None:
+            return peer.reached_at
+        end = peer.asked_at + self.limit * _AT_ONCE
+        asked = [p for p in self._peers.values() if p.asked_at <= end]
+        return max((p.reached_at for p in asked if p.reached_at is not None), default=-math.inf)
 
     def declare_lost(self, member: MemberId, reason: Reason, now: float) -> Loss | None:
         """Notes that a peer is gone; returns None if that was known."""
@@ -219,7 +249,7 @@ class FailureDetector:
         if peer is not None and reason is Reason.ENDED and peer.alive_at is not None:
             # A process that is stopped is alive in this way too, but it has not ended.
             heard = peer.alive_at if heard is None else max(peer.alive_at, heard)
-        unreached = peer is not None and peer.monitored and not peer.reached
+        unreached = peer is not None and peer.monitored and peer.reached_at is None
         return Loss(member, reason, now, heard, unreached)
 
     def _peer(self, member: MemberId) -> _Peer:

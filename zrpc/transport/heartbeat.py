@@ -31,6 +31,9 @@ __all__ = ["Heartbeats"]
 
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
+# A connection may take this many intervals and timeouts to authenticate, or else is made again. On
+# a busy machine that costs the work that was done, so it is longer than a peer may be silent.
+_HANDSHAKE = 4
 _MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
 
 
@@ -150,7 +153,7 @@ class Heartbeats:
         socket.heartbeat_timeout = self._timeout_ms
         socket.reconnect_ivl = _RECONNECT_MS
         socket.connect_timeout = self._timeout_ms
-        socket.handshake_ivl = self._interval_ms + self._timeout_ms
+        socket.handshake_ivl = min(_HANDSHAKE * (self._interval_ms + self._timeout_ms), _MAX_MS)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         address = f"inproc://zrpc-heartbeats-{id(self)}"
         socket.monitor(address, events)
