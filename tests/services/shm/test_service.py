@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,6 +145,26 @@ def test_the_loss_of_the_peer_ends_the_wait_for_its_reply(
             assert not sent.done()
         layer.on_member_lost(1)
         assert sent.result(60) == LARGE
+
+
+def test_the_thread_that_receives_does_not_wait_for_a_reply(mesh: Mesh) -> None:
+    layer = service_of(mesh, 0)
+    layer.timing = PATIENT
+    replies: queue.Queue[bool] = queue.Queue()
+    with layer._lock:
+        layer._awaited[1] = []  # a reply is due, and does not arrive
+    mesh.agent(0).receiver.in_io_thread(
+        lambda: replies.put(layer._await_reply(1, MIB, deadline=0.0))
+    )
+    assert replies.get(timeout=30) is False  # else it takes a minute
+
+
+def test_a_message_waits_for_a_reply_no_longer_than_its_own_deadline(mesh: Mesh) -> None:
+    layer = service_of(mesh, 0)
+    layer.timing = SharedMemoryTiming(offer_seconds_per_byte=3600.0)
+    with layer._lock:
+        layer._awaited[1] = []
+    assert layer._await_reply(1, MIB, deadline=0.05) is False
 
 
 def test_segments_are_used_again(introduced: Mesh, lends: list[Lend]) -> None:
