@@ -49,7 +49,7 @@ def test_small_calls_do_not_wait_for_a_large_one(make_mesh: MakeMesh, options: A
     mesh = make_mesh(workers=2, options={**options, "max_bytes_in_flight": 0})
     for _ in range(5):
         # How many is a matter of speed; that any get through before it is not.
-        if mesh.run(0, send_both, 256 * MIB) > 0:
+        if mesh.run(0, send_both, 128 * MIB) > 0:
             break
     else:
         pytest.fail("all small calls waited until the large one was there")
