@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from tests.support.warm_program import (
 )
 from zrpc.launch.channel import Channel
 from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import LaunchError, short_directory
+from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
 from zrpc.testing.leaks import lasting
 from zrpc.testing.server import warm_server
@@ -103,7 +102,7 @@ class WarmCommands:
     """
 
     def __init__(self) -> None:
-        home = Path(short_directory())
+        home = Path(warm_server().make_directory())  # removed even if this process is killed
         self.directory = home / "bin"
         self.directory.mkdir()
         self.python = str(self.directory / "python")
@@ -135,7 +134,6 @@ class WarmCommands:
         self._thread.join(REPLY_SECONDS)
         self._listener.close()
         self._server.close()
-        shutil.rmtree(self.directory.parent, ignore_errors=True)
 
     def _write_client(self, name: str) -> None:
         real = Path(sys.executable).with_name(name)
@@ -169,7 +167,11 @@ class WarmCommands:
     def _on_request(self) -> None:
         connection, _ = self._listener.accept()
         connection.settimeout(REPLY_SECONDS)
-        request, fds = Channel(connection).receive()
+        try:
+            request, fds = Channel(connection).receive()
+        except (EOFError, OSError):  # the client was killed meanwhile
+            connection.close()
+            return
         lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD) for fd in fds]
         try:
             match request:
