@@ -228,6 +228,10 @@ def test_a_trace_of_the_whole_run(tmp_path: Path, by_launcher: bool) -> None:
     workers, did = traced((tmp_path if by_launcher else folder) / "trace.json")
     assert workers == {"worker0", "worker1"}
     assert {"rpc_sync#max(worker0 -> worker1)", "max"} <= did
+    file = json.loads(((tmp_path if by_launcher else folder) / "trace.json").read_text())
+    rows = {(e["pid"], e["tid"]) for e in file["traceEvents"] if e["ph"] == "X"}
+    named = {(e["pid"], e["tid"]) for e in file["traceEvents"] if e["name"] == "thread_name"}
+    assert rows <= named  # also the rows of threads that had ended when the trace was written
     if by_launcher:
         assert "the trace of 2 of 2 workers is in trace.json" in err
         assert not folder.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zrpc.services.tracing.clock import Clocks
@@ -12,6 +12,10 @@ from zrpc.services.tracing.clock import Clocks
 SLACK = 1e-6  # of floating point
 clocks_ahead = st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=5)
 delays = st.floats(1e-6, 1.0)
+
+
+# However busy the machine is.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -32,6 +36,7 @@ def exchanges(draw: Any) -> Any:
     return ahead, found
 
 
+@patient
 @given(exchanges())
 def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
     ahead, found = drawn
@@ -42,6 +47,7 @@ def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
         assert abs(offset.seconds - (ahead[worker] - ahead[0])) <= offset.error + SLACK
 
 
+@patient
 @given(exchanges())
 def test_a_message_arrives_after_it_was_sent_between_workers_that_call_each_other(
     drawn: Any,
@@ -79,4 +85,6 @@ def test_the_fastest_exchange_counts_if_a_clock_has_drifted() -> None:
     clocks = Clocks()
     clocks.add(0, 1, 0.0, 10.01, 10.01, 0.02)  # ahead by 10
     clocks.add(0, 1, 5.0, 15.51, 15.52, 5.04)  # ahead by 10.5
-    assert abs(clocks.offsets(0)[1].seconds - 10.0) < 0.011
+    found = clocks.offsets(0)[1]
+    assert abs(found.seconds - 10.0) < 0.011
+    assert abs(10.5 - found.seconds) <= found.error + 0.05  # the error has the drift

@@ -51,6 +51,8 @@ class TracingService(Service):
         # Guards what follows.
         self._lock = threading.Lock()
         self._recordings: dict[str, Recording] = {}  # of the traces that are on
+        # The names of threads that were seen, by their idents; those that have ended keep them.
+        self._threads: dict[int, str] = {}
         self._writer: PartWriter | None = None
         if directory := os.environ.get(DIRECTORY):
             recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
@@ -102,8 +104,18 @@ class TracingService(Service):
             host=socket.gethostname(),
             pid=os.getpid(),
             names={member: each.name for member, each in infos.items()},
-            threads={each.ident: each.name for each in threading.enumerate() if each.ident},
+            threads=self._seen_threads(),
         )
+
+    def _seen_threads(self) -> dict[int, str]:
+        found = {each.ident: each.name for each in threading.enumerate() if each.ident}
+        self._threads = {**self._threads, **found}
+        return self._threads
+
+    def tick(self) -> None:
+        """Notes the names of threads, which may end before a trace does."""
+        if self._recordings:
+            self._seen_threads()
 
     def close(self) -> None:
         """Writes what is not written yet; the last worker makes one file of those of all."""
