@@ -1,9 +1,9 @@
 """The code blocks and links of a Markdown page, and how its programs are run.
 
-A ``python`` block whose first line names a file (``# hello.py``) becomes that file; any other is
-a program of its own. A ``console`` block is one shell session: lines after ``$`` are commands, the
-others are lines that their output has to contain, in which ``...`` stands for anything. Blocks in
-other languages are only to be read.
+A ``python`` block whose first line names a file (``# hello.py``) becomes that file, or is added to
+its end (``# hello.py, continued``); any other is a program of its own. A ``console`` block is one
+shell session: lines after ``$`` are commands, the others are lines that their output has to
+contain, in which ``...`` stands for anything. Blocks in other languages are only to be read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE = re.compile(r"# (\S+\.py)\n")
+_FILE = re.compile(r"# (\S+\.py)(, continued)?\n")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -32,6 +32,18 @@ class Block:
         """The file that the block is to be saved as."""
         named = _FILE.match(self.text)
         return named[1] if named and self.language == "python" else None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the block is added to the end of its file."""
+        named = _FILE.match(self.text)
+        return named is not None and named[2] is not None
+
+    def save(self, directory: Path) -> None:
+        """Writes the file, or adds to it."""
+        assert self.file
+        with (directory / self.file).open("a" if self.continues else "w") as file:
+            file.write(self.text)
 
     @property
     def commands(self) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,16 +37,34 @@ def test_programs_and_sessions(page: Path, tmp_path: Path) -> None:
 
 
 def _run_page(page: Path, directory: Path) -> None:
-    for block in blocks(page):
+    for block in _without_repeats(blocks(page)):
         where = f"{page.relative_to(ROOT)}:{block.line}"
         if block.file:
-            (directory / block.file).write_text(block.text)
+            block.save(directory)
         elif block.language == "python":
             script = directory / f"line{block.line}.py"
             script.write_text(block.text)
             _run_forked(where, script, directory)
         elif block.language == "console":
             _run_session(where, block, directory, forked=page.name not in _COLD)
+
+
+def _without_repeats(shown: Sequence[Block]) -> list[Block]:
+    """Merges the sessions of a growing file: its last run prints all that they show."""
+    grown = {block.file for block in shown if block.continues}
+    kept: list[Block] = []
+    later: dict[str, Block] = {}  # sessions, by their commands
+    for block in reversed(shown):
+        key = "\n".join(block.commands)
+        if block.language == "console" and any(str(file) in key for file in grown):
+            if key in later:
+                index = kept.index(later[key])
+                lines = block.text.replace(f"$ {key}\n", "")
+                later[key] = kept[index] = replace(later[key], text=later[key].text + lines)
+                continue
+            later[key] = block
+        kept.append(block)
+    return kept[::-1]
 
 
 def _run_session(where: str, block: Block, directory: Path, forked: bool) -> None:
@@ -57,6 +77,20 @@ def _run_session(where: str, block: Block, directory: Path, forked: bool) -> Non
         assert any(pattern.fullmatch(line.rstrip()) for line in lines), (
             f"{where}: no line {pattern.pattern!r} in the output:\n{output}"
         )
+
+
+def test_sessions_of_a_growing_file_run_once() -> None:
+    grows = Block("python", "# a.py\nprint(1)\n", 1), Block("python", "# a.py, continued\n", 5)
+    first, second = Block("console", "$ run a.py\n1\n", 3), Block("console", "$ run a.py\n2\n", 7)
+    other = Block("console", "$ run b.py\n3\n", 9)
+    merged = _without_repeats([grows[0], first, grows[1], second, other, other])
+    assert [block.text for block in merged] == [
+        grows[0].text,
+        grows[1].text,
+        "$ run a.py\n2\n1\n",
+        other.text,
+        other.text,
+    ]
 
 
 def _run_forked(where: str, script: Path, directory: Path) -> None:
