@@ -10,6 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -147,3 +148,16 @@ def test_files_and_modules_that_a_page_names_exist(page: str) -> None:
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
     assert [name for pair in modules for name in pair if name and not find_spec(name)] == []
+
+
+@pytest.mark.system
+def test_a_picture_of_a_terminal_shows_the_text_and_the_colours_of_a_command() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "terminal_picture.py"))
+    command = r"printf '\033[31mred\033[0m <%s>\n' $COLUMNS"
+    svg = drawing["picture"](command, drawing["run"](command, 40), 40)
+    root = ElementTree.fromstring(svg)
+    texts = {each.text: each.get("class") for each in root.iter(f"{{{root.tag[1:-4]}}}text")}
+    assert "red" in texts
+    assert "<40>" in "".join(str(text).replace("\xa0", "") for text in texts)
+    assert texts["red"] not in [classes for text, classes in texts.items() if text != "red"]
+    assert svg.count("<title>") == svg.count("<desc>") == 1
