@@ -121,6 +121,11 @@ class _Debugger(pdb.Pdb):
         self._base = base
         super().set_trace(frame, **options)
 
+    def set_stepinstr(self) -> None:
+        # By it `set_trace` of Python 3.13 and newer stops within the line of the call. Older ones
+        # stop at the next line, and so does this debugger on all of them.
+        self.set_step()
+
     def explore(self, error: BaseException) -> None:
         """Opens the prompt where the error was raised."""
         try:
