@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zrpc
+from tests.support.warm import warm_commands
 from zrpc.launch import processes
 
 pytestmark = pytest.mark.system
@@ -25,7 +25,7 @@ import zrpc
 
 def work(rank, directory, factor):
     with zrpc.session() as worker:
-        answer = zrpc.rpc_sync((rank + 1) % 3, report, args=(factor,))
+        answer = zrpc.rpc_sync((rank + 1) % 2, report, args=(factor,))
         Path(directory, f"{worker.name}").write_text(f"{answer} {torch.get_num_threads()}")
 
 
@@ -39,7 +39,7 @@ def fails(rank):
 
 
 if __name__ == "__main__":
-    zrpc.spawn(work, (sys.argv[1], 7), nprocs=3)
+    zrpc.spawn(work, (sys.argv[1], 7), nprocs=2)
     context = zrpc.spawn(lambda rank: print("lambda", rank, flush=True), join=False)
     while not context.join():
         pass
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 def run(*command: str, **env: str) -> str:
     outer = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(
-        [sys.executable, *command],
+        [warm_commands().python, *command],
         env={**outer, **env},
         capture_output=True,
         text=True,
@@ -71,7 +71,7 @@ def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:
     # As if a launcher had started the script itself as one of its workers.
     output = run(str(script), str(found), RANK="5", WORLD_SIZE="9", ZRPC_WORKER_NAME="outer")
     assert {path.name: path.read_text() for path in found.iterdir()} == {
-        f"worker{rank}": f"worker{(rank + 1) % 3} 3 7 1" for rank in range(3)
+        f"worker{rank}": f"worker{(rank + 1) % 2} 2 7 1" for rank in range(2)
     }
     assert output.splitlines() == ["lambda 0", "raised True"]
 
