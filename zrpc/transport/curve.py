@@ -3,8 +3,8 @@
 Each worker makes a pair of keys when it starts, and puts the public key into its peer record, which
 is signed with the cluster's secret. So a worker knows the keys of all peers before it listens, and
 the keys of later ones before they connect. In ZMTP's handshake, before any message, a connection
-proves that it holds the secret half of its key. Then ZeroMQ asks the `Gatekeeper` whether that key
-belongs to a peer, and to which one. In the same handshake, each mailbox checks the key of the
+proves that it holds the secret half of its key. Then pyzmq's authenticator asks here whether that
+key belongs to a peer, and to which one. In the same handshake, each mailbox checks the key of the
 inbox that it connects to.
 
 ZeroMQ attaches the answer to each message of that connection, and the inbox takes the sender from
@@ -16,14 +16,16 @@ sender of each routing id only once.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from zrpc.transport.identity import sender_name
@@ -32,15 +34,11 @@ __all__ = ["Curve", "Gatekeeper", "KeyPair", "PeerKey", "supports_curve"]
 
 logger = logging.getLogger(__name__)
 
-# With this domain and ZAP_ENFORCE_DOMAIN, libzmq admits nobody while no gatekeeper answers.
+# With this domain and ZAP_ENFORCE_DOMAIN, libzmq admits nobody while no authenticator answers.
 # Without them it would then admit everybody.
 _DOMAIN = "zrpc"
 # A connection that takes longer to authenticate is closed.
 _HANDSHAKE_MS = 10_000
-# At which libzmq asks whether to admit a connection.
-_ENDPOINT = "inproc://zeromq.zap.01"
-_STOP = b"stop"
-_MISSING = [b""] * 7  # in place of frames that a request lacks; there is no such request
 # The minimum between two warnings about refused connections.
 _WARNING_SECONDS = 10.0
 
@@ -104,12 +102,7 @@ class Curve:
 class Gatekeeper:
     """Admits connections with the keys of peers to all sockets of one context.
 
-    It answers the requests of ZeroMQ's authentication protocol (RFC 27, ZAP) in a thread, which
-    `close` stops. It must be made before a socket is bound.
-
-    It does little for each request. Each of N workers has up to 4 N of them when all begin to call
-    each other at once, and meanwhile its peers wait. (The one of pyzmq has an event loop
-    and takes five times as long.)
+    It has a thread, which `close` stops. It must be made before a socket is bound.
 
     Args:
         context: the context of all of the worker's sockets.
@@ -119,64 +112,71 @@ class Gatekeeper:
     """
 
     def __init__(self, context: zmq.Context[Any], peers: Iterable[PeerKey]) -> None:
-        # The peers' names by their keys, as ZeroMQ sends these. Read in the gatekeeper's thread,
-        # and replaced as a whole, under the lock.
-        self._names = {_binary(peer): sender_name(peer.identity) for peer in peers}
+        # The peers' names by their keys. Read in the authenticator's thread, and replaced as a
+        # whole, under the lock.
+        self._names = {peer.public.encode(): sender_name(peer.identity) for peer in peers}
         self._lock = threading.Lock()
         self._refused = 0
         self._next_warning = 0.0
-        self._requests = context.socket(zmq.REP)
-        self._stopper = context.socket(zmq.DEALER)
-        self._requests.linger = self._stopper.linger = 0
-        self._requests.bind(_ENDPOINT)
-        self._stopper.connect(_ENDPOINT)
-        self._thread = threading.Thread(target=self._serve, name="zrpc-gatekeeper", daemon=True)
-        self._thread.start()
+        self._authenticator = _Authenticator(context)
+        self._authenticator.name_of = self.name_of
+        self._authenticator.configure_curve_callback(_DOMAIN, self)
+        self._authenticator.start()
+        self._authenticator.thread.name = "zrpc-gatekeeper"
 
-    def name_of(self, peer: PeerKey) -> str:
-        """Returns the name of the peer with this key; empty if connections with it are refused."""
-        return self._names.get(_binary(peer), "")
-
-    def admit(self, peer: PeerKey) -> None:
-        """Admits connections with this peer's key from now on."""
-        with self._lock:
-            self._names = {**self._names, _binary(peer): sender_name(peer.identity)}
-
-    def dismiss(self, peer: PeerKey) -> None:
-        """Admits no new connections with this peer's key; existing ones stay open."""
-        with self._lock:
-            dismissed = _binary(peer)
-            self._names = {key: name for key, name in self._names.items() if key != dismissed}
-
-    def close(self) -> None:
-        """Stops the thread, and waits for it. Idempotent."""
-        if self._thread.is_alive():
-            self._stopper.send_multipart([b"", _STOP])
-            self._thread.join()  # at once: it waits for nothing else
-        self._stopper.close()
-        self._requests.close()
-
-    def _serve(self) -> None:
-        """In the gatekeeper's thread: answers requests until there is a request to stop."""
-        while (request := self._requests.recv_multipart()) != [_STOP]:
-            self._requests.send_multipart(self._answer(request))
-
-    def _answer(self, request: Sequence[bytes]) -> list[bytes]:
-        """Returns the answer to a request: whether its key is a member's, and of which."""
-        version, number, _, address, _, mechanism, key = (*request, *_MISSING)[:7]
-        name = self._names.get(key, "") if mechanism == b"CURVE" else ""
-        if name:
-            return [version, number, b"200", b"OK", name.encode(), b""]
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Returns whether to admit a connection with this key; for the authenticator's thread."""
+        if key in self._names:
+            return True
         self._refused += 1
         if time.monotonic() >= self._next_warning:
             logger.warning(
                 "refused %d connection(s) with a key that is no member's, the last from %s",
                 self._refused,
-                address.decode(errors="replace"),
+                self._authenticator.address,
             )
             self._refused, self._next_warning = 0, time.monotonic() + _WARNING_SECONDS
-        return [version, number, b"400", b"Unknown key", b"", b""]
+        return False
+
+    def name_of(self, key: bytes) -> str:
+        """Returns the name of the peer with this key; empty if it was dismissed meanwhile."""
+        return self._names.get(key, "")
+
+    def admit(self, peer: PeerKey) -> None:
+        """Admits connections with this peer's key from now on."""
+        with self._lock:
+            name = sender_name(peer.identity)
+            self._names = {**self._names, peer.public.encode(): name}
+
+    def dismiss(self, peer: PeerKey) -> None:
+        """Admits no new connections with this peer's key; existing ones stay open."""
+        with self._lock:
+            dismissed = peer.public.encode()
+            self._names = {key: name for key, name in self._names.items() if key != dismissed}
+
+    def close(self) -> None:
+        """Stops the thread, and waits for it."""
+        authenticator = self._authenticator
+        if not authenticator.is_alive() and authenticator.pipe is not None:
+            # Without its thread, stop() would wait without limit.
+            authenticator.pipe.close()
+            authenticator.pipe = None  # type: ignore[assignment]
+        with contextlib.suppress(zmq.ZMQError):
+            authenticator.stop()
 
 
-def _binary(peer: PeerKey) -> bytes:
-    return z85.decode(peer.public.encode())
+class _Authenticator(ThreadAuthenticator):
+    """pyzmq's authenticator, which also records the address of the current connection.
+
+    It names the peer of each connection that it admits.
+    """
+
+    address = "nowhere"
+    name_of: Callable[[bytes], str]
+
+    def curve_user_id(self, client_public_key: bytes) -> str:
+        return self.name_of(z85.encode(client_public_key))
+
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        self.address = msg[3].decode(errors="replace") if len(msg) > 3 else "nowhere"
+        await super().handle_zap_message(msg)

@@ -21,7 +21,7 @@ from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
 from zrpc.testing.leaks import lasting
 from zrpc.transport.address import host_key, network_key
-from zrpc.transport.curve import PeerKey, supports_curve
+from zrpc.transport.curve import supports_curve
 
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
@@ -126,7 +126,7 @@ def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     first = elastic.join("first", 0)
     second = elastic.join("second", 1)
     assert (call(first, "second"), call(second, "first")) == (2, 2)
-    key = PeerKey(second.membership.records[1].public_key, b"")
+    key = second.membership.records[1].public_key.encode()
     assert first.network._gatekeeper.name_of(key)
     second.shutdown()
     until(lambda: not first.network._gatekeeper.name_of(key), "its key is no member's")
