@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from zrpc.testing import server
 from zrpc.testing.plugin import MakeMesh
 from zrpc.testing.procfs import children, state_of
 from zrpc.testing.server import warm_server
@@ -24,7 +25,9 @@ with local_mesh(2, processes=True, timeout=60) as mesh:
 
 
 @pytest.mark.zrpc(processes=True)
-def test_a_dead_server_is_replaced(make_mesh: MakeMesh) -> None:
+def test_a_dead_server_is_replaced(monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh) -> None:
+    # The shared one has children that other tests need, and that end with it.
+    monkeypatch.setattr(server, "_server", None)
     first = warm_server()
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
