@@ -3,8 +3,8 @@
 If a program asks for the value, that is a second call (FETCH). It need not be sent if the answer to
 the first one brings the value. But ``to_here`` must not return a value that is older than its
 call, and a value may change at its owner at any time. So the answer brings a value only if nothing
-can change it but this RRef: see ``zrpc/services/rref/sole.py``. And the caller uses it for the first
-``to_here`` only, if the RRef was neither sent to others before nor used to call a method.
+can change it but this RRef: see ``zrpc/services/rref/sole.py``. And the caller uses it for the
+first ``to_here`` only, if the RRef was neither sent to others before nor used to call a method.
 
 Few programs ask for all the values that they have made. So an answer brings the value only if the
 caller says that it wants it (WANTED). It does so for a function if it has asked for a value of it,
