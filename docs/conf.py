@@ -23,6 +23,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zrpc {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["figures.css"]
 
 # Copies the commands of a session, without prompts and output.
 copybutton_prompt_text = "$ "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,7 +104,13 @@ def asked_for(mesh: Mesh, function: Any, *args: Any) -> Any:
     return mesh.run(0, fetch, function, *args)
 
 
-@pytest.mark.parametrize("function", [fresh, seven])
+# From Python 3.14 on, functions borrow references. So a tensor does not show that it is sole.
+_TENSOR = pytest.param(
+    fresh, marks=pytest.mark.skipif(sys.version_info >= (3, 14), reason="a tensor is fetched")
+)
+
+
+@pytest.mark.parametrize("function", [_TENSOR, seven], ids=["fresh", "seven"])
 def test_a_value_is_made_fetched_and_dropped_with_two_messages(mesh: Mesh, function: Any) -> None:
     expected = asked_for(mesh, function)
 

@@ -30,7 +30,8 @@ def _references_of_frames() -> int:
     return _Receiver().value(result)
 
 
-# Python's versions differ in the references that the frames of a call hold.
+# Python's versions differ in the references that the frames of a call hold. From 3.14 on this is
+# less than an `Execution` holds, so a tensor never counts as sole, and is fetched.
 _FRAMES = _references_of_frames()
 
 
