@@ -123,9 +123,11 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             beside its message, which bounds the number of calls. 0 means no limit.
         heartbeat_timeout: seconds without a heartbeat after which a worker is declared dead: its
             process is stopped, or its network is cut. Calls to it then fail with `WorkerDied`.
-            Heartbeats are sent even while its Python code can't run. The exit of a process is
-            noticed sooner, without heartbeats. 0 means never: a call then waits for its timeout if
-            the network loses it or its answer, and without limit if that is 0, too.
+            Heartbeats are sent even while its Python code can't run. A worker that was never
+            reached is waited for longer while others that were asked at the same time still
+            answer for the first time. The exit of a process is noticed sooner, without heartbeats.
+            0 means never: a call then waits for its timeout if the network loses it or its answer,
+            and without limit if that is 0, too.
         warn_after: seconds after which a waiting call is named once in a warning in the log, with
             the line at which it waits and the worker it waits for. 0 or None means never.
         switch_interval: the longest time, in seconds, that a thread of this process keeps the
