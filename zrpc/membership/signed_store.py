@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
@@ -194,10 +193,12 @@ class SignedStore:
         return bytes(self._ask(self._store.compare_set, key, expected, entry))
 
     def _ask(self, method: Callable[..., T], *arguments: Any) -> T:
-        with without_warnings():
-            if self.deadline is None:
+        def request() -> T:
+            # Entered here: the thread may log after nobody waits for it any longer.
+            with without_warnings():
                 return method(*arguments)
-            return self._thread.request(partial(method, *arguments), self.deadline)
+
+        return request() if self.deadline is None else self._thread.request(request, self.deadline)
 
 
 def take_ranks(entries: SignedStore, count: int) -> int:
