@@ -7,6 +7,7 @@ into the table of calls in flight, to wait until flow control admits it, and to 
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -39,17 +40,14 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
-from zrpc.runtime.resource_limits import advice, unsent_error
+from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import acquire, in_handler
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Caller", "Receiver", "Sender", "wait_until_settled"]
-
-# Sends an unmetered call by `Caller.issue_later`, now or later, or settles it.
-Sender = Callable[[PendingCall, Message], None]
+__all__ = ["Caller", "Receiver", "wait_until_settled"]
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _SENDING, _LEFT, _REMOTE, _ERROR = Stage.SENDING, Stage.LEFT, Kind.REMOTE, Kind.ERROR
@@ -133,9 +131,8 @@ class Caller:
         extension: tuple[int, bytes] | None = None,
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
-        send: Sender | None = None,
     ) -> Any:
-        """Sends a request, by ``send`` if given, and waits for the value; see `call_async`."""
+        """Sends a request and waits for the answer's value; see `call_async`."""
         shown = self._show(to, kind, obj, True) if profiler._is_profiler_enabled else None
         marks = None
         try:
@@ -143,7 +140,7 @@ class Caller:
             marks = call.marks
             if marks is not None:
                 marks.waits = True
-            self._submit(call, message, send)
+            self._submit(call, message)
             try:
                 self.wait(call)
             except BaseException:
@@ -250,7 +247,7 @@ class Caller:
             call.marks = CallMarks(recorder, packing, message.nbytes)
         return call, message
 
-    def _submit(self, call: PendingCall, message: Message, send: Sender | None = None) -> None:
+    def _submit(self, call: PendingCall, message: Message) -> None:
         """Enters a call into the table, and sends it as soon as there is room for it."""
         admission = SETTLED
         try:
@@ -263,9 +260,7 @@ class Caller:
             if scope is not None and message.kind != _REMOTE:
                 scope.adopt(call)
             admission = self._admit(call, message)
-            if send is not None:
-                send(call, message)
-            elif admission is NOW or admission is DELAYED:
+            if admission is NOW or admission is DELAYED:
                 self._issue(call, message, admission is DELAYED)
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             self._abandon(call)
@@ -286,11 +281,11 @@ class Caller:
         if self.flow_control.enter_now(call, task, message.nbytes):
             return SETTLED if call.settled else NOW
         message.copy_buffers()  # the caller may change its tensors meanwhile
-        go = partial(self._submit_job, partial(self.issue_later, call, message))
+        go = partial(self._submit_job, partial(self._issue_later, call, message))
         return self.flow_control.enter_later(call, task, message.nbytes, go)
 
-    def issue_later(self, call: PendingCall, message: Message) -> None:
-        """Sends a call that has waited, for room in the window say, unless it was settled."""
+    def _issue_later(self, call: PendingCall, message: Message) -> None:
+        """Sends a call from an event loop, which has waited for room unless it was settled."""
         try:
             if not call.settled:
                 self._issue(call, message, delayed=True)
@@ -318,7 +313,7 @@ class Caller:
                 if marks is not None:
                     marks.on_sent(message)
             except (zmq.ZMQError, MemoryError) as error:
-                exhausted = unsent_error(error)
+                exhausted = _exhausted(error)
                 if exhausted is not None:
                     call.stage = Stage.NEW
                     raise exhausted from error
@@ -396,7 +391,7 @@ class Caller:
 
     def _on_not_sent(self, call: PendingCall, error: Exception) -> None:
         """Fails a call that the I/O thread could not send for another thread."""
-        reason = unsent_error(error) or error
+        reason = _exhausted(error) or error
         if reason is error and isinstance(error, zmq.ZMQError):
             reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
         call.stage = Stage.NEW
@@ -444,3 +439,12 @@ def wait_until_settled(
     except BaseException:
         call.waiters = tuple(each for each in call.waiters if each != ident)
         raise
+
+
+def _exhausted(error: Exception) -> Exception | None:
+    """The error for the caller if there was no descriptor or memory; None for other errors."""
+    if (hint := advice(error)) is None:
+        return None
+    number = getattr(error, "errno", errno.ENOMEM)
+    why = f"the call can't be sent: {hint}"
+    return MemoryError(why) if number == errno.ENOMEM else OSError(number, why)

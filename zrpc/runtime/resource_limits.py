@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 
-__all__ = ["advice", "allow_descriptors", "out_of_descriptors", "unsent_error"]
+__all__ = ["advice", "allow_descriptors", "out_of_descriptors"]
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
@@ -79,13 +79,3 @@ def _limit() -> str:
     except ImportError:  # not a POSIX system
         return ""
     return f" (it may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
-
-
-def unsent_error(error: Exception) -> Exception | None:
-    """Returns the error of a call that lacks a descriptor or memory; None for other errors."""
-    if (hint := advice(error)) is None:
-        return None
-    number = getattr(error, "errno", errno.ENOMEM)
-    if number == errno.ENOMEM:
-        return MemoryError(f"the call can't be sent: {hint}")
-    return OSError(number, f"the call can't be sent: {hint}")

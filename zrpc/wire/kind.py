@@ -84,8 +84,6 @@ class Tag(IntEnum):
     RETURNED = 6  # the shared-memory segments that are returned with a message
     UNREAD = 7  # answers a request of which only the header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
-    REFERENCES = 9  # what a REFERENCE says, with another message
-    WANTED = 10  # as SUBJECT, of a REMOTE whose answer should bring the value
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

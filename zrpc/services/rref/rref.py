@@ -8,7 +8,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
-from zrpc.calls.caller import Sender
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import (
@@ -20,7 +19,6 @@ from zrpc.errors import (
     raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -62,7 +60,6 @@ class RRef(Generic[T]):
 
     __slots__ = (
         "__weakref__",
-        "_creation",
         "_failure",
         "_fork_id",
         "_methods",
@@ -77,8 +74,6 @@ class RRef(Generic[T]):
     _fork_id: ForkId | None  # None at the owner
     _owner: WorkerInfo
     _value: OwnedValue | None  # None at a user
-    # The call that makes the value, if its answer may bring the value: see `Creation`.
-    _creation: Creation | None
     _failure: Exception | None  # of the call that was to make the value
     _methods: frozenset[str]  # names that the value is known to have
 
@@ -104,7 +99,6 @@ class RRef(Generic[T]):
         self._fork_id = fork_id
         self._owner = owner
         self._value = value
-        self._creation = None
         self._failure = None
         self._methods = frozenset()
 
@@ -123,11 +117,10 @@ class RRef(Generic[T]):
         """Makes the RRef that `zrpc.remote` returns; see `RRefService.create`."""
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
-        creation, value = service.create(to, body, timeout, subject, weakref.ref(rref))
+        rref_id, fork_id, value = service.create(to, body, timeout, subject, weakref.ref(rref))
         failure = getattr(rref, "_failure", None)  # the call may have failed already
-        rref._fill(service, creation.rref_id, creation.fork_id, to, value)
+        rref._fill(service, rref_id, fork_id, to, value)
         rref._failure = failure
-        rref._creation = creation if value is None else None
         return rref
 
     def fail(self, error: Exception) -> None:
@@ -181,10 +174,7 @@ class RRef(Generic[T]):
                 f"RPC has not been initialized: {self} is gone, since this worker has shut down. "
                 "Cannot call to_here() on it after deletion."
             )
-        creation, self._creation = self._creation, None
-        if creation is None or not creation.may_settle_fetch():
-            return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
-        return self._ask(Kind.FETCH, None, timeout, creation.settle_fetch)  # type: ignore[no-any-return]
+        return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
         """Returns the value itself, at the owner; waits for it if it is still being made.
@@ -236,22 +226,15 @@ class RRef(Generic[T]):
                 the owner; or what `zrpc.autograd.backward` raises.
         """
         self._check()
-        self._creation = None
         autograd = self._service.agent.service(BackwardOfValue)  # type: ignore[type-abstract]
         autograd.backward_of_value(self._owner, self, dist_autograd_ctx_id, retain_graph)
 
-    def _ask(self, kind: Kind, body: Any, timeout: float, send: Sender | None = None) -> Any:
-        """Asks the owner about the value, and waits for the answer; for ``send`` see `Caller`."""
-        self._creation = None  # a method may change the value
+    def _ask(self, kind: Kind, body: Any, timeout: float) -> Any:
+        """Asks the owner about the value, and waits for the answer."""
         subject = self._service.subject_extension(self._rref_id)
-        ask = self._service.caller.call
         try:
-            return ask(
-                *(self._owner, kind, body, timeout),
-                extension=subject,
-                holds=self,
-                died=OwnerDied,
-                send=send,
+            return self._service.caller.call(
+                self._owner, kind, body, timeout, extension=subject, holds=self, died=OwnerDied
             )
         except (RpcTimeoutError, OwnerDied):
             self._check()  # if the value can't be had, its error says why
@@ -263,7 +246,6 @@ class RRef(Generic[T]):
 
     def _call_method_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()
-        self._creation = None
         return self._service.caller.call_async(
             self._owner,
             Kind.METHOD,
@@ -276,7 +258,6 @@ class RRef(Generic[T]):
 
     def _call_method_remotely(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()
-        self._creation = None
         agent = self._service.agent
         if name not in self._methods:
             agent.caller.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
@@ -368,7 +349,6 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
             f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
             f"the worker that has it ({service.agent.worker_info})"
         )
-    rref._creation = None  # another worker may have the value changed
     fork = service.fork(rref._rref_id, rref._fork_id, rref._owner.member_id, message.destination)
     message.undo(lambda: service.cancel_fork(fork))
     forks = message.extension(Tag.FORKS)

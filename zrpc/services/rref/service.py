@@ -8,6 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +16,21 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.calls.pending_calls import name_of
 from zrpc.errors import OwnerDied, RpcError
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.rref.creation import Creation, ValueSink, WantedValues
-from zrpc.services.rref.message_hooks import RRefHooks
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
-from zrpc.wire.message import Buffer, Message
+from zrpc.wire.message import Message
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Mapping
 
+    from zrpc.calls.callee import Callee
+    from zrpc.calls.pending_calls import PendingCall
     from zrpc.services.rref.rref import RRef
 
 __all__ = ["BackwardOfValue", "RRefService"]
@@ -46,10 +46,6 @@ _LISTING_SECONDS = 5.0
 _ID = struct.Struct("<IQ")
 
 
-def _read_ids(_message: Message, data: bytes) -> list[GloballyUniqueId]:
-    return [GloballyUniqueId(*row) for row in _ID.iter_unpack(data)]
-
-
 class BackwardOfValue(ABC):
     """A service of the same agent that runs backward passes from the value of an RRef."""
 
@@ -58,6 +54,71 @@ class BackwardOfValue(ABC):
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
         """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
+
+
+@dataclass(slots=True, eq=False)
+class Creation:
+    """Follows a call of this worker that makes a value, here or elsewhere.
+
+    The fork is this worker's; the owner has none. For the handle see `RRefService.create`.
+    ``retains`` tells whether the call still counts as a handle of a value that is made here; it is
+    guarded by the service's lock.
+    """
+
+    service: RRefService
+    rref_id: RRefId
+    fork_id: ForkId | None
+    handle: weakref.ref[RRef[Any]]
+    retains: bool = True
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
+        outcome = call.claim()
+        failed = isinstance(outcome, Exception)
+        if self.fork_id is None:
+            self.service.release_creation(self)
+        elif not failed:
+            self.service.on_created(self.fork_id)
+        if failed and (handle := self.handle()) is not None:  # it may be gone by now
+            handle.fail(outcome)
+
+
+@dataclass(slots=True, eq=False)
+class ValueSink:
+    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
+
+    _callee: Callee
+    request: Message
+    _value: OwnedValue
+
+    def defer(self) -> None:
+        """Notes that the outcome comes later."""
+        self._callee.sink_for(self.request).defer()
+
+    def value(self, value: Any) -> None:
+        """Takes what the function has returned."""
+        self._value.set(value)
+        self._callee.answer(self.request, None)
+
+    def error(self, error: BaseException) -> None:
+        """Takes what the function has raised."""
+        self._callee.report_failure(error)
+        self._callee.count(self.request, error)
+        self._value.set(error=error)
+        self._callee.answer(self.request, None)
+
+
+class ListedFirst(MessageHooks):
+    """Lets a handler begin once the owners have listed the forks in its arguments."""
+
+    tag = Tag.FORKS
+
+    def __init__(self, service: RRefService) -> None:
+        self._service = service
+
+    def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
+        """Calls ``begin()`` when the handler of a request may begin. In the I/O thread."""
+        self._service.begin_when_listed(request, begin)
 
 
 class RRefService(Service):
@@ -72,7 +133,6 @@ class RRefService(Service):
         dropped: handles that have ended: the value's id, and the fork's id or None for one of
             the owner's. Finalizers append to it, in any thread and at any moment, even inside
             of a locked section; so they do nothing else, and the I/O thread does the rest.
-        wanted: the functions whose values this worker asks for.
     """
 
     def __init__(
@@ -89,7 +149,6 @@ class RRefService(Service):
         self._references = References(self.member)
         # A message about a value may come before the call that makes it.
         self._values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
-        self.wanted = WantedValues()
         self._closed = False
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -102,17 +161,15 @@ class RRefService(Service):
         }
 
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        """Returns what reads the forks of a message, the values it is about, and added news."""
+        """Returns what makes the handles of a message, and what reads which values it is about."""
         return {
             Tag.FORKS: self._receive_forks,
-            Tag.REFERENCES: lambda message, data: self._on_references(message.sender, data),
-            Tag.WANTED: _read_ids,
-            Tag.SUBJECT: _read_ids,
+            Tag.SUBJECT: lambda _, data: [GloballyUniqueId(*row) for row in _ID.iter_unpack(data)],
         }
 
     def message_hooks(self) -> MessageHooks:
-        """Returns what lets handlers begin, and what sends the end of forks with messages."""
-        return RRefHooks(self)
+        """Returns what lets handlers begin."""
+        return ListedFirst(self)
 
     def new_id(self) -> GloballyUniqueId:
         """Returns an id that is unique in the mesh."""
@@ -153,13 +210,13 @@ class RRefService(Service):
         timeout: float,
         subject: RRefId | None,
         handle: weakref.ref[RRef[Any]],
-    ) -> tuple[Creation, OwnedValue | None]:
+    ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
         """Has a value made by a call of a function, or of a method of the value ``subject``.
 
         The body is the function (or the method's name), args and kwargs. The handle gets the error
-        if the call fails, but not what the function raises. Returns what follows the call, with the
-        ids of the value and of our fork, and the value. There is no fork if this worker is the
-        owner, and no value if it is not.
+        if the call fails, but not what the function raises. Returns the ids of the value and of our
+        fork, and the value. There is no fork if this worker is the owner, and no value if it is
+        not.
         """
         rref_id, fork_id = self.new_id(), self.new_id()
         local = owner.member_id == self.member
@@ -172,12 +229,11 @@ class RRefService(Service):
             else:
                 self._references.create(rref_id, fork_id, owner.member_id)
         ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
-        name = name_of(body)
-        wanted = not local and name in self.wanted and not self.agent.codec.in_context(None)
-        creation = Creation(self, rref_id, None if local else fork_id, handle, name, wanted)
-        extension = self.subject_extension(*ids, tag=Tag.WANTED if wanted else Tag.SUBJECT)
+        creation = Creation(self, rref_id, None if local else fork_id, handle)
         try:
-            self.caller.call_notify(owner, Kind.REMOTE, body, timeout, extension, creation)
+            self.caller.call_notify(
+                owner, Kind.REMOTE, body, timeout, self.subject_extension(*ids), creation
+            )
         except BaseException:
             with self._lock:
                 if local:
@@ -188,7 +244,7 @@ class RRefService(Service):
                 self.release_creation(creation)  # it has done so itself if the call was settled
             self._settle_references()
             raise
-        return creation, value
+        return rref_id, None if local else fork_id, value
 
     def on_created(self, fork_id: ForkId) -> None:
         """Notes that the owner lists a fork of ours, which was made with its value."""
@@ -202,11 +258,9 @@ class RRefService(Service):
         if retained:
             self.dropped.append((creation.rref_id, None))
 
-    def subject_extension(
-        self, *ids: GloballyUniqueId, tag: Tag = Tag.SUBJECT
-    ) -> tuple[int, bytes]:
+    def subject_extension(self, *ids: GloballyUniqueId) -> tuple[int, bytes]:
         """Returns the extension of a message that is about a value."""
-        return tag, b"".join(_ID.pack(*i) for i in ids)
+        return Tag.SUBJECT, b"".join(_ID.pack(*i) for i in ids)
 
     def check_owner(self, owner: WorkerInfo) -> None:
         """Raises OwnerDied if the owner of a value is lost."""
@@ -221,8 +275,7 @@ class RRefService(Service):
     # -- the handlers, in the I/O thread -------------------------------------------------
 
     def _on_remote(self, request: Message) -> None:
-        wanted = Tag.WANTED in (request.attachments or ())
-        rref_id, fork_id, *subject = request.attachment(Tag.WANTED if wanted else Tag.SUBJECT)
+        rref_id, fork_id, *subject = request.attachment(Tag.SUBJECT)
         with self._lock:
             if request.sender == self.member:
                 # The value no longer exists if the call has timed out and the handle is gone.
@@ -232,7 +285,7 @@ class RRefService(Service):
                 self._references.add(rref_id, fork_id, request.sender)
             value.begun = True
         self._settle_references()
-        sink = ValueSink(self.agent.callee, request, value, wanted)
+        sink = ValueSink(self.agent.callee, request, value)
         if subject:
             self._run_method(request, self._find_value(subject[0]), sink)
         else:
@@ -267,10 +320,7 @@ class RRefService(Service):
         value.when_ready(lambda: self.agent.callee.execute(request, sink, resolve))
 
     def _on_reference(self, message: Message) -> None:
-        self._on_references(message.sender, message.body)
-
-    def _on_references(self, sender: MemberId, data: Buffer) -> None:
-        batch = ReferenceMessage.parse_all(data)
+        sender, batch = message.sender, ReferenceMessage.parse_all(message.body)
         with self._lock:
             for each in batch:
                 self._references.handle(sender, each)
@@ -330,44 +380,20 @@ class RRefService(Service):
     def idle(self) -> bool:
         """Returns whether this worker has no message of the reference count outstanding."""
         with self._lock:
-            references = self._references
-            quiet = references.idle and not references.outgoing
-        return quiet and not self.dropped
+            return self._references.idle and not self.dropped
 
     def after_turn(self) -> None:
         """Counts the handles that finalizers have noted, and tells the owners."""
-        if self.dropped:
-            with self._lock:
-                self._count_dropped()
+        if not self.dropped:
+            return
+        with self._lock:
+            while self.dropped:
+                rref_id, fork_id = self.dropped.popleft()
+                if fork_id is None:
+                    self._references.release(rref_id)
+                else:
+                    self._references.drop(fork_id)
         self._settle_references()
-
-    def _count_dropped(self) -> None:
-        """Counts the handles that finalizers have noted. The lock is held."""
-        while self.dropped:
-            rref_id, fork_id = self.dropped.popleft()
-            if fork_id is None:
-                self._references.release(rref_id)
-            else:
-                self._references.drop(fork_id)
-
-    def take_references(self, member: MemberId) -> bytes:
-        """Returns what there is to tell a member about references, for a message to it.
-
-        What this brings about here is left to `after_turn`.
-        """
-        with self._lock:
-            self._count_dropped()
-            outgoing = self._references.outgoing
-            if not outgoing:
-                return b""
-            self._references.outgoing = [each for each in outgoing if each[0] != member]
-        return b"".join(message.pack() for to, message in outgoing if to == member)
-
-    def put_back_references(self, member: MemberId, data: bytes) -> None:
-        """Undoes `take_references`: the message is not sent."""
-        with self._lock:
-            batch = ReferenceMessage.parse_all(data)
-            self._references.outgoing.extend((member, message) for message in batch)
 
     def close(self) -> None:
         """Frees all values; nothing can be sent any more."""
