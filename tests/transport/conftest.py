@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from zrpc.cli import main
 
 from tests.support.programs import Forked
 from tests.transport.numbered import endpoint_of
@@ -20,6 +22,7 @@ from tests.transport.two_hosts import (
     connect_by_veth,
     namespaces,
 )
+from zrpc.membership.secret import new_secret, write_secret
 from zrpc.transport.network import Network
 
 
@@ -72,6 +75,11 @@ class Workers:
         codes = [self._forked.wait(pid, SOON) for pid in self.pids]
         return [(code, self.output(rank)) for rank, code in enumerate(codes)]
 
+    def command(self, *words: str) -> str:
+        """Runs a command of ``zrpc`` for worker 0, on its host; returns what it prints."""
+        env = {"ZRPC_RUNTIME_DIR": str(self._hosts[0].runtime)}
+        return CliRunner(env=env).invoke(main, [*words, str(self.pids[0])]).output
+
     def output(self, rank: int) -> str:
         return (self._directory / f"output{rank}").read_text()
 
@@ -93,6 +101,21 @@ def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Work
     yield start
     for workers in started:
         workers.kill()
+
+
+@pytest.fixture
+def start_three(
+    hosts: list[Host], start_workers: Callable[..., Workers], tmp_path: Path
+) -> Callable[[str], Workers]:
+    """Starts a mesh of three workers: one on the first host, and two on the other."""
+
+    def start(program: str) -> Workers:
+        write_secret(tmp_path / "secret", new_secret())
+        variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
+        here, there = hosts
+        return start_workers([here, there, there], program, *[variables] * 3)
+
+    return start
 
 
 @pytest.fixture

@@ -9,13 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-from zrpc.cli import main
-
 from tests.services.tracing.test_trace import Trace
 from tests.support.waiting import until
-from tests.transport.two_hosts import SOON, Host
-from zrpc.membership.secret import new_secret, write_secret
+from tests.transport.two_hosts import SOON
 
 WORKER = """
 import os, pathlib, time, zrpc
@@ -38,18 +34,14 @@ while True:
 
 
 def test_workers_on_another_host_are_shown_by_top_and_in_a_trace(
-    hosts: list[Host], start_workers: Callable[..., Any], tmp_path: Path
+    start_three: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    write_secret(tmp_path / "secret", new_secret())
-    variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
-    here, there = hosts
-    workers = start_workers([here, there, there], WORKER, *[variables] * 3)
+    workers = start_three(WORKER)
     until(lambda: "traced" in workers.output(0), "a trace", within=2 * SOON)
 
     def top(interval: float) -> dict[str, Any]:
-        command = ["top", "--once", "--json", "--interval", str(interval), str(workers.pids[0])]
-        env = {"ZRPC_RUNTIME_DIR": str(here.runtime)}
-        [mesh] = json.loads(CliRunner(env=env).invoke(main, command).output)["meshes"]
+        shown = workers.command("top", "--once", "--json", "--interval", str(interval))
+        [mesh] = json.loads(shown)["meshes"]
         return {worker["name"]: worker for worker in mesh["workers"]}
 
     def all_have_rates() -> Any:

@@ -6,15 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-from zrpc.cli import main
-
 from tests.support.waiting import until
-from tests.transport.two_hosts import SOON, Host
-from zrpc.membership.secret import new_secret, write_secret
+from tests.transport.two_hosts import SOON
 
 WORKER = """
 import os, threading, zrpc
@@ -32,18 +27,13 @@ threading.Event().wait()
 
 
 def test_workers_on_another_host_are_shown_and_tell_of_one_that_is_stopped(
-    hosts: list[Host], start_workers: Callable[..., Any], tmp_path: Path
+    start_three: Callable[[str], Any],
 ) -> None:
-    write_secret(tmp_path / "secret", new_secret())
-    variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
-    here, there = hosts
-    workers = start_workers([here, there, there], WORKER, *[variables] * 3)
+    workers = start_three(WORKER)
     until(lambda: "calls" in workers.output(0), "a mesh", within=SOON)
 
     def stacks(timeout: float) -> str:
-        command = ["stacks", "--timeout", str(timeout), str(workers.pids[0])]
-        env = {"ZRPC_RUNTIME_DIR": str(here.runtime)}
-        return CliRunner(env=env).invoke(main, command).output
+        return str(workers.command("stacks", "--timeout", str(timeout)))
 
     shown = ["w0 (rank 0)", "w1 (rank 1)", "w2 (rank 2)", "in waits_without_end"]
     until(lambda: all(text in stacks(SOON) for text in shown), "all stacks", within=SOON)
