@@ -104,6 +104,35 @@ def test_all_threads_that_send_first_wait_for_the_same_reply(mesh: Mesh, lends: 
     assert service_of(mesh, 0)._awaited == {}
 
 
+def test_a_thread_that_sends_while_another_prepares_the_offer_waits_for_its_reply_too(
+    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = service_of(mesh, 0)
+    ours.timing = PATIENT
+    lend, other_waits = ours._lend, threading.Event()
+
+    def send() -> None:
+        with mesh.agent(0).as_current():
+            assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
+
+    def wait(member: int, size: int, deadline: float) -> bool:
+        other_waits.set()
+        return await_reply(member, size, deadline)
+
+    def prepare(sizes: list[int], member: int) -> Any:
+        if other.ident is None:
+            monkeypatch.setattr(ours, "_await_reply", wait)
+            other.start()
+            assert other_waits.wait(60)
+        return lend(sizes, member)
+
+    await_reply, other = ours._await_reply, threading.Thread(target=send)
+    monkeypatch.setattr(ours, "_lend", prepare)
+    send()
+    other.join()
+    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 2
+
+
 def test_a_message_goes_by_frames_if_the_reply_to_the_offer_takes_too_long(
     mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
 ) -> None:

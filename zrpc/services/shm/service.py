@@ -231,17 +231,22 @@ class SharedMemoryService(Service, MessageHooks):
 
     def _offer(self, member: MemberId) -> None:
         """Asks a peer, once, whether it can open segments of ours."""
-        if member in self._offered or member == self.agent.membership.own_id:
+        if member == self.agent.membership.own_id:
             return
-        self._offered.add(member)
-        lent = self._lend([LEAST_BYTES], member)
-        if lent is None:
-            self._offered.discard(member)
-            return
-        segment, _ = lent
         with self._lock:
+            if member in self._offered:
+                return
+            # From now on, all threads that send to this peer wait for its reply.
+            self._offered.add(member)
+            self._awaited[member] = []
+        lent = self._lend([LEAST_BYTES], member)
+        with self._lock:
+            if lent is None:
+                self._offered.discard(member)
+                self._end_wait(member)
+                return
+            segment, _ = lent
             self.pool.written(segment)
-            self._awaited.setdefault(member, [])
         body = _NOTE.pack(_Verb.OFFER, segment.number)
         self._post(member, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
 
