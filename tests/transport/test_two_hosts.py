@@ -97,7 +97,7 @@ import zrpc
 rank = int(os.environ["RANK"])
 options = zrpc.ZmqRpcBackendOptions(init_timeout=15, heartbeat_timeout=2)
 zrpc.init_rpc(f"w{rank}", rpc_backend_options=options)
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 60
 while not pathlib.Path("go").exists() and time.monotonic() < deadline:
     time.sleep(0.05)
 if rank == 0:
@@ -105,6 +105,10 @@ if rank == 0:
         zrpc.rpc_sync("w1", max, (1, 2), timeout=0)
     except zrpc.WorkerDied as error:
         print("WorkerDied:", error)
+    pathlib.Path("told").touch()
+else:  # its end would be an error of the call too
+    while not pathlib.Path("told").exists() and time.monotonic() < deadline + 60:
+        time.sleep(0.05)
 zrpc.shutdown()
 """
 
