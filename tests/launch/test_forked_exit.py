@@ -1,4 +1,4 @@
-"""How a forked process exits: as any does, but for the libraries that it shares with its server."""
+"""How a forked process exits: as any does, but for what it shares with its server."""
 
 from __future__ import annotations
 
@@ -28,6 +28,19 @@ def load(name):
     libc.__cxa_atexit(libc.puts, ctypes.c_void_p(libc.strdup(name)), None)
 
 load(b"destructor of the shared library")
+
+class Object:
+    def __init__(self, text):
+        self.text = text
+
+    def __del__(self):
+        print(self.text, flush=True)
+
+shared = Object("an object of the shared module is freed")
+
+def watch():
+    import library
+    print("an exit handler runs", library.shared is shared, flush=True)
 """
 
 
@@ -49,6 +62,49 @@ def run(write: Write, tmp_path: Path, marked: Any) -> Iterator[Run]:
 
 def test_libraries_of_the_server_are_left_alone(run: Run) -> None:
     assert run("import library; print(1)") == (0, ["1"])
+
+
+def test_modules_of_the_server_are_left_alone(run: Run) -> None:
+    assert run("import library; own = library.Object('an own object is freed')") == (
+        0,
+        ["an own object is freed"],
+    )
+
+
+def test_exit_handlers_find_the_modules_of_the_server(run: Run) -> None:
+    source = """
+        import atexit, library, weakref
+        atexit.register(library.watch)
+        weakref.finalize(library.shared, print, "a finalizer runs", flush=True)
+        """
+    assert run(source) == (0, ["a finalizer runs", "an exit handler runs True"])
+
+
+def test_an_object_of_the_program_may_use_modules_of_the_server_to_the_end(run: Run) -> None:
+    source = """
+        import library, sys
+        class Last:
+            def __del__(self):
+                print(library.shared.text, sys.modules is None, flush=True)
+        last = Last()
+        """
+    assert run(source) == (0, ["an object of the shared module is freed False"])
+
+
+def test_operators_of_torch_are_not_taken_back_at_the_exit(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    """That is what takes most of the time, and no effect of it is left when the process ends."""
+    source = """
+        import weakref
+        finalizers = [f for f in weakref.finalize._registry if "librar" in f.peek()[1].__name__]
+        print(len(finalizers) > 0, any(f.atexit for f in finalizers))
+        """
+    out = tmp_path / "out"
+    with ForkServer(preload=["torch"], env=marked.env) as server, out.open("w") as file:
+        pid = server.spawn(Task.script(write(source)), stdout=file.fileno())
+        assert server.wait(pid, DEADLINE) == 0
+    assert out.read_text() == "True False\n"
 
 
 def test_libraries_of_the_program_clean_up(run: Run) -> None:

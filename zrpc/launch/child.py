@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib.machinery
 import io
@@ -10,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Collection
+from types import ModuleType
 from typing import Any, TextIO
 
 from zrpc.launch import program
@@ -18,6 +21,9 @@ from zrpc.launch.task import Task
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+# The modules of the server whose teardown its children skip, by name.
+_kept: dict[str, ModuleType] = {}
 
 
 def become(task: Task, startup_modules: Collection[str]) -> None:
@@ -162,6 +168,30 @@ def skip_destructors() -> None:
         libc.__cxa_atexit(flush, None, None)
     except AttributeError:
         pass  # another C library than glibc
+
+
+def skip_teardown(startup_modules: Collection[str]) -> None:
+    """Has children exit without the teardown of the modules that are loaded by now.
+
+    Python frees its modules at its exit, object by object, and torch takes each of its operators'
+    kernels back. As in `skip_destructors`, each of these is a write: it would take a child a tenth
+    of a second of processor time. What the child's program has made and imported is torn down, and
+    what it has registered to be called at the exit is called.
+    """
+    _kept.update((n, m) for n, m in sys.modules.items() if n not in startup_modules)
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[1].__module__ == "torch.library":
+            finalizer.atexit = False
+
+
+@atexit.register  # before anything that is preloaded registers something, so that it is called last
+def _keep_modules() -> None:
+    """Hides modules from the interpreter's teardown, and keeps them alive."""
+    for name, module in _kept.items():
+        if sys.modules.get(name) is module:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
 
 
 def _prctl(option: int, argument: int) -> None:

@@ -61,6 +61,7 @@ def serve(
         _reply(channel, "failed", f"{threads - 1} thread(s) were started by importing {loaded}")
         os._exit(1)
     child.skip_destructors()
+    child.skip_teardown(startup_modules)
     # Collect once, here. The children's collectors then don't touch the objects alive now, so
     # that their memory stays shared with this process.
     gc.collect()

@@ -26,7 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # One worker's failure often makes the others fail: wait this long for their errors.
-_OTHER_FAILURES_SECONDS = 0.5
+_OTHER_FAILURES_SECONDS = 1.0
 # How long workers may take to stop when they were asked to: on a busy machine, the end of a
 # process that has imported torch takes up to a few tenths of a second of a processor.
 _STOP_SECONDS = 5.0
