@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import deque
 from collections.abc import Collection
 from types import ModuleType
 from typing import Any, TextIO
@@ -188,10 +189,12 @@ def skip_teardown(startup_modules: Collection[str]) -> None:
 @atexit.register  # before anything that is preloaded registers something, so that it is called last
 def _keep_modules() -> None:
     """Hides modules from the interpreter's teardown, and keeps them alive."""
-    for name, module in _kept.items():
-        if sys.modules.get(name) is module:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
-            del sys.modules[name]
+    names = [name for name, module in _kept.items() if sys.modules.get(name) is module]
+    for name in names:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept[name]))
+    # In one step, without bytecode: a daemon thread that imports one of them meanwhile would find
+    # only some, and run others again.
+    deque(map(sys.modules.pop, names), maxlen=0)
 
 
 def _prctl(option: int, argument: int) -> None:
