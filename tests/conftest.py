@@ -44,7 +44,7 @@ _SYSTEM_FIXTURES = {
     "commands",
     "marked",
     "programs",
-    "scripts",
+    "quick_commands",
     "start",
     "start_workers",
     "starter",

@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from tests.support.programs import Programs
+from tests.support.warm import warm_commands
 from zrpc.testing.processes import warm_server
 
 DEADLINE = 120.0
@@ -36,20 +38,29 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
     """Runs a command with Python's options and arguments, in the program's directory."""
+    return partial(run_python, tmp_path)
 
-    def run(*arguments: str, stdin: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
-        return subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**inherited, **env},
-            input=stdin,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
 
-    return run
+@pytest.fixture
+def quick_commands(tmp_path: Path) -> Commands:
+    """The same, forked from a process that has imported torch."""
+    return partial(run_python, tmp_path, warm=True)
+
+
+def run_python(
+    directory: Path, *arguments: str, stdin: str = "", warm: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a directory."""
+    inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
+    return subprocess.run(
+        [warm_commands().python if warm else sys.executable, *arguments],
+        cwd=directory,
+        env={**inherited, **env},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+    )
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_the_program_must_exist() -> None:
 
 
 @pytest.mark.system
-def test_the_command_lists_names_and_places(write: Write, commands: Commands) -> None:
+def test_the_command_lists_names_and_places(write: Write, quick_commands: Commands) -> None:
     write("package/__init__.py", "")
     write(
         "package/__main__.py",
@@ -100,7 +100,7 @@ def test_the_command_lists_names_and_places(write: Write, commands: Commands) ->
         rpc.init_rpc("b")
         """,
     )
-    ended = commands("-m", "zrpc.cli", "run", "--check", "-m", "package")
+    ended = quick_commands("-m", "zrpc.cli", "run", "--check", "-m", "package")
     path = next(line for line in ended.stdout.splitlines() if line.endswith(":4")).strip()[:-2]
     assert ended.stdout == dedent(f"""\
         torch.distributed.rpc.RemoteProfilerManager: NOT SUPPORTED; zrpc can't profile calls; `zrpc stacks` shows what workers do

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
 
-from tests.drop_in.conftest import Commands
+from tests.drop_in.conftest import Commands, run_python
+from zrpc.launch.port import ReservedPort
 
 Write = Callable[[str, str], Path]
 RUN = ["-m", "zrpc.cli", "run"]
@@ -104,26 +108,20 @@ def test_a_failing_sitecustomize_is_reported_as_ever(
     assert "no_such_module" in commands(*RUN, "program.py", **own).stderr
 
 
-def test_a_process_that_uses_no_rpc_loads_nothing(write: Write, commands: Commands) -> None:
-    write(
-        "program.py",
-        """
-        import sys
-        print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "zmq", "click"}))
+# What is loaded is printed first, before and after an import of torch.
+TRAINING = """
+    import sys
+
+    def loaded(*packages):
+        return sorted(name for name in sys.modules if name.split(".")[0] in packages)
+
+    if __name__ == "__main__":
+        print(loaded("torch", "zmq", "click"))
         import torch, torch.nn.parallel, torch.distributed
         print(torch.distributed.rpc.is_available(), torch.distributed.rpc.constants.__name__)
-        print(sorted(name for name in sys.modules if name.split(".")[0] in ("zmq", "zrpc")))
-        """,
-    )
-    lines = commands(*RUN, "program.py").stdout.splitlines()
-    assert lines[:2] == ["[]", "True torch.distributed.rpc.constants"]
-    loaded = set(eval(lines[2]))
-    assert {name for name in loaded if "drop_in" not in name} == {"zrpc", "zrpc.errors"}
+        print(loaded("zmq", "zrpc"), flush=True)
 
-
-TRAINING = """
     import os
-    import sys
 
     import torch
     import torch.distributed as dist
@@ -177,20 +175,40 @@ TRAINING = """
         dist.destroy_process_group()
 
     if __name__ == "__main__":
-        mp.spawn(run, args=(2,), nprocs=2)
+        context = mp.spawn(run, args=(2,), nprocs=1, join=False, daemon=True)
+        run(1, 2)
+        while not context.join():
+            pass
 """
 
 
-def test_an_unmodified_program_runs_on_zrpc(
-    write: Write, commands: Commands, free_port: int, tmp_path: Path
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """How the program ended; each of its processes takes seconds to import torch."""
+    directory = tmp_path_factory.mktemp("training")
+    (directory / "program.py").write_text(dedent(TRAINING))
+    with ReservedPort() as port:
+        port.hand_over()
+        return run_python(directory, *RUN, "program.py", str(port.number), str(directory / "store"))
+
+
+def test_a_process_that_uses_no_rpc_loads_nothing(
+    training: subprocess.CompletedProcess[str],
 ) -> None:
-    write("program.py", TRAINING)
-    ended = commands(*RUN, "program.py", str(free_port), str(tmp_path / "store"))
-    assert ended.stdout == "[4.0, 4.0] True zrpc\n", ended.stderr
-    assert ended.returncode == 0
+    lines = training.stdout.splitlines()
+    assert lines[:2] == ["[]", "True torch.distributed.rpc.constants"], training.stderr
+    loaded = set(ast.literal_eval(lines[2]))
+    assert {name for name in loaded if "drop_in" not in name} == {"zrpc", "zrpc.errors"}
 
 
-def test_the_launcher_has_the_drop_in_too(write: Write, commands: Commands) -> None:
+def test_an_unmodified_program_runs_on_zrpc(training: subprocess.CompletedProcess[str]) -> None:
+    assert training.stdout.splitlines()[3:] == ["[4.0, 4.0] True zrpc"], training.stderr
+    assert training.returncode == 0
+
+
+def test_the_launcher_has_the_drop_in_too(
+    write: Write, commands: Commands, quick_commands: Commands
+) -> None:
     write(
         "program.py",
         """
@@ -208,7 +226,7 @@ def test_the_launcher_has_the_drop_in_too(write: Write, commands: Commands) -> N
     launch = ["-m", "zrpc.cli", "launch", "--nprocs", "2"]
     ended = commands(*launch, "--drop-in", "program.py")
     assert ended.stdout == "[0] worker1 zrpc.membership.worker_info\n", ended.stderr
-    plain = commands(*launch, "program.py")
+    plain = quick_commands(*launch, "program.py")
     assert plain.stdout == "[0] worker1 torch._C._distributed_rpc\n", plain.stderr
 
 

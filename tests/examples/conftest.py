@@ -12,25 +12,16 @@ from tests.examples.example_commands import (
     EXAMPLES,
     Commands,
     Outcome,
-    Scripts,
     finish,
+    finish_all,
     not_printed,
     shown,
 )
-from zrpc.testing.server import warm_server
 
 
 @pytest.fixture
 def commands() -> Iterator[Commands]:
     running = Commands()
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def scripts(tmp_path: Path) -> Iterator[Scripts]:
-    warm_server()  # its start is not the test's time
-    running = Scripts(tmp_path)
     yield running
     running.stop()
 
@@ -56,7 +47,7 @@ def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., 
 
 
 @pytest.fixture
-def run_plainly(scripts: Scripts, free_port: int) -> Callable[..., list[Outcome]]:
+def run_plainly(commands: Commands, free_port: int) -> Callable[..., list[Outcome]]:
     """Runs a script in processes without a launcher: only variables connect them."""
 
     def run(nprocs: int, *script: str | Path, deadline: float = DEADLINE) -> list[Outcome]:
@@ -65,21 +56,18 @@ def run_plainly(scripts: Scripts, free_port: int) -> Callable[..., list[Outcome]
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port),
         }
-        for rank in range(nprocs):
-            scripts.start(*script, **variables, RANK=str(rank))
-        return scripts.finish(deadline)
+        started = [commands.start(*script, **variables, RANK=str(rank)) for rank in range(nprocs)]
+        return finish_all(started, deadline)
 
     return run
 
 
 @pytest.fixture
-def run_first(scripts: Scripts, example: Callable[[str], Path]) -> Callable[[str, int], Outcome]:
+def run_first(commands: Commands, example: Callable[[str], Path]) -> Callable[[str, int], Outcome]:
     """Runs an example as rank 0 of ``nprocs`` workers; the others are not started."""
 
     def run(name: str, nprocs: int) -> Outcome:
-        scripts.start(example(name), RANK="0", WORLD_SIZE=str(nprocs))
-        [outcome] = scripts.finish(DEADLINE)
-        return outcome
+        return finish(commands.start(example(name), RANK="0", WORLD_SIZE=str(nprocs)))
 
     return run
 

@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.pages import ROOT, blocks
-from tests.support.programs import Forked
 from tests.support.warm import warm_commands
 
 EXAMPLES = ROOT / "examples"
@@ -68,48 +68,18 @@ class Commands:
                 process.communicate()
 
 
-class Scripts:
-    """Running scripts, as after ``python script.py``, but with torch already imported.
-
-    Args:
-        directory: for the files with their output.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._forked = Forked()
-        self._pids: list[int] = []
-
-    def start(self, script: str | Path, *arguments: str, **variables: str) -> None:
-        """Starts a script."""
-        inherited = {k: v for k, v in os.environ.items() if k not in _LAUNCHER_VARIABLES}
-        out, err = self._files(len(self._pids))
-        for earlier in (out, err):
-            earlier.unlink(missing_ok=True)
-        env = {**inherited, **variables}
-        self._pids.append(self._forked.start(script, arguments, env=env, out=out, err=err))
-
-    def finish(self, deadline: float) -> list[Outcome]:
-        """Waits until all scripts exit; returns their outcomes, in the order of their start."""
-        end = time.monotonic() + deadline
-        codes = [self._forked.wait(pid, max(0.0, end - time.monotonic())) for pid in self._pids]
-        self._pids.clear()
-        return [
-            Outcome(code, *(file.read_text() for file in self._files(index)))
-            for index, code in enumerate(codes)
-        ]
-
-    def stop(self) -> None:
-        self._forked.kill()
-
-    def _files(self, index: int) -> tuple[Path, Path]:
-        return self._directory / f"script{index}.out", self._directory / f"script{index}.err"
-
-
 def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Outcome:
     """Waits until a command exits."""
     out, err = process.communicate(timeout=deadline)
     return Outcome(process.returncode, out, err)
+
+
+def finish_all(
+    processes: Sequence[subprocess.Popen[str]], deadline: float = DEADLINE
+) -> list[Outcome]:
+    """Waits until all commands exit; none of them writes more than a pipe holds."""
+    end = time.monotonic() + deadline
+    return [finish(process, max(0.1, end - time.monotonic())) for process in processes]
 
 
 def shown() -> dict[str, tuple[str, list[str]]]:

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.example_commands import DEADLINE, EXAMPLES, Scripts
+from tests.examples.example_commands import EXAMPLES, Commands, finish
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_every_example_has_a_help_text(scripts: Scripts, script: Path) -> None:
-    scripts.start(script, "--help")
-    [outcome] = scripts.finish(DEADLINE)
+def test_every_example_has_a_help_text(commands: Commands, script: Path) -> None:
+    outcome = finish(commands.start(script, "--help"))
     assert outcome.code == 0, outcome
     assert outcome.out.startswith("usage:")

@@ -80,9 +80,15 @@ def test_stops_at_ctrl_c(commands: Commands, example: Callable[[str], Path]) -> 
 def test_says_what_to_install_if_gymnasium_is_missing(
     commands: Commands, example: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "gymnasium.py").write_text("raise ImportError('not here')")
+    # Python refuses to import what is None there, even if it has been imported before.
+    without = tmp_path / "without.py"
+    without.write_text(
+        "import runpy, sys\n"
+        "sys.modules['gymnasium'] = None\n"
+        "runpy.run_path(sys.argv[1], run_name='__main__')\n"
+    )
     script = example("reinforce_cartpole")
-    outcome = finish(commands.start(script, PYTHONPATH=str(tmp_path), RANK="0", WORLD_SIZE="2"))
+    outcome = finish(commands.start(without, script, RANK="0", WORLD_SIZE="2"))
     assert outcome.code == 1
     assert "pip install 'torch-zrpc[examples]'" in outcome.err
     assert "Traceback" not in outcome.err

@@ -49,6 +49,16 @@ if __name__ == "__main__":
         print("raised", "KeyError: 'mine'" in str(error))
 """
 
+# Runs its argument as a cell.
+_NOTEBOOK = """
+import sys
+
+del __file__
+__spec__ = None
+sys.argv, cell = [""], sys.argv[1]
+exec(compile(cell, "<cell>", "exec"))
+"""
+
 
 def run(*command: str, **env: str) -> str:
     outer = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -76,7 +86,7 @@ def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:
     assert output.splitlines() == ["lambda 0", "raised True"]
 
 
-def test_functions_of_a_notebook_are_workers() -> None:
+def test_functions_of_a_notebook_are_workers(tmp_path: Path) -> None:
     """They can't be imported: there is no file that defines them."""
     program = (
         "import zrpc\n"
@@ -88,7 +98,9 @@ def test_functions_of_a_notebook_are_workers() -> None:
         "    return text.upper()\n"
         "zrpc.spawn(work, nprocs=2)\n"
     )
-    assert run("-c", program) == "HELLO\n"
+    notebook = tmp_path / "notebook.py"
+    notebook.write_text(_NOTEBOOK)
+    assert run(str(notebook), program) == "HELLO\n"
 
 
 def test_at_least_one_process() -> None:
