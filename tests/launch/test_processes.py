@@ -43,8 +43,9 @@ if __name__ == "__main__":
     context = zrpc.spawn(lambda rank: print("lambda", rank, flush=True), join=False)
     while not context.join():
         pass
+    zrpc.spawn(lambda rank: print("forked", rank, flush=True), start_method="fork")
     try:
-        zrpc.spawn(fails, nprocs=2)
+        zrpc.spawn(fails, nprocs=2, start_method="fork")
     except torch.multiprocessing.ProcessRaisedException as error:
         print("raised", "KeyError: 'mine'" in str(error))
 """
@@ -83,7 +84,7 @@ def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in found.iterdir()} == {
         f"worker{rank}": f"worker{(rank + 1) % 2} 2 7 1" for rank in range(2)
     }
-    assert output.splitlines() == ["lambda 0", "raised True"]
+    assert output.splitlines() == ["lambda 0", "forked 0", "raised True"]
 
 
 def test_functions_of_a_notebook_are_workers(tmp_path: Path) -> None:

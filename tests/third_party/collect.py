@@ -48,4 +48,6 @@ def make_environment() -> CountingEnv:
 
 
 if __name__ == "__main__":
+    # Each spawned process would import torchrl again, which takes five seconds.
+    torch.multiprocessing.set_start_method("fork", force=True)
     main(sys.argv[1])

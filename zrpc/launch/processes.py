@@ -71,14 +71,15 @@ def spawn(
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
+    sent = fn if start_method == "fork" else _picklable(fn)  # a fork has it, and unpickles nothing
     port = ReservedPort()
     port.hand_over()
     template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
     try:
-        context: ProcessContext = torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
-            _run, (_picklable(fn), tuple(args), environments), nprocs, False, daemon, start_method
+        context: ProcessContext = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+            _run, (sent, tuple(args), environments), nprocs, False, daemon, start_method
         )
         weakref.finalize(context, port.close)
     except BaseException:
