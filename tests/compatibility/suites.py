@@ -6,6 +6,7 @@ that inject faults into torch's own agent.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import unittest
@@ -95,6 +96,8 @@ def run(name: str) -> tuple[str, str]:
 
 def main() -> None:
     """Runs the tests that the arguments name, and writes each result as a line of the first."""
+    gc.collect()
+    gc.freeze()  # a collection in a forked worker passes by what torch has made
     with open(sys.argv[1], "a") as results:
         for name in sys.argv[2:] or names():
             outcome, reason = run(name)
