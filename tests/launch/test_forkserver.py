@@ -43,6 +43,15 @@ def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked:
         assert imports.read_text() == f"{server.pid}\n"
 
 
+def test_the_collector_rests_during_the_imports_only(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("import gc; enabled = gc.isenabled()", "lib/heavy.py")
+    script = write("import gc, heavy; assert gc.isenabled() and not heavy.enabled")
+    with ForkServer(preload=["heavy"], env=with_path(marked.env, tmp_path / "lib")) as server:
+        assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
+
+
 def test_torch_is_preloaded_and_random_numbers_differ(
     write: Write, tmp_path: Path, marked: Any
 ) -> None:

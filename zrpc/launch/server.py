@@ -55,6 +55,9 @@ def serve(
     in ``preload`` are imported before the first fork; a fresh interpreter has the startup modules.
     """
     channel = Channel(socket.socket(fileno=requests))
+    # While torch is imported, the collector would pass over its objects again and again, for a
+    # fifth of the import's time, and find hardly any to free.
+    gc.disable()
     loaded = [name for name in preload if _import(name)]
     # Only Python's threads count. OpenBLAS, which numpy loads, ends its own before each fork.
     if (threads := threading.active_count()) > 1:
@@ -66,6 +69,7 @@ def serve(
     # that their memory stays shared with this process.
     gc.collect()
     gc.freeze()
+    gc.enable()
     server = _Server(channel, socket.socket(fileno=exits), owner)
     _reply(channel, "done", None)
     return partial(child.become, server.run(), startup_modules)
