@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+# One process reads them all, for all tests.
+pytestmark = pytest.mark.xdist_group("imports")
+
 ROOT = Path(__file__).parents[1]
 FILES = {
     **{
@@ -173,6 +176,11 @@ class _Imports(ast.NodeVisitor):
         self.anywhere: set[str] = set()
         self._depth = 0
 
+    def generic_visit(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.expr):  # no expression has an import in it
+                self.visit(child)
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._add(alias.name)
@@ -195,7 +203,7 @@ class _Imports(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
-        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
             for child in node.orelse:
                 self.visit(child)
             return
