@@ -6,6 +6,7 @@ test that starts one in another way needs the marker itself, or it fails.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -52,13 +53,16 @@ _SYSTEM_FIXTURES = {
 }
 # More workers than this only wait for each other's programs.
 _MAX_WORKERS = 8
+# For each processor, if no test starts processes: they wait for more than half of their time.
+_WORKERS_WITHOUT_SYSTEM = 2
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Runs the whole suite on all processors, and parts of it, named by their paths, on one."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    return min(len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    each = _WORKERS_WITHOUT_SYSTEM if config.option.markexpr == "not system" else 1
+    return min(each * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,9 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
 
 
+@functools.cache  # thousands of tests lie in a few hundred files
+def _in_a_system_path(path: Path) -> bool:
+    within = path.relative_to(_HERE).as_posix() if path.is_relative_to(_HERE) else ""
+    return within.startswith(_SYSTEM_PATHS)
+
+
 def _starts_processes(item: pytest.Item) -> bool:
-    path = item.path.relative_to(_HERE).as_posix() if item.path.is_relative_to(_HERE) else ""
-    if path.startswith(_SYSTEM_PATHS):
+    if _in_a_system_path(item.path):
         return True
     if _SYSTEM_FIXTURES & set(getattr(item, "fixturenames", ())):
         return True

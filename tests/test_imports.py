@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# One process reads them all, for all tests.
+pytestmark = pytest.mark.xdist_group("imports")
 
 ROOT = Path(__file__).parents[1]
 FILES = {
@@ -172,6 +176,11 @@ class _Imports(ast.NodeVisitor):
         self.anywhere: set[str] = set()
         self._depth = 0
 
+    def generic_visit(self, node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.expr):  # no expression has an import in it
+                self.visit(child)
+
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
             self._add(alias.name)
@@ -194,7 +203,7 @@ class _Imports(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def visit_If(self, node: ast.If) -> None:
-        if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        if getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
             for child in node.orelse:
                 self.visit(child)
             return
@@ -213,7 +222,13 @@ def imports_of(module: str, source: str | None = None) -> _Imports:
     return imports
 
 
-IMPORTS = {module: imports_of(module) for module in FILES}
+@functools.cache
+def all_imports() -> dict[str, _Imports]:
+    """The imports of each module.
+
+    Not read when pytest collects, which each of its processes does: that takes a second.
+    """
+    return {module: imports_of(module) for module in FILES}
 
 
 def own(names: set[str]) -> set[str]:
@@ -284,7 +299,7 @@ def reached(start: str, anywhere: bool = False) -> set[str]:
     while left:
         module = left.pop()
         parents = {".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 1)}
-        imports = IMPORTS[module].anywhere if anywhere else IMPORTS[module].at_load
+        imports = all_imports()[module].anywhere if anywhere else all_imports()[module].at_load
         for name in imports | parents:
             if name not in seen:
                 seen.add(name)
@@ -295,11 +310,11 @@ def reached(start: str, anywhere: bool = False) -> set[str]:
 
 def test_the_modules_were_found() -> None:
     assert {"zrpc.api", "zrpc.services.rref.protocol", "zrpc.cli.launch", "zrpc.wire"} <= set(FILES)
-    assert "zrpc.agent.agent" in IMPORTS["zrpc.bootstrap"].at_load
+    assert "zrpc.agent.agent" in all_imports()["zrpc.bootstrap"].at_load
 
 
 def test_no_import_cycles() -> None:
-    assert cycle_in({module: own(IMPORTS[module].at_load) for module in FILES}) == []
+    assert cycle_in({module: own(all_imports()[module].at_load) for module in FILES}) == []
 
 
 def test_a_cycle_would_be_found() -> None:
@@ -310,7 +325,7 @@ def test_a_cycle_would_be_found() -> None:
 def breaches(rule: Callable[[str, set[str]], set[str]]) -> dict[str, set[str]]:
     """The imports that break a rule, by module. Inside of functions too: they are no way around."""
     modules = sorted(set(FILES) - {FACADE})
-    found = {module: rule(module, own(IMPORTS[module].anywhere)) for module in modules}
+    found = {module: rule(module, own(all_imports()[module].anywhere)) for module in modules}
     return {module: names for module, names in found.items() if names}
 
 
@@ -327,7 +342,7 @@ def test_the_surface_of_a_room_is_used_by_other_rooms(room: Any) -> None:
     used = {
         name.removeprefix(room).removeprefix("zrpc").lstrip(".")
         for module in FILES
-        for name in own(IMPORTS[module].anywhere)
+        for name in own(all_imports()[module].anywhere)
         if room_of(name) == room and (module == FACADE or room_of(module) != room)
     }
     assert SURFACE[room] - used == set()
@@ -337,7 +352,7 @@ def test_services_know_few_of_their_neighbours() -> None:
     found = {
         (module.split(".")[2], name.split(".")[2])
         for module in in_package("zrpc.services")
-        for name in own(IMPORTS[module].anywhere)
+        for name in own(all_imports()[module].anywhere)
         if name.startswith("zrpc.services.")
     }
     assert {(a, b) for a, b in found if a != b} <= NEIGHBOURS
@@ -396,19 +411,19 @@ def in_package(package: str) -> list[str]:
 )
 def test_what_a_room_must_not_import(package: str, forbidden: Any) -> None:
     for module in in_package(package):
-        outside = {name.split(".")[0] for name in IMPORTS[module].anywhere}
+        outside = {name.split(".")[0] for name in all_imports()[module].anywhere}
         assert not outside & forbidden, module
 
 
 def test_nothing_imports_the_rpc_of_torch() -> None:
     for module in FILES:
-        found = {n for n in IMPORTS[module].anywhere if n.startswith("torch.distributed.rpc")}
+        found = {n for n in all_imports()[module].anywhere if n.startswith("torch.distributed.rpc")}
         assert not found, module
 
 
 def test_the_launcher_needs_nothing_of_the_core() -> None:
     for module in in_package("zrpc.launch"):
-        others = {n for n in own(IMPORTS[module].anywhere) if not n.startswith("zrpc.launch")}
+        others = {n for n in own(all_imports()[module].anywhere) if not n.startswith("zrpc.launch")}
         assert not others, module
 
 

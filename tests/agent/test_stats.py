@@ -310,8 +310,10 @@ def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
 
 
 @pytest.mark.zrpc(workers=2, faults=True)
-def test_lost_messages_are_counted(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_messages_are_counted(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Agents read it as they start.
     monkeypatch.setattr(loss_detection, "TIMING", LossDetectionTiming(0.05, 0.2))
+    mesh = make_mesh()
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     assert lost_messages(mesh) == [0, 0]
     with faults.drop(mesh, 0, 1) as fault, pytest.raises(rpc.RpcError):

@@ -71,6 +71,8 @@ def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     text = f"no connection to it at {one_way} has been made so far"
     with pytest.raises(rpc.RpcTimeoutError, match=text):
         mesh.run(1, rpc.rpc_sync, 0, echo, (1,), timeout=1.0)
+    # The next tests see that a shutdown of all ends: here it would wait for the lost connection.
+    mesh.shutdown(graceful=False)
 
 
 @pytest.mark.usefixtures("one_way")

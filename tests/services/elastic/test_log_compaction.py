@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -118,28 +119,34 @@ class Worker(threading.Thread):
         self.ended = False
         self.token = ""
         self.error = None
+        # How many operations it may still begin before it waits for its next turn, plus one.
+        self._left = 1.0
         self._turn = threading.Semaphore(0)
         self._done = threading.Semaphore(0)
         self.start()
         assert self._done.acquire(timeout=TIMEOUT_SECONDS)
 
     def await_turn(self) -> None:
+        self._left -= 1
+        if self._left > 0:
+            return
         self._done.release()
         assert self._turn.acquire(timeout=TIMEOUT_SECONDS)
         if self.killed:
             raise Killed
 
-    def step(self) -> None:
-        """Lets it do the next operation on the store."""
-        if not self.ended:
+    def step(self, times: float = 1) -> None:
+        """Lets it do the next operations on the store, while nobody else does any."""
+        if times and not self.ended:
+            self._left = times
             self._turn.release()
             assert self._done.acquire(timeout=TIMEOUT_SECONDS)
             if self.error is not None:
                 raise self.error
 
     def go_on(self) -> None:
-        while not self.ended:
-            self.step()
+        self.step(math.inf)
+        assert self.ended
 
     def kill(self) -> None:
         self.killed = True
@@ -228,8 +235,7 @@ def test_all_workers_agree_whatever_happens_in_between(moves: list[tuple[str, in
                 crew[index].kill()
                 killed += 1
                 crew[index] = Worker(world, 4)
-            for _ in range(count):
-                crew[index].step()
+            crew[index].step(count)
         while not all(worker.ended for worker in crew):
             for worker in crew:
                 worker.step()
@@ -250,8 +256,7 @@ def test_a_worker_frozen_at_any_step_recovers(lives: int, write_to_deleted_place
         world = World()
         Worker(world, 2).go_on()
         frozen = Worker(world, 1)
-        for _ in range(step):
-            frozen.step()
+        frozen.step(step)
         if frozen.ended:
             break
         Worker(world, lives).go_on()

@@ -43,10 +43,13 @@ def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
     for i in range(3):
         zrpc.rpc_sync(1, torch.numel, (large(i),))
     until_returned(layer, 1)
-    layer.timing = SharedMemoryTiming(idle_seconds=-1.0)
+    layers = [service_of(introduced, rank) for rank in range(len(introduced))]
+    for each in layers:  # the others have pools too, from when they were introduced
+        each.timing = SharedMemoryTiming(idle_seconds=-1.0, check_seconds=0.0)
     until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
     until(lambda: len(segments_open()) == 1, collect=True)
-    layer.timing = SharedMemoryTiming()
+    for each in layers:
+        each.timing = SharedMemoryTiming()
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(layer)

@@ -99,6 +99,7 @@ class PartWriter:
         recording: what to write.
         capacity: about how many records each file keeps.
         describe: returns the worker, without records.
+        write_seconds: how often new records are written.
 
     Raises:
         OSError: nothing can be written there.
@@ -110,10 +111,12 @@ class PartWriter:
         recording: Recording,
         capacity: int,
         describe: Callable[[], WorkerTrace],
+        write_seconds: float = _WRITE_SECONDS,
     ) -> None:
         self._recording = recording
         self._capacity = capacity
         self._describe = describe
+        self._write_seconds = write_seconds
         self._lines = self._older_lines = self._dropped = 0
         worker = describe()
         directory.mkdir(parents=True, exist_ok=True)
@@ -129,7 +132,7 @@ class PartWriter:
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(_WRITE_SECONDS):
+            while not self._closing.wait(self._write_seconds):
                 self._write()
         except OSError as error:
             logger.error("%s: the trace ends here: %s", self._path, error)
