@@ -10,12 +10,14 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+# Until the tests are collected: the objects of torch and of the tests live to the end.
+gc.disable()
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
 
@@ -91,6 +93,15 @@ def _starts_processes(item: pytest.Item) -> bool:
         mark.kwargs["processes"] for mark in item.iter_markers("zrpc") if "processes" in mark.kwargs
     ]
     return bool(asked and asked[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 _started: list[str] = []
