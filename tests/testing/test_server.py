@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.testing import server
 from zrpc.testing.plugin import MakeMesh
 from zrpc.testing.procfs import children, state_of
@@ -28,6 +29,8 @@ with local_mesh(2, processes=True, timeout=60) as mesh:
 def test_a_dead_server_is_replaced(monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh) -> None:
     # The shared one has children that other tests need, and that end with it.
     monkeypatch.setattr(server, "_server", None)
+    # Without what takes long and no worker here needs.
+    monkeypatch.setattr(server, "_PRELOAD", DEFAULT_PRELOAD)
     first = warm_server()
     os.kill(first.pid, signal.SIGKILL)
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
