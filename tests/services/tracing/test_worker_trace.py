@@ -41,7 +41,7 @@ def test_what_is_written_is_read_while_the_worker_runs_and_after(tmp_path: Path)
 def test_the_files_are_bounded_and_say_how_many_records_were_dropped(tmp_path: Path) -> None:
     recording = Recording(100)
     record(recording, 0)
-    writer = PartWriter(tmp_path, recording, CAPACITY, describe, write_seconds=0.02)
+    writer = PartWriter(tmp_path, recording, CAPACITY, describe)
     path = tmp_path / f"w.3-3{RUNNING}"
     for number in range(1, 50):
         record(recording, number)

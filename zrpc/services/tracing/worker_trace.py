@@ -99,7 +99,6 @@ class PartWriter:
         recording: what to write.
         capacity: about how many records each file keeps.
         describe: returns the worker, without records.
-        write_seconds: how often new records are written.
 
     Raises:
         OSError: nothing can be written there.
@@ -111,12 +110,10 @@ class PartWriter:
         recording: Recording,
         capacity: int,
         describe: Callable[[], WorkerTrace],
-        write_seconds: float = _WRITE_SECONDS,
     ) -> None:
         self._recording = recording
         self._capacity = capacity
         self._describe = describe
-        self._write_seconds = write_seconds
         self._lines = self._older_lines = self._dropped = 0
         worker = describe()
         directory.mkdir(parents=True, exist_ok=True)
@@ -132,7 +129,7 @@ class PartWriter:
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(self._write_seconds):
+            while not self._closing.wait(_WRITE_SECONDS):
                 self._write()
         except OSError as error:
             logger.error("%s: the trace ends here: %s", self._path, error)
