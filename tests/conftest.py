@@ -55,23 +55,22 @@ _SYSTEM_FIXTURES = {
 }
 # More workers than this only wait for each other's programs.
 _MAX_WORKERS = 8
-# For each processor, if no test starts processes: they wait for more than half of their time.
-_WORKERS_WITHOUT_SYSTEM = 2
+# For each processor: tests wait for about half of their time.
+_WORKERS_PER_PROCESSOR = 2
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Runs the whole suite on all processors, and parts of it, named by their paths, on one."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    each = _WORKERS_WITHOUT_SYSTEM if config.option.markexpr == "not system" else 1
-    return min(each * len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    return min(_WORKERS_PER_PROCESSOR * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _starts_processes(item):
             item.add_marker(pytest.mark.system)
-    # The longest come first: otherwise one of two processes would run the last of them alone.
+    # The longest come first: otherwise one of the processes would run the last of them alone.
     items.sort(key=lambda item: item.get_closest_marker("system") is None)
 
 

@@ -69,8 +69,10 @@ class WorkerTrace:
             FileNotFoundError: the worker has written nothing yet.
             ValueError: the file holds something else.
         """
-        older = path.with_suffix(OLDER)
-        text = (older.read_text() if older.exists() else "") + path.read_text()
+        text = ""
+        with contextlib.suppress(FileNotFoundError):  # there is none, or it is being replaced
+            text = path.with_suffix(OLDER).read_text()
+        text += path.read_text()
         rows: list[Any] = []
         for line in text.splitlines():
             with contextlib.suppress(ValueError):  # a line that was not finished
