@@ -19,10 +19,10 @@ from zrpc.services.autograd.dependencies import (
     pack_sources,
     read_sources,
 )
-from zrpc.services.autograd.nodes import Receive, empty_token
+from zrpc.services.autograd.nodes import Receive, new_token
 from zrpc.wire.member_id import MemberId
 
-START = empty_token(requires_grad=True)
+START = new_token(requires_grad=True)
 
 
 def receive(sender: int, send_id: int, count: int = 1) -> Any:

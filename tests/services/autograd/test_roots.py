@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -67,6 +68,34 @@ def test_a_root_of_one_element_in_any_shape(mesh: Mesh) -> None:
         return [call("worker1", layer, 1, X).sum().reshape(1, 1, 1), X[:1] * 2]
 
     assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_complex_root(mesh: Mesh) -> None:
+    """Its gradient is one, as for a real root; torch alone asks for it."""
+
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            z = leaf(1, dtype=torch.complex64)
+            dist_autograd.backward(context_id, [call("worker1", torch.mul, z, 2j).sum()])
+            torch.testing.assert_close(
+                dist_autograd.get_gradients(context_id)[z], torch.tensor([-2j])
+            )
+
+    mesh.run(0, run)
+
+
+def test_a_first_pass_does_not_wait_for_an_import(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would import this module, and sympy, to compare a root with a gradient of it."""
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
+            return set(dist_autograd.get_gradients(context_id))
+
+    assert mesh.run(0, run) == {X}
 
 
 def test_roots_in_a_tuple(mesh: Mesh) -> None:

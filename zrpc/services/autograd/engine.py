@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from zrpc.services.autograd.accumulation import Accumulation
-from zrpc.services.autograd.nodes import empty_token
 from zrpc.services.autograd.state import ContextState
 
 __all__ = ["check_roots", "run"]
@@ -55,10 +54,11 @@ def run(
     """
     start = state.start
     outputs = list(roots)
-    seeds = [torch.ones_like(root) for root in roots]
+    # Torch makes a gradient of one itself, but not of a complex number.
+    seeds = [torch.ones_like(root) if root.is_complex() else None for root in roots]
     if token is not start:
         outputs.append(token)
-        seeds.append(empty_token())
+        seeds.append(None)
     if not outputs:
         return
     for root in roots:

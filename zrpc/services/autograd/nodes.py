@@ -28,15 +28,24 @@ __all__ = [
     "Send",
     "Turn",
     "append_turn",
-    "empty_token",
+    "new_token",
 ]
 
 Gradients = Sequence[torch.Tensor | None]
 
 
-def empty_token(requires_grad: bool = False) -> torch.Tensor:
-    """Returns an empty tensor, or the gradient of one; the thread's defaults don't matter."""
-    return torch.empty(0, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
+def new_token(requires_grad: bool = False) -> torch.Tensor:
+    """Returns a tensor that stands for the order of nodes; the thread's defaults don't matter.
+
+    It has one element, so that torch makes the gradient of a run's last token by itself. To compare
+    a given one with the token, torch imports sympy, which takes half a second.
+    """
+    return torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
+
+
+# The gradient of each token. Nothing writes to it: the engine adds in place only to what it alone
+# refers to.
+_NO_GRADIENT = new_token()
 
 
 class Send(torch.autograd.Function):
@@ -50,11 +59,11 @@ class Send(torch.autograd.Function):
         send_id: int,
         index: int,
     ) -> torch.Tensor:
-        """Returns an empty tensor, from which a pass begins."""
+        """Returns a token, from which a pass begins."""
         ctx.take = take
         ctx.place = send_id, index
         ctx.set_materialize_grads(False)
-        return empty_token()
+        return new_token()
 
     @staticmethod
     @once_differentiable
@@ -90,7 +99,7 @@ class Receive(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
         ctx.send_back(*ctx.origin, gradients)
-        return empty_token(), None, None, None, None
+        return _NO_GRADIENT, None, None, None, None
 
 
 RECEIVE_NODE: Any = Receive._backward_cls
@@ -113,14 +122,14 @@ class Turn(torch.autograd.Function):
         ctx.wait = wait
         ctx.count = len(exits)
         ctx.set_materialize_grads(False)
-        return empty_token()
+        return new_token()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Waits for the gradients; the `Send` nodes, which run next, take them."""
         ctx.wait()
-        return empty_token(), None, *(None for _ in range(ctx.count))
+        return _NO_GRADIENT, None, *(None for _ in range(ctx.count))
 
 
 def append_turn(

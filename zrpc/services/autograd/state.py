@@ -23,7 +23,7 @@ from zrpc.services.autograd.dependencies import (
     read_sources,
 )
 from zrpc.services.autograd.last_gradients import LastGradients
-from zrpc.services.autograd.nodes import empty_token
+from zrpc.services.autograd.nodes import new_token
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["ContextState", "Pass", "SentMessage"]
@@ -91,7 +91,7 @@ class ContextState:
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
         self.lock = threading.Lock()
-        self.start = empty_token(requires_grad=True)
+        self.start = new_token(requires_grad=True)
         self.sends: dict[int, SentMessage] = {}
         self.receives: dict[tuple[MemberId, int], int] = {}
         self.sources: dict[tuple[MemberId, int], bytes] = {}
