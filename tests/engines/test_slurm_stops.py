@@ -85,7 +85,8 @@ def test_workers_that_are_told_to_stop_leave_in_good_order(submit: Callable[...,
     until(lambda: job.lines("stopped"), job.output, within=SECONDS)
     job.until_gone()
     # None was killed, and none has complained.
-    assert " JobState=COMPLETED " in job.command("scontrol", "--oneliner", "show", "job", job.id)
+    shown = job.command("scontrol", "--oneliner", "show", "job", job.id)
+    assert " JobState=COMPLETED " in shown, shown + job.output()
     lines = [line for line in job.output().splitlines() if not line.startswith("slurmstepd")]
     assert [line.split()[0] for line in lines] == ["starts", "stopped"]
 

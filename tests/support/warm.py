@@ -81,9 +81,14 @@ fds = b"".join(fd.to_bytes(4, sys.byteorder) for fd in range(3))
 head = len(body).to_bytes(8, sys.byteorder)
 connection.sendmsg([head], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, fds)])
 connection.sendall(body)
+def pass_on(number, _):
+    try:
+        connection.sendall(bytes([number]))
+    except OSError:
+        pass  # the command has ended
 for number in {signals!r}:
     if _signal.getsignal(number) != _signal.SIG_IGN:
-        _signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
+        _signal.signal(number, pass_on)
 data = connection.recv(8)
 code = int.from_bytes(data, sys.byteorder, signed=True) if data else 254
 if code < 0:
