@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /
 # In place of an errno.
 PYTHONS = 0
 LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
+_M_ARENA_MAX = -8  # of mallopt(3): how many arenas, each with memory of its own, threads share
 
 
 # -- what the workers of a mesh of processes do ------------------------------------------------
@@ -79,6 +81,8 @@ def limit_memory(mebibytes: int | None) -> None:
     """Allows the process so much more memory than it has; None for any amount."""
     limit = resource.RLIM_INFINITY
     if mebibytes is not None:
+        # Else a thread that first allocates now could reserve 64 MiB of it for itself.
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         with open("/proc/self/statm") as file:
             limit = int(file.read().split()[0]) * resource.getpagesize() + (mebibytes << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
