@@ -133,8 +133,10 @@ def test_one_that_comes_too_late(mesh: Mesh) -> None:
     assert left(mesh) == [0, 0, 0]
 
 
-def test_one_whose_value_can_not_be_sent(mesh: Mesh) -> None:
-    """The others are told when it comes to the next one."""
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "one late"])
+def test_one_whose_value_can_not_be_sent(mesh: Mesh, late: bool) -> None:
+    """The others are told when it comes to the next one, also one that comes later."""
+    told = threading.Event()
 
     def fail() -> dict[str, object]:
         with pytest.raises(rpc.SerializationError):
@@ -144,9 +146,15 @@ def test_one_whose_value_can_not_be_sent(mesh: Mesh) -> None:
     def wait() -> dict[str, object]:
         with pytest.raises(rpc.RpcError, match="worker1 has gone on to a later one"):
             gather("value")
+        told.set()
         return gather("again")
 
-    futures = [mesh.submit(rank, fn) for rank, fn in enumerate((wait, fail, wait))]
+    def wait_late() -> dict[str, object]:
+        assert told.wait(SOON)
+        return wait()
+
+    functions = (wait, fail, wait_late if late else wait)
+    futures = [mesh.submit(rank, function) for rank, function in enumerate(functions)]
     assert [f.result(SOON) for f in futures] == [dict.fromkeys(NAMES, "again")] * 3
     assert left(mesh) == [0, 0, 0]
 

@@ -64,6 +64,8 @@ class Collectives(Service):
         self._oldest: dict[Names, dict[str, int]] = {}
         # Also there: the workers that take no part, and why.
         self._declined: dict[Names, dict[str, str]] = {}
+        # Also there: the last gathering that failed, and the worker that had gone on without it.
+        self._skipped: dict[Names, tuple[int, str]] = {}
 
     def gather(self, value: Any, workers: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """Contributes ``value``, and waits for the values of all others.
@@ -116,7 +118,7 @@ class Collectives(Service):
         That worker waits for no gathering of these workers before the ``oldest``.
         """
         answer: Future[Any] = Future()
-        ended: list[tuple[_Gathering, Names]] = []
+        ended: list[tuple[_Gathering, str]] = []
         with self._lock:
             # Under the lock, which `on_member_lost` takes after the membership has changed.
             gone = names - self._living()
@@ -132,7 +134,7 @@ class Collectives(Service):
             answer.set_exception(WorkerDied(_EXPECTED.format(why=why)))
         for gathering, ahead in ended:
             if ahead:
-                why = f"{min(ahead)} has gone on to a later one"
+                why = f"{ahead} has gone on to a later one"
                 gathering.fail(RpcError(_EXPECTED.format(why=why)))
                 continue
             values = dict(sorted(gathering.values.items()))
@@ -155,11 +157,11 @@ class Collectives(Service):
         declined.pop(name, None)  # it takes part again
         return next(iter(declined.values()), "")
 
-    def _take_ended(self, names: Names) -> list[tuple[_Gathering, Names]]:
+    def _take_ended(self, names: Names) -> list[tuple[_Gathering, str]]:
         """Takes out the gatherings of these workers for which nothing more can come.
 
-        Returns each with the workers whose values will never come: they have gone on to a later
-        gathering, since their value could not be sent or they timed out.
+        Returns each with a worker whose value will never come, if there is one: it has gone on to
+        a later gathering, since its value could not be sent or it timed out.
         """
         oldest = self._oldest[names]
         ended = []
@@ -171,8 +173,21 @@ class Collectives(Service):
             missing = names - gathering.values.keys()
             if not missing or missing & beyond or not gathering.answers:
                 del self._collected[key]
-                ended.append((gathering, missing & beyond))
+                ended.append((gathering, self._ahead(names, key[1], missing & beyond)))
         return ended
+
+    def _ahead(self, names: Names, number: int, beyond: Names) -> str:
+        """Returns the worker that a failed gathering is blamed on; "" if all values have come.
+
+        A worker that comes late finds that others have gone on too, since they were told.
+        """
+        if not beyond:
+            return ""
+        failed, ahead = self._skipped.get(names, (-1, ""))
+        if failed != number:
+            ahead = min(beyond)
+            self._skipped[names] = number, ahead
+        return ahead
 
     def _living(self) -> Names:
         membership = self.agent.membership
@@ -193,7 +208,7 @@ class Collectives(Service):
         with self._lock:
             keys = [key for key in self._collected if name in key[0]]
             failed = [self._collected.pop(key) for key in keys]
-            for counts in (self._begun, self._oldest, self._declined):
+            for counts in (self._begun, self._oldest, self._declined, self._skipped):
                 for names in [names for names in counts if name in names]:
                     del counts[names]
             for call in [call for call, (names, _) in self._waiting.items() if name in names]:
