@@ -156,7 +156,7 @@ def test_long_jobs_move_to_the_pool(desk: Desk) -> None:
     desk.do(lambda: None)
     for _ in range(20):
         gate.clear()
-        desk.do(lambda: gate.wait(0.002))
+        desk.do(lambda: gate.wait(0.005))
     assert desk.do(lambda: None).name.startswith("test-worker")
     settled(desk)  # after a while, quick jobs return to the leader
 
@@ -181,6 +181,25 @@ def test_no_more_jobs_run_than_the_pool_allows() -> None:
     assert most == 1
     assert desk.io.stop(LONG)
     assert desk.pool.close(LONG)
+
+
+def test_a_leader_whose_rest_was_too_short_rests_longer_until_a_job_comes(desk: Desk) -> None:
+    settled(desk)
+    pauses = []
+    turn = desk.io._turn
+
+    def turn_with_an_answer() -> None:
+        turn()
+        pauses.append(desk.io._rest_check_seconds)
+        if desk.io._job is None:
+            desk.io.rest(0.0)
+
+    desk.io._turn = turn_with_an_answer
+    desk.arrived.release(20)
+    until(lambda: len(pauses) >= 10)
+    settled(desk)
+    assert max(pauses) == 8 * min(pauses)
+    assert pauses[-1] == min(pauses)
 
 
 def test_stop_reports_a_job_that_still_runs(desk: Desk) -> None:

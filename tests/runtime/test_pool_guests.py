@@ -10,14 +10,15 @@ from functools import partial
 import pytest
 
 from tests.runtime.pool_jobs import SOON, MakePool, admitted
-from zrpc.runtime.thread_pool import _QUICK_JOB_SECONDS, acquire
+from zrpc.runtime.job_times import QUICK_JOB_SECONDS
+from zrpc.runtime.thread_pool import acquire
 
 
 def test_a_guest_runs_jobs_queued_behind_its_own(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # However busy this machine is.
-    monkeypatch.setattr("zrpc.runtime.thread_pool._QUICK_JOB_SECONDS", SOON)
+    monkeypatch.setattr("zrpc.runtime.thread_pool.QUICK_JOB_SECONDS", SOON)
     pool, found = make_pool(1), []
     me = admitted(pool)
 
@@ -40,7 +41,7 @@ def test_a_guest_runs_no_queued_jobs_after_a_long_one(make_pool: MakePool) -> No
         done.set()
 
     def long() -> None:
-        end = time.perf_counter() + 2 * _QUICK_JOB_SECONDS
+        end = time.perf_counter() + 2 * QUICK_JOB_SECONDS
         while time.perf_counter() < end:
             pass
 

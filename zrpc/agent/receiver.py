@@ -195,7 +195,7 @@ class Receiver:
     def _receive_next(self, until: float, spin: float) -> None:
         """Waits for a message, and deals with it, and with others that have come with it.
 
-        The others are left to the next turn if a handler must run after this one.
+        The others are left to the next turn if a quick handler must run after this one.
         """
         begun = time.monotonic()
         wait = min(self._next_tick, self._calls.earliest, until) - begun
@@ -208,7 +208,7 @@ class Receiver:
         while received is not None:
             self._dispatch(*received)
             count += 1
-            if self._handler_taken or count == _MESSAGES_PER_TURN:
+            if (self._handler_taken and self._pool.times.quick) or count == _MESSAGES_PER_TURN:
                 break
             received = self._network.at_hand()
 

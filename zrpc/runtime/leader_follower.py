@@ -8,14 +8,15 @@ State       Thread               What it does                              What 
 leading     one I/O thread       holds the seat and receives; then, off    its job is about to wait
                                  the seat, runs the job that its turn      (``give_way``) or takes
                                  has taken (``take``), if jobs are quick   too long: it follows
-following   the other I/O thread checks every millisecond whether the      promotion: it leads
+following   the other I/O thread checks every 1 to 4 ms whether the        promotion: it leads
                                  leader is still in the same job; sleeps
                                  if there are no jobs
 resting     the leader, if its   receives nothing, so a caller may; checks nobody sits any longer, a
-            turn called ``rest`` every 0.3 ms whether callers still sit    time limit, ``end_rest``
+            turn called ``rest`` after 0.3 ms, and then ever more seldom,  time limit, ``end_rest``
+                                 whether callers still sit
 sitting-for a caller that waits  holds the seat and receives in place of   it leaves the seat
             for its answer       the leader, which rests or is in a job;   (``leave``)
-                                 2 ms at most
+                                 10 ms at most
 =========== ==================== ========================================= =========================
 
 A leader that runs a quick job itself saves waking another thread. If the job is not quick, the
@@ -41,14 +42,17 @@ from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
 __all__ = ["LONGEST_SITTING", "LeaderFollower"]
 
-# Seconds between two checks of the follower. A leader that is in the same job at both loses the
-# lead: in the meantime nothing is received, neither replies nor reference counts.
+# Seconds between two checks of the follower: at first, and at most. A leader that is in the same
+# job at both loses the lead: in the meantime nothing is received, neither replies nor reference
+# counts. The time doubles with each check, since each takes the interpreter's lock from a job.
 _CHECK_SECONDS = 0.001
-# Seconds between two checks of a resting leader. If callers have stopped sitting, messages for this
-# worker wait until the next check.
+_MAX_CHECK_SECONDS = 0.004
+# Seconds between two checks of a resting leader, in the same way. If callers have stopped sitting,
+# messages for this worker wait until the next check. So a worker that peers call checks soonest.
 _REST_CHECK_SECONDS = 0.0003
-# Seconds that a thread other than the leader receives at most.
-LONGEST_SITTING = 0.002
+_MAX_REST_CHECK_SECONDS = 0.0024
+# Seconds that a thread other than the leader receives at most. Ctrl-C waits for it.
+LONGEST_SITTING = 0.01
 # After this number of checks without a new job, the follower sleeps until it is woken.
 _CHECKS_BEFORE_SLEEP = 2
 
@@ -98,6 +102,7 @@ class LeaderFollower:
         self._receiving = False  # the leader is in a turn
         self._sit_count = 0  # times that other threads took the seat; guarded by the seat
         self._rest_until = 0.0
+        self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
         # Opened to end the leader's rest.
         self._rest_gate = threading.Lock()
         self._rest_gate.acquire()
@@ -148,6 +153,7 @@ class LeaderFollower:
             and pool.admit(self._turn_ident)
         ):
             self._job = partial(pool.run_as_guest, self._turn_ident, [job])
+            self._rest_check_seconds = _REST_CHECK_SECONDS
             return True
         return False
 
@@ -162,11 +168,14 @@ class LeaderFollower:
     def rest(self, until: float) -> None:
         """Has the leader rest after its turn, while others sit. Has an effect in its turn only.
 
+        The last rest was too short: otherwise another thread would have received this answer.
+
         Args:
             until: the end of the rest at the latest, on the clock of ``time.monotonic``.
         """
         if self._turn_ident == threading.get_ident():
             self._rest_until = until
+            self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
 
     @property
     def resting(self) -> bool:
@@ -244,14 +253,21 @@ class LeaderFollower:
     def _rest_while_others_sit(self) -> None:
         until, self._rest_until = self._rest_until, 0.0
         count = -1
-        while self._sit_count != count and time.monotonic() < until and not self._stopping:
+        pause = self._rest_check_seconds
+        while (
+            (self._sit_count != count or self._sitter_ident)
+            and time.monotonic() < until
+            and not self._stopping
+        ):
             count = self._sit_count
-            if self._rest_gate.acquire(timeout=_REST_CHECK_SECONDS):
+            if self._rest_gate.acquire(timeout=pause):
                 return
+            pause = min(2 * pause, _MAX_REST_CHECK_SECONDS)
 
     def _follow(self, me: int) -> None:
         """Watches the leader; returns when this thread must lead or end."""
         checks = 0
+        pause = _CHECK_SECONDS
         while True:
             with self._lock:
                 jobs = self._job_count
@@ -260,7 +276,7 @@ class LeaderFollower:
                     return
                 self._asleep[me] = asleep
                 self._ready[me] = True
-            woken = self._gates[me].acquire(timeout=-1 if asleep else _CHECK_SECONDS)
+            woken = self._gates[me].acquire(timeout=-1 if asleep else pause)
             with self._lock:
                 self._asleep[me] = False
                 if self._busy and self._job_count == jobs and not woken:
@@ -269,6 +285,7 @@ class LeaderFollower:
                     self._ready[me] = False
                     return
                 checks = checks + 1 if self._job_count == jobs else 0
+            pause = _CHECK_SECONDS if asleep else min(2 * pause, _MAX_CHECK_SECONDS)
 
     def _wake(self, thread: int) -> None:
         """Has a follower check at once; the lock is held."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 
 __all__ = [
     "HandlerPool",
@@ -40,13 +41,6 @@ Job = Callable[[], None]
 
 # More threads than this wait at once only if a program recurses without end.
 MAX_THREADS = 4096
-
-# Handing a job to another thread costs some 10 microseconds or more. If jobs take longer than
-# this, running them side by side matters more.
-_QUICK_JOB_SECONDS = 100e-6
-# A longer job counts as this in the moving average: it says no more about the next one.
-_MAX_COUNTED_SECONDS = 1e-3
-_WEIGHT_OF_LAST = 0.1
 
 # .pool is the HandlerPool whose job the current thread runs, if any.
 # .owner is what lends the thread to pools as a guest, if anything.
@@ -156,6 +150,7 @@ class HandlerPool:
 
     Attributes:
         begun: the number of jobs ever begun, approximately.
+        times: how long jobs take.
 
     All methods may be called from any thread.
     """
@@ -178,8 +173,7 @@ class HandlerPool:
         self.begun = 0
         self._begun_before = -1
         self._cpu_before: dict[int, float | None] = {}
-        # The moving average of how long jobs take. A lost update does no harm.
-        self._average_seconds = 0.0
+        self.times = JobTimes()
 
     def submit(self, job: Job) -> None:
         """Queues ``job``. If it raises, the error is logged. After `close` the job is dropped."""
@@ -223,10 +217,10 @@ class HandlerPool:
         """Admits the current thread, with this ident, as a guest; it must call `run_as_guest` next.
 
         Returns:
-            False if it is not admitted: jobs are not quick, or another one runs, and this one may
+            False if it is not admitted: jobs are not short, or another one runs, and this one may
             run beside it.
         """
-        if self._average_seconds > _QUICK_JOB_SECONDS:
+        if not self.times.short:
             return False
         with self._lock:
             if self._closed or self._running:
@@ -246,7 +240,7 @@ class HandlerPool:
                 arguments, which may be large, while another job runs.
         """
         _thread.pool = self
-        end = time.perf_counter() + _QUICK_JOB_SECONDS
+        end = time.perf_counter() + QUICK_JOB_SECONDS
         following: Job | None = jobs.pop()
         try:
             while following is not None:
@@ -369,10 +363,7 @@ class HandlerPool:
             job()
         except BaseException:
             logger.exception("A job of %s failed; its thread goes on", self._name)
-        took = time.perf_counter() - begin
-        if took > _MAX_COUNTED_SECONDS:
-            took = _MAX_COUNTED_SECONDS
-        self._average_seconds += (took - self._average_seconds) * _WEIGHT_OF_LAST
+        self.times.took(time.perf_counter() - begin)
 
     def _next_job(self, thread: _PoolThread) -> Job | None:
         """Waits for the thread's next job; returns None if the thread must end."""

@@ -1,0 +1,38 @@
+"""Which jobs count as quick or short, by how long the last ones took."""
+
+from __future__ import annotations
+
+import pytest
+
+from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
+
+
+def after(*seconds: float) -> tuple[bool, bool]:
+    """Whether jobs are quick, and short, after jobs that took this long."""
+    times = JobTimes()
+    for each in seconds:
+        times.took(each)
+    return times.quick, times.short
+
+
+def test_the_first_job_is_taken_for_quick() -> None:
+    assert after() == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (QUICK_JOB_SECONDS / 2, (True, True)),
+        (QUICK_JOB_SECONDS * 2, (False, True)),
+        (0.001, (False, True)),
+        (0.005, (False, False)),
+        (3600.0, (False, False)),
+    ],
+)
+def test_many_jobs_of_the_same_length(seconds: float, expected: tuple[bool, bool]) -> None:
+    assert after(*[seconds] * 100) == expected
+
+
+def test_one_pause_among_short_jobs_is_soon_forgotten() -> None:
+    assert after(*[0.001] * 100, 3600.0) == (False, False)
+    assert after(*[0.001] * 100, 3600.0, *[0.001] * 10) == (False, True)
