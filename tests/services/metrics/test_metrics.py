@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -52,16 +54,27 @@ def fails() -> None:
 
 
 @pytest.fixture
-def mesh_port(monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh) -> tuple[Mesh, int]:
+def first_port() -> Iterator[int]:
+    """The first of two neighbouring ports; nobody who asks for any free port gets one of them."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            first = stack.enter_context(ReservedPort())
+            second = stack.enter_context(socket.socket())
+            second.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError, OverflowError):  # it is taken, or there is none
+                second.bind(("", first.number + 1))
+                break
+        yield first.number
+
+
+@pytest.fixture
+def mesh_port(
+    monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh, first_port: int
+) -> tuple[Mesh, int]:
     """A mesh of two workers, and the port of the first; the next one is of the second."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    while True:
-        with ReservedPort() as first:
-            port = first.number
-        if port < 60000:
-            break
-    monkeypatch.setenv("ZRPC_METRICS_PORT", str(port))
-    return make_mesh(2), port
+    monkeypatch.setenv("ZRPC_METRICS_PORT", str(first_port))
+    return make_mesh(2), first_port
 
 
 def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> None:
@@ -174,7 +187,7 @@ def test_without_the_package_the_error_says_what_to_install(
 
 
 @pytest.mark.system
-def test_launcher_gives_each_worker_a_port(tmp_path: Path, free_port: int) -> None:
+def test_launcher_gives_each_worker_a_port(tmp_path: Path, first_port: int) -> None:
     (tmp_path / "script.py").write_text(
         dedent(
             f"""
@@ -183,7 +196,7 @@ def test_launcher_gives_each_worker_a_port(tmp_path: Path, free_port: int) -> No
             zrpc.init_rpc()
             zrpc.barrier()
             rank = zrpc.get_worker_info().id
-            url = f"http://127.0.0.1:{{{free_port} + rank}}/metrics"
+            url = f"http://127.0.0.1:{{{first_port} + rank}}/metrics"
             text = urllib.request.urlopen(url, timeout=20).read().decode()
             assert f'zrpc_worker{{{{rank="{{rank}}",worker="worker{{rank}}"}}}} 1.0' in text, text
             zrpc.shutdown()
@@ -193,7 +206,7 @@ def test_launcher_gives_each_worker_a_port(tmp_path: Path, free_port: int) -> No
     done = subprocess.run(
         [
             *(sys.executable, "-m", "zrpc.cli", "launch", "-n", "2"),
-            *("--metrics-port", str(free_port), "script.py"),
+            *("--metrics-port", str(first_port), "script.py"),
         ],
         cwd=tmp_path,
         capture_output=True,
