@@ -226,15 +226,13 @@ def test_a_store_process_that_fails_is_an_error() -> None:
 
 
 def test_a_launch_that_joins_waits_for_the_store_as_long_as_workers_do(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:
     monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     reading, writing = os.pipe()
     with open(reading, "rb") as report:
         with pytest.raises(SystemExit, match=r"within 0\.5 s, found nobody"):
-            serve("127.0.0.1", port, False, 1, writing)
+            serve("127.0.0.1", free_port, False, 1, writing)
         os.close(writing)
         assert report.read() == b""
 

@@ -158,14 +158,14 @@ def await_answer(probe: ListenerProbe) -> bool | None:
 
 
 def test_a_probe_reports_whether_anything_listens(no_leaks: None) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        probe = ListenerProbe(endpoint)
-        assert await_answer(probe) is True
-        probe.close()
-    probe = ListenerProbe(endpoint)
-    assert await_answer(probe) is False
-    probe.close()
+        for listens in (False, True):
+            probe = ListenerProbe(endpoint)
+            assert await_answer(probe) is listens
+            probe.close()
+            server.listen()
 
 
 def test_a_probe_without_an_answer_reports_nothing(no_leaks: None) -> None:
