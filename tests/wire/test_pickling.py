@@ -187,8 +187,9 @@ def test_an_error_of_rebuilding_is_reported() -> None:
 @given(st.binary(max_size=80))
 @example(b"\x8e" + (1 << 56).to_bytes(8, "little"))  # announces this many bytes, which don't follow
 def test_a_damaged_pickle_is_refused(body: bytes) -> None:
-    # Bytes that name nothing dangerous: no GLOBAL, STACK_GLOBAL, INST, OBJ, REDUCE.
-    body = bytes(byte for byte in body if byte not in b"ci\x93oR\x81\x92")
+    # Bytes that name nothing dangerous: no GLOBAL, STACK_GLOBAL, INST, OBJ, REDUCE. And neither PUT
+    # nor LONG_BINPUT: Python clears memory for as many objects as it says, up to all there is.
+    body = bytes(byte for byte in body if byte not in b"ci\x93oR\x81\x92pr")
     try:
         Decoder(None, Message(1, body=body)).unpack()
     except (SerializationError, MemoryError):  # the latter if it announces more than fits

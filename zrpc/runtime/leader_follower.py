@@ -7,7 +7,7 @@ State       Thread               What it does                              What 
 =========== ==================== ========================================= =========================
 leading     one I/O thread       holds the seat and receives; then, off    its job is about to wait
                                  the seat, runs the job that its turn      (``give_way``) or takes
-                                 has taken (``take``), if jobs are quick   too long: it follows
+                                 has taken (``take``), if jobs are short   too long: it follows
 following   the other I/O thread checks every 1 to 4 ms whether the        promotion: it leads
                                  leader is still in the same job; sleeps
                                  if there are no jobs
@@ -19,7 +19,7 @@ sitting-for a caller that waits  holds the seat and receives in place of   it le
                                  10 ms at most
 =========== ==================== ========================================= =========================
 
-A leader that runs a quick job itself saves waking another thread. If the job is not quick, the
+A leader that runs a short job itself saves waking another thread. If the job is not short, the
 follower is promoted and receives, and the job goes on in what is now a thread like any other of
 the pool. A thread that makes one call after the other receives the answers itself, which saves
 waking it.
