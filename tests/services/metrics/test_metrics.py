@@ -55,7 +55,7 @@ def fails() -> None:
 
 @pytest.fixture
 def first_port() -> Iterator[int]:
-    """The first of two neighbouring ports; nobody who asks for any free port gets one of them."""
+    """The first of two neighbouring ports, which the system gives to nobody else for now."""
     with contextlib.ExitStack() as stack:
         while True:
             first = stack.enter_context(ReservedPort())
