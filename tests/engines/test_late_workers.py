@@ -23,7 +23,8 @@ if rank == 1:
 rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.ZmqRpcBackendOptions(rpc_timeout=1))
 while len(rpc.get_worker_infos()) < 2:  # of an elastic mesh
     time.sleep(0.01)
-print("rank", rpc.rpc_sync(f"worker{1 - rank}", os.getenv, args=("RANK",), timeout=30))
+other = rpc.rpc_sync(f"worker{1 - rank}", os.getenv, args=("RANK",), timeout=30)
+print(f"rank {other}")  # in one piece: torchrun has Python write each piece at once
 rpc.shutdown()
 """
 LAUNCH = ("-m", "zrpc.cli", "launch")
