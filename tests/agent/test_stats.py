@@ -22,6 +22,7 @@ from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
 from zrpc.services import loss_detection
 from zrpc.services.loss_detection import LossDetectionTiming
+from zrpc.services.rref.value import OwnedValue
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.member_id import MemberId
@@ -123,6 +124,8 @@ def test_async_functions_and_values_of_rrefs_are_counted_once(mesh: Mesh) -> Non
             rpc.remote("worker1", fail).to_here()
 
     mesh.run("worker0", call)
+    # A value can come before the answer to the call that has made it.
+    until(lambda: not rpc_stats_of(mesh, 0).calls_in_flight)
     calls, handlers = rpc_stats_of(mesh, 0).calls, rpc_stats_of(mesh, 1).handlers
     once = ("twice_later", "twice_by_future", "max", "fail")
     assert {name: calls[name].number for name in once} == dict.fromkeys(once, 1)
@@ -132,6 +135,21 @@ def test_async_functions_and_values_of_rrefs_are_counted_once(mesh: Mesh) -> Non
     assert (calls["FETCH"].number, calls["FETCH"].errors) == (2, 1)
     assert (handlers["FETCH"].number, handlers["FETCH"].errors) == (2, 1)
     assert calls["bit_length"].number == handlers["int.bit_length"].number == 1
+
+
+def test_a_handler_is_counted_before_its_value_is_there(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    sets = OwnedValue.set
+
+    def noted(self: OwnedValue, *args: Any, **kwargs: Any) -> None:
+        found.append("max" in rpc_stats_of(mesh, 1).handlers)
+        sets(self, *args, **kwargs)
+
+    monkeypatch.setattr(OwnedValue, "set", noted)
+    assert mesh.run(0, lambda: rpc.remote("worker1", max, (1, 2)).to_here()) == 2
+    assert found == [True]
 
 
 async def twice_later(number: int) -> int:

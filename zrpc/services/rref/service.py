@@ -97,6 +97,7 @@ class ValueSink:
 
     def value(self, value: Any) -> None:
         """Takes what the function has returned."""
+        self._callee.count(self.request)  # before anyone has the value
         self._value.set(value)
         self._callee.answer(self.request, None)
 
