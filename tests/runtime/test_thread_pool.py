@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +127,16 @@ def test_acquire_in_a_pool_can_time_out(make_pool: MakePool) -> None:
     pool.submit(lambda: found.append(acquire(gate)))
     done(pool)
     assert found == [False, True]
+
+
+def test_the_time_of_a_job_is_without_its_waits(make_pool: MakePool) -> None:
+    pool, gate, counted, seconds = make_pool(1), threading.Lock(), [], 0.05
+    gate.acquire()
+    pool.times = SimpleNamespace(took=counted.append)
+    began = time.perf_counter()
+    pool.submit(lambda: acquire(gate, seconds))
+    until(lambda: counted)
+    assert counted[0] <= time.perf_counter() - began - seconds
 
 
 def test_relieve_replaces_threads_that_wait_unseen(make_pool: MakePool, jobs: Jobs) -> None:

@@ -1,6 +1,7 @@
-"""How long the jobs of a pool take, which decides in which thread the next one runs.
+"""How long the jobs of a pool run, which decides in which thread the next one runs.
 
-No I/O in here, and no clock.
+The time that a job waits for another worker does not count: meanwhile, another thread takes its
+place. No I/O in here, and no clock.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _WEIGHT_OF_LAST = 0.1
 
 
 class JobTimes:
-    """The moving average of how long jobs take. A lost update does no harm, so it needs no lock.
+    """The moving average of how long jobs run. A lost update does no harm, so it needs no lock.
 
     Example:
         >>> times = JobTimes()
@@ -52,6 +53,6 @@ class JobTimes:
         return self._average_seconds <= _SHORT_JOB_SECONDS
 
     def took(self, seconds: float) -> None:
-        """Records how long a job took."""
+        """Records for how many seconds a job ran."""
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
         self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST

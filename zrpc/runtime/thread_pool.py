@@ -43,6 +43,8 @@ Job = Callable[[], None]
 MAX_THREADS = 4096
 
 # .pool is the HandlerPool whose job the current thread runs, if any.
+# .begun is when that job began, plus the time that it has waited since; .blocked is when its
+# latest wait began.
 # .owner is what lends the thread to pools as a guest, if anything.
 _thread = threading.local()
 
@@ -150,7 +152,7 @@ class HandlerPool:
 
     Attributes:
         begun: the number of jobs ever begun, approximately.
-        times: how long jobs take.
+        times: how long jobs run, without their waits.
 
     All methods may be called from any thread.
     """
@@ -358,12 +360,12 @@ class HandlerPool:
 
     def _do(self, job: Job) -> None:
         self.begun += 1  # only compared for changes: a lost increment does no harm
-        begin = time.perf_counter()
+        _thread.begun = time.perf_counter()
         try:
             job()
         except BaseException:
             logger.exception("A job of %s failed; its thread goes on", self._name)
-        self.times.took(time.perf_counter() - begin)
+        self.times.took(time.perf_counter() - _thread.begun)
 
     def _next_job(self, thread: _PoolThread) -> Job | None:
         """Waits for the thread's next job; returns None if the thread must end."""
@@ -385,12 +387,14 @@ class HandlerPool:
 
     def _block(self) -> None:
         """Lets another thread run in place of the current one, which is about to wait."""
+        _thread.blocked = time.perf_counter()
         with self._lock:
             self._running -= 1
             if self._backlog and self._running < self._size:
                 self._start_next()
 
     def _unblock(self) -> None:
+        _thread.begun += time.perf_counter() - _thread.blocked
         with self._lock:
             self._running += 1
 
