@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ LONG = 30.0
 class Desk:
     """I/O threads whose turns take one job each from a queue, instead of messages."""
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, size: int = 2, gate: Callable[[Any], Any] = lambda gate: gate) -> None:
         self.jobs = deque()
         self.arrived = threading.Semaphore(0)
         self.turns = []
@@ -29,6 +30,7 @@ class Desk:
         self.io = LeaderFollower(
             contextvars.copy_context(), "test-io", self.turn, lambda: self.arrived.release()
         )
+        self.io._gates = [gate(each) for each in self.io._gates]
         self.io.start()
 
     def turn(self) -> None:
@@ -60,11 +62,22 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    assert desk.io.stop(LONG)
-    assert desk.pool.close(LONG)
+def make_desk() -> Iterator[Callable[..., Desk]]:
+    desks: list[Desk] = []
+
+    def make(*args: Any, **kwargs: Any) -> Desk:
+        desks.append(Desk(*args, **kwargs))
+        return desks[-1]
+
+    yield make
+    for desk in desks:
+        assert desk.io.stop(LONG)
+        assert desk.pool.close(LONG)
+
+
+@pytest.fixture
+def desk(make_desk: Callable[..., Desk]) -> Desk:
+    return make_desk()
 
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -251,13 +264,12 @@ class SlowGate:
         return True
 
 
-def test_the_old_leader_does_not_take_the_wake_up_of_the_new_one(desk: Desk) -> None:
+def test_the_old_leader_does_not_take_the_wake_up_of_the_new_one(
+    make_desk: Callable[..., Desk],
+) -> None:
     """The old leader follows before the new one is awake."""
     slow, looks = set(), Counter()
-    desk.io._gates = [SlowGate(gate, slow, looks) for gate in desk.io._gates]
-    first, second = desk.io._threads
-    while not looks[first] or not looks[second]:  # both threads use these gates now
-        desk.do(lambda: time.sleep(0.005))
+    desk = make_desk(gate=partial(SlowGate, slow=slow, looks=looks))
     settled(desk)
     until(lambda: any(desk.io._asleep))
     sleeper = desk.io._asleep.index(True)
