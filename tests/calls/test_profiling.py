@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zrpc as rpc
+from tests.support.waiting import until
 from zrpc.calls.profiling import profiler
 from zrpc.testing import Mesh
 
@@ -52,6 +53,7 @@ def test_handlers_are_shown_if_all_threads_are_profiled(mesh: Mesh) -> None:
         with profile(activities=[ProfilerActivity.CPU], experimental_config=everywhere) as profiled:
             rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1))
             rpc.remote("worker1", max, (1, 2)).to_here()
+            until(lambda: not mesh.agent(1).pool.active)  # an answer leaves before its handler ends
         return shown(profiled)
 
     titles = mesh.run(0, program)
