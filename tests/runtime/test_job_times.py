@@ -36,3 +36,15 @@ def test_many_jobs_of_the_same_length(seconds: float, expected: tuple[bool, bool
 def test_one_pause_among_short_jobs_is_soon_forgotten() -> None:
     assert after(*[0.001] * 100, 3600.0) == (False, False)
     assert after(*[0.001] * 100, 3600.0, *[0.001] * 10) == (False, True)
+
+
+def test_after_a_job_that_kept_its_thread_for_too_long_others_count_as_long() -> None:
+    times = JobTimes()
+    times.overran()
+    assert (times.quick, times.short) == (False, False)
+    for _ in range(20):
+        times.took(0.0)
+    assert not times.short
+    for _ in range(5):
+        times.took(0.0)
+    assert times.short

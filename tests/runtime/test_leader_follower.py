@@ -174,6 +174,15 @@ def test_long_jobs_move_to_the_pool(desk: Desk) -> None:
     settled(desk)  # after a while, quick jobs return to the leader
 
 
+def test_after_one_job_that_keeps_its_leader_others_move_to_the_pool(desk: Desk) -> None:
+    settled(desk)
+    leader = desk.io._leader
+    thread = desk.do(lambda: until(lambda: desk.io._leader != leader))
+    assert thread is desk.io._threads[leader]
+    assert desk.do(lambda: None).name.startswith("test-worker")
+    settled(desk)
+
+
 def test_no_more_jobs_run_than_the_pool_allows() -> None:
     desk = Desk(size=1)
     settled(desk)

@@ -52,6 +52,14 @@ class JobTimes:
         """Whether handing a job to another thread costs more than it gains."""
         return self._average_seconds <= _SHORT_JOB_SECONDS
 
+    def overran(self) -> None:
+        """Records that a job has kept the thread that receives for too long.
+
+        It may wait in a way that is not known here. So the next jobs are handed over, some 20 at
+        least, until the average says otherwise.
+        """
+        self._average_seconds = _MAX_COUNTED_SECONDS
+
     def took(self, seconds: float) -> None:
         """Records for how many seconds a job ran."""
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS

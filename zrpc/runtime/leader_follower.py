@@ -38,6 +38,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.job_times import JobTimes
 from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
 __all__ = ["LONGEST_SITTING", "LeaderFollower"]
@@ -95,6 +96,7 @@ class LeaderFollower:
         for gate in self._gates:
             gate.acquire()
         self._job: Callable[[], None] | None = None
+        self._job_times: JobTimes | None = None  # of the pool of the latest job
         self._turn_ident = 0  # the ident of the leader while it is in a turn
         # Held by the thread that receives.
         self._seat = threading.Lock()
@@ -153,6 +155,7 @@ class LeaderFollower:
             and pool.admit(self._turn_ident)
         ):
             self._job = partial(pool.run_as_guest, self._turn_ident, [job])
+            self._job_times = pool.times
             self._rest_check_seconds = _REST_CHECK_SECONDS
             return True
         return False
@@ -281,6 +284,8 @@ class LeaderFollower:
                 self._asleep[me] = False
                 if self._busy and self._job_count == jobs and not woken:
                     self._leader, self._busy = me, False
+                    if self._job_times is not None:
+                        self._job_times.overran()
                 if self._leader == me or self._stopping:
                     self._ready[me] = False
                     return
