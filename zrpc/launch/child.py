@@ -187,7 +187,7 @@ def skip_teardown(startup_modules: Collection[str]) -> None:
 
 
 @atexit.register  # before anything that is preloaded registers something, so that it is called last
-def _keep_modules() -> None:
+def keep_modules() -> None:
     """Hides modules from the interpreter's teardown, and keeps them alive."""
     names = [name for name, module in _kept.items() if sys.modules.get(name) is module]
     for name in names:

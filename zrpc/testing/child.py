@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
 
@@ -77,6 +78,7 @@ def _exit() -> NoReturn:
     The teardown frees torch module by module, in memory shared with the server. That costs
     each worker 0.2 s of copying and tests nothing.
     """
+    atexit.unregister(keep_modules)  # it hides them from a teardown that does not take place
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that aren't daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
