@@ -23,7 +23,8 @@ with rpc.session() as worker:
         print(rpc.rpc_sync("worker1", max, args=(1, 2)), rpc.__version__, rpc.__file__)
 """
 
-pytestmark = pytest.mark.system
+# Of one group, so that one process builds them.
+pytestmark = [pytest.mark.system, pytest.mark.xdist_group("distribution")]
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 
-from zrpc.bench.run import warm_starter
+from tests.support.warm import ForkedServer
+from zrpc.bench import run
 from zrpc.bench.sampling import Sampling
-from zrpc.launch import Starter
+from zrpc.launch import Starter, make_starter
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_starters() -> Iterator[None]:
+    """Has the starters of the benchmark in this process forked, instead of importing torch."""
+
+    def make(
+        wanted: str | None = None,
+        *,
+        preload: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Starter:
+        return make_starter(wanted, env=env) if wanted else ForkedServer(preload=preload, env=env)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "make_starter", make)
+        yield
 
 
 @pytest.fixture(scope="session")
-def starter() -> Iterator[Starter]:
+def starter(_quick_starters: None) -> Iterator[Starter]:
     """One warm fork server for all tests."""
-    with warm_starter() as started:
+    with run.warm_starter() as started:
         yield started
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from zrpc.cli import main
 from zrpc.cli.data_file import write_data
 
+from tests.support.warm import warm_commands
 from zrpc.bench import plot
 from zrpc.bench.rows import all_rows
 
@@ -73,9 +74,9 @@ def test_scale_with_keys_also_computes_what_was_not_measured() -> None:
 
 
 def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
-    command = [sys.executable, "-m", "zrpc.cli", "bench", "--against", "nothing", "--rows", "hops"]
+    command = ["-m", "zrpc.cli", "bench", "--against", "nothing", "--rows", "hops"]
     process = subprocess.Popen(
-        [*command, "--seconds", "3600"],
+        [warm_commands().python, *command, "--seconds", "3600"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

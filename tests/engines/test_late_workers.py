@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,8 +32,6 @@ C10D = (
     *("--rdzv-backend", "c10d", "--rdzv-id", "test"),
     *("--rdzv-endpoint", "127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
 )
-# In interpreters of their own, as users have them.
-COLD = (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +40,7 @@ COLD = (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}")
         (*LAUNCH, "-n", "2"),
         (*LAUNCH, "-n", "2", "--max-restarts", "1"),
         (*LAUNCH, "-n", "2", "--elastic"),
-        COLD,
+        (*TORCHRUN, "--nproc-per-node", "2", "--master-port", "{port}"),
         (*TORCHRUN, "--nproc-per-node", "2", *C10D),
     ],
     ids=["launch", "launch, restarts", "launch, elastic", "torchrun, static", "torchrun, c10d"],
@@ -54,12 +51,9 @@ def test_one_variable_lets_a_worker_be_late(
     (tmp_path / "worker.py").write_text(WORKER)
     arguments = [part.format(port=free_port) for part in engine]
     env = engine_environment(OMP_NUM_THREADS="1", ZRPC_INIT_TIMEOUT="100")
-    python = sys.executable
-    if engine is not COLD:
-        python, env = warm_commands().python, warm_commands().environment(env)
     ended = subprocess.run(
-        [python, *arguments, str(tmp_path / "worker.py")],
-        env=env,
+        [warm_commands().python, *arguments, str(tmp_path / "worker.py")],
+        env=warm_commands().environment(env),
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,7 @@ def open_mpi() -> dict[str, str]:
 
 
 def test_mpirun_starts_workers(open_mpi: dict[str, str], tmp_path: Path) -> None:
-    # Interpreters of their own, as users have them.
-    command = ["mpirun", "--oversubscribe", "-np", "2", sys.executable, str(WORKER)]
+    command = ["mpirun", "--oversubscribe", "-np", "2", warm_commands().python, str(WORKER)]
     assert run(*command, env=open_mpi, cwd=tmp_path) == ["worker0 of 2 0", "worker1 of 2 1"]
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import until as until_soon
+from tests.support.warm import buffered, warm_commands
 from zrpc.launch.starter import Starter
 
 DEADLINE = 30.0
@@ -115,16 +116,25 @@ class Launched:
 
 
 @pytest.fixture
-def start(marked: Marked) -> Iterator[Callable[..., Launched]]:
-    """Starts a launcher for a job, without preloaded modules."""
+def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    """Starts a launcher for a job, without preloaded modules.
+
+    If a job preloads torch, it and its fork server are forked from a process that has torch. Then
+    nothing looks for processes that are left.
+    """
     started: list[Launched] = []
+    driver = tmp_path / "driver.py"
+    driver.write_text(_DRIVER)
 
     def start(
         target: str, *, popen: dict[str, Any] | None = None, environ: Any = (), **job: Any
     ) -> Launched:
         text = json.dumps({"target": target, "preload": [], **job})
         env = {**marked.env, **dict(environ)}
-        started.append(Launched([sys.executable, "-c", _DRIVER, text], env, **(popen or {})))
+        python = sys.executable
+        if "torch" in job.get("preload", ()):
+            python, env = warm_commands().python, buffered(env)
+        started.append(Launched([python, str(driver), text], env, **(popen or {})))
         return started[-1]
 
     yield start

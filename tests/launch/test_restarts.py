@@ -49,7 +49,12 @@ def test_a_worker_is_started_again_until_its_restarts_are_used_up(
 ) -> None:
     outer = {"TORCHELASTIC_RESTART_COUNT": "9", "ZRPC_MAX_RESTARTS": "9"}
     launched = start(
-        write(FAILS), nprocs=2, max_restarts=2, log_dir=str(tmp_path / "logs"), environ=outer
+        write(FAILS),
+        nprocs=2,
+        max_restarts=2,
+        log_dir=str(tmp_path / "logs"),
+        preload=PRELOAD,
+        environ=outer,
     )
     code, out, err = launched.finish()
     assert code == 1

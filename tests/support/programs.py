@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class Programs:
         self.port = port
         self.runtime = Path(tempfile.mkdtemp(prefix="zrpc-test-"))  # a short path, for sockets
         self._forked = Forked()
-        self._popened: list[subprocess.Popen[bytes]] = []
+        self._cold: subprocess.Popen[bytes] | None = None
 
     def env(self, rank: int, world_size: int, **more: str) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
@@ -136,32 +135,28 @@ class Programs:
         return ended
 
     def run_cold(self, source: str, world_size: int = 2, **env: str) -> list[Ended]:
-        """The same in fresh interpreters, with all that these do at their end."""
+        """The same, with rank 0 in a fresh interpreter, and all that this does at its end."""
         path = self.write(source)
-        for rank in range(world_size):
-            with self._output(rank).open("wb") as output:
-                self._popened.append(
-                    subprocess.Popen(
-                        [sys.executable, str(path)],
-                        cwd=self.directory,
-                        env=self.env(rank, world_size, **env),
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
-        deadline = time.monotonic() + SCRIPT_DEADLINE
-        codes = [p.wait(max(0.1, deadline - time.monotonic())) for p in self._popened]
-        return [Ended(code, self.output(rank)) for rank, code in enumerate(codes)]
+        pids = [self.start_script(path, rank, world_size, **env) for rank in range(1, world_size)]
+        with self._output(0).open("wb") as output:
+            self._cold = subprocess.Popen(
+                [sys.executable, str(path)],
+                cwd=self.directory,
+                env=self.env(0, world_size, **env),
+                stdout=output,
+                stderr=output,
+            )
+        first = Ended(self._cold.wait(SCRIPT_DEADLINE), self.output(0))
+        return [first, *(self.wait(pid, rank) for rank, pid in enumerate(pids, 1))]
 
     def left(self) -> list[str]:
         return files_in(self.runtime)
 
     def close(self) -> None:
         self._forked.kill()
-        for process in self._popened:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        if self._cold is not None and self._cold.poll() is None:
+            self._cold.kill()
+            self._cold.wait()
         shutil.rmtree(self.runtime, ignore_errors=True)
 
     def _output(self, rank: int) -> Path:

@@ -38,7 +38,7 @@ from zrpc.launch.task import Task
 from zrpc.testing.leaks import lasting
 from zrpc.testing.server import warm_server
 
-__all__ = ["FOREGROUND", "WarmCommands", "buffered", "warm_commands"]
+__all__ = ["FOREGROUND", "ForkedServer", "WarmCommands", "buffered", "warm_commands"]
 
 # If this variable is 1, the command is in the foreground of the terminal that is its input.
 FOREGROUND = "WARM_FOREGROUND"
@@ -113,7 +113,7 @@ class WarmCommands:
         self.python = str(self.directory / "python")
         self._path = str(home / "socket")
         self._sys_path, self._startup_modules = _fresh_interpreter()
-        self._server = _Forked(self._startup_modules, self._sys_path)
+        self._server = ForkedServer(preload=_PRELOAD)
         self._server.start()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self._path)
@@ -249,23 +249,23 @@ _PASSED_ON = (
 )
 
 
-class _Forked(ForkServer):
-    """A fork server that is forked from `warm_server`, and imports what commands need."""
+class ForkedServer(ForkServer):
+    """A fork server that is forked from `warm_server`, which has imported torch.
 
-    def __init__(self, startup_modules: Sequence[str], sys_path: Sequence[str]) -> None:
-        super().__init__(preload=_PRELOAD)
-        self._arguments = startup_modules
-        self._sys_path = sys_path
+    Its directory, and what it imports, are those of a server that starts afresh.
+    """
 
     def _start_process(self, fds: Sequence[int]) -> Any:
+        sys_path, startup_modules = _fresh_interpreter()
         lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD) for fd in fds]
         task = Task.function(
-            "tests.support.warm_program:serve",
-            *lifted,
-            os.getpid(),
-            self._preload,
-            self._arguments,
-        ).within(env=buffered(os.environ), sys_path=[_ROOT, *self._sys_path])
+            *("tests.support.warm_program:serve", *lifted, os.getpid(), self._preload),
+            startup_modules,
+        ).within(
+            cwd=os.getcwd(),
+            env=buffered(os.environ if self._env is None else self._env),
+            sys_path=[_ROOT, *sys_path],
+        )
         try:
             return ForkedProcess(warm_server().spawn(task, pass_fds=lifted))
         finally:
@@ -281,6 +281,7 @@ def buffered(env: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in env.items() if k != "PYTHONUNBUFFERED"}
 
 
+@cache
 def _fresh_interpreter() -> tuple[list[str], list[str]]:
     """Returns the search path and the modules of an interpreter that has just started."""
     done = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, check=True)

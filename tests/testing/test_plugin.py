@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.warm import warm_commands
+
 RunTests = Callable[..., pytest.RunResult]
+
+
+def run_warm(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
+    """Runs pytest in a process that is forked from one which has imported torch."""
+    command = (warm_commands().directory / "pytest", "-p", "no:cacheprovider", *arguments)
+    # `run` sets PYTHONPATH, which only a fresh interpreter would read.
+    return pytester.run("env", "-u", "PYTHONPATH", *command, timeout=60)
 
 
 @pytest.mark.system
@@ -228,7 +237,7 @@ def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytest
             torch._C.Future([]).wait()
         """
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", timeout=60)
+    result = run_warm(pytester)
     assert result.ret == 3
     result.stderr.fnmatch_lines(
         ["*::test_stuck: not finished within 0.5 s*", "*in test_stuck", "*ending the session*"]
@@ -335,8 +344,7 @@ def test_the_report_shows_the_output_of_worker_processes(
             """
         )
     )
-    args = ("-p", "no:cacheprovider", f"--capture={capture}")
-    result = pytester.runpytest_subprocess(*args, timeout=60)
+    result = run_warm(pytester, f"--capture={capture}")
     result.assert_outcomes(failed=1)
     lines = {"fd": ["* Captured stdout and stderr of worker1 call *", "hello from afar"]}
     result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))

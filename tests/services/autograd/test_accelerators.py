@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-PROGRAM = """
+from tests.support.warm import warm_commands
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = f"""
+import sys
 import torch
+sys.path.insert(0, {str(ROOT)!r})  # for this test's own modules
+"""
+PROGRAM += """
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretended")
@@ -97,14 +103,15 @@ with local_mesh(2, timeout=60) as mesh:
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch can't pretend an accelerator",
 )
-def test_a_pass_goes_on_while_an_accelerator_computes() -> None:
+def test_a_pass_goes_on_while_an_accelerator_computes(tmp_path: Path) -> None:
     """No thread waits for another worker before it has run what the accelerator has made ready.
 
     Nor without limit, if a node has failed meanwhile.
     """
+    script = tmp_path / "accelerator.py"
+    script.write_text(PROGRAM)
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parents[3],
+        [warm_commands().python, str(script)],
         capture_output=True,
         text=True,
         timeout=100,

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import zrpc
 from tests.support.waiting import until
+from tests.support.warm import warm_commands
 from zrpc.errors import OptionError
 from zrpc.launch.port import ReservedPort
 from zrpc.services.metrics.service import metrics_address
@@ -207,7 +208,7 @@ def test_launcher_gives_each_worker_a_port(tmp_path: Path, first_port: int) -> N
     )
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "zrpc.cli", "launch", "-n", "2"),
+            *(warm_commands().python, "-m", "zrpc.cli", "launch", "-n", "2"),
             *("--metrics-port", str(first_port), "script.py"),
         ],
         cwd=tmp_path,
