@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _KEYS_HELP = "↑ ↓ choose   Enter one worker   Esc back   < > sort   q quit"
 _UP, _DOWN, _ESCAPE = "\x1b[A", "\x1b[B", "\x1b"
+# For an answer at least, however short the interval is: a busy machine may need it.
+_MIN_ANSWER_SECONDS = 1.0
 # The rest of an arrow key's sequence has come with its beginning, or soon after.
 _SEQUENCE_SECONDS = 0.05
 _MAX_KEY_BYTES = 16
@@ -103,7 +105,8 @@ class _Sampler:
             LookupError: there are no meshes.
         """
         before = [each for view in self._views for each in view.snapshots.values()]
-        self._views, self.unknown = find_meshes(self._wanted, self.interval, numbers=True)
+        timeout = max(self.interval, _MIN_ANSWER_SECONDS)
+        self._views, self.unknown = find_meshes(self._wanted, timeout, numbers=True)
         self.meshes = [mesh_rates(before, view) for view in self._views]
 
 

@@ -132,6 +132,7 @@ SURFACE: dict[str, set[str]] = {
     },
     "zrpc.launch": {
         "",
+        "child",
         "console",
         "descriptors",
         "forkserver",

@@ -18,6 +18,7 @@ from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.functions import async_execution
+from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 
 MakeMesh = Callable[..., Mesh]
@@ -120,6 +121,32 @@ def park() -> Any:
 
 
 _entered = threading.Semaphore(0)
+
+
+@transports
+def test_what_is_freed_after_the_end_of_all_work_is_told_to_nobody(
+    make_mesh: MakeMesh, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has left; the end of a worker would wait in vain until the message is sent."""
+    mesh = make_mesh(options={"transport": transport})
+    agent = mesh.agent(0)
+    with agent.as_current():
+        rrefs = [rpc.remote(1, list)]
+        assert rrefs[0].to_here() == []
+    close, may_close = agent._closing.close, threading.Event()
+    monkeypatch.setattr(agent._closing, "close", lambda: may_close.wait(SOON) and close())
+    ends = [end(mesh, rank) for rank in range(2)]
+    ends[1].result(SOON)
+    until(lambda: agent.graceful_shutdown.done)
+    sent = agent.network.sent([1])
+    rrefs.clear()
+    agent.receiver.in_io_thread(lambda: None)  # has it look
+    references = agent.service(RRefService)
+    until(lambda: not references.dropped)
+    until(lambda: not references._references.outgoing)
+    may_close.set()
+    ends[0].result(SOON)
+    assert agent.network.sent([1]) == sent
 
 
 def test_it_waits_for_coroutines(mesh: Mesh) -> None:

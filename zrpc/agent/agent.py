@@ -110,7 +110,13 @@ class Agent:
         self.receiver = Receiver(
             self.worker_info, self.context, network, self.pool, self.completions
         )
-        self.outbox = Outbox(network, membership, self.receiver.in_io_thread)
+        shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
+        if not elastic:
+            shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
+        self.graceful_shutdown = shutdown
+        self.outbox = Outbox(
+            network, membership, self.receiver.in_io_thread, all_leave=lambda: shutdown.done
+        )
         self.codec = Codec(self, membership)
         self.caller = Caller(
             membership,
@@ -131,10 +137,6 @@ class Agent:
             self.receiver.run,
             self._on_handler_failed,
         )
-        shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
-        if not elastic:
-            shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
-        self.graceful_shutdown = shutdown
         self._wire(shutdown)
         self.recorder: Recorder | None = None
         self._closing = Closing(self, shutdown)

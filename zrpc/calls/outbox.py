@@ -17,7 +17,7 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
-from zrpc.wire.kind import UNCOUNTED
+from zrpc.wire.kind import LATE, UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -34,6 +34,7 @@ class Outbox:
 
     Args:
         in_io_thread: has something done in the I/O thread soon.
+        all_leave: whether the mesh has nothing left to do, and its workers leave.
 
     Attributes:
         closed: whether the worker has shut down, or is about to.
@@ -45,8 +46,10 @@ class Outbox:
         network: Network,
         membership: Membership,
         in_io_thread: Callable[[Callable[[], None]], None],
+        all_leave: Callable[[], bool],
     ) -> None:
         self._network = network
+        self._all_leave = all_leave
         self._membership = membership
         self._in_io_thread = in_io_thread
         # Messages that this worker had no descriptors to send.
@@ -88,14 +91,19 @@ class Outbox:
             self._hand_over(member, message, self._put_or_undo, on_failed)
 
     def post(self, member: MemberId, message: Message) -> None:
-        """Sends a message that is not answered; does nothing if the peer or we are gone.
+        """Sends a message that is not answered.
 
-        If there is no file descriptor left for it, it is sent when there is.
+        Does nothing if the peer or we are gone, or if all leave and the message is not `LATE`. If
+        there is no file descriptor left for it, it is sent when there is.
 
         Raises:
             MemoryError: there is no memory for it; only if it is large.
         """
         if member in self._membership.lost:
+            return
+        if self._all_leave() and message.kind not in LATE:
+            # That a reference is no longer held, say. If the peer has left already, this worker's
+            # end would wait in vain for the message to be sent.
             return
         if self.recorder is not None:
             self.recorder.on_message(message, member, out=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["ANSWERS", "DROPPABLE", "METERED", "REQUESTS", "UNCOUNTED", "Kind", "Tag"]
+__all__ = ["ANSWERS", "DROPPABLE", "LATE", "METERED", "REQUESTS", "UNCOUNTED", "Kind", "Tag"]
 
 
 class Rules(NamedTuple):
@@ -22,12 +22,15 @@ class Rules(NamedTuple):
             of its own.
         counted: a collective shutdown counts it as sent and received. A shutdown ends when all
             counted messages have arrived, so what may be sent during a shutdown is not counted.
+        late: it is also sent when the mesh has nothing left to do and its workers leave. The peer
+            may have left already.
     """
 
     answered: bool = False
     metered: bool = False
     droppable: bool = False
     counted: bool = True
+    late: bool = False
 
 
 class Kind(IntEnum):
@@ -43,10 +46,10 @@ class Kind(IntEnum):
 
     # (function, args, kwargs): run it and answer.
     CALL = 1, Rules(answered=True, metered=True, droppable=True)
-    RESULT = 2  # the answer
-    ERROR = 3  # the answer if the function failed
+    RESULT = 2, Rules(late=True)  # the answer
+    ERROR = 3, Rules(late=True)  # the answer if the function failed
     CANCEL = 4  # the caller does not wait for the answer to this call id any more
-    TERMINATION = 8, Rules(counted=False)  # part of a graceful shutdown
+    TERMINATION = 8, Rules(counted=False, late=True)  # part of a graceful shutdown
     SEGMENT = 9, Rules(counted=False)  # about shared memory
     LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
     # Whether the receiver's requests wait for a thread of the sender.
@@ -90,5 +93,6 @@ class Tag(IntEnum):
 REQUESTS = frozenset(kind for kind in Kind if kind.rules.answered)
 METERED = frozenset(kind for kind in Kind if kind.rules.metered)
 DROPPABLE = frozenset(kind for kind in Kind if kind.rules.droppable)
+LATE = frozenset(kind for kind in Kind if kind.rules.late)
 UNCOUNTED = frozenset(kind for kind in Kind if not kind.rules.counted)
 ANSWERS = frozenset((Kind.RESULT, Kind.ERROR))
