@@ -1,7 +1,8 @@
 """What all tests share, and which of them start processes.
 
 A test is marked `system` if its folder, its fixtures or its mesh say that it starts processes. A
-test that starts one in another way needs the marker itself, or it fails.
+test that starts one in another way needs the marker itself, or it fails. Tests that take long have
+it, too.
 """
 
 from __future__ import annotations

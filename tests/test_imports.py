@@ -309,6 +309,7 @@ def reached(start: str, anywhere: bool = False) -> set[str]:
     return seen
 
 
+@pytest.mark.system
 def test_the_modules_were_found() -> None:
     assert {"zrpc.api", "zrpc.services.rref.protocol", "zrpc.cli.launch", "zrpc.wire"} <= set(FILES)
     assert "zrpc.agent.agent" in all_imports()["zrpc.bootstrap"].at_load
@@ -448,6 +449,7 @@ def test_loading_the_plugin_loads_neither_torch_nor_zmq() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.system
 def test_each_module_says_what_it_offers() -> None:
     for module, path in FILES.items():
         tree = ast.parse(path.read_text())

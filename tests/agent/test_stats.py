@@ -314,6 +314,7 @@ def test_names_without_end_are_counted_together() -> None:
     assert sum(table[OTHERS].histogram()) == 10
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})
 def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))

@@ -222,24 +222,28 @@ def run(size: Any, schedule: Any, seed: Any, machine: Any = Termination) -> None
 thorough = settings(max_examples=200, deadline=None)
 
 
+@pytest.mark.system
 @thorough
 @given(st.integers(1, 5), schedules(STEPS), st.integers(0, 2**16))
 def test_all_leave_but_not_before_all_work_is_done(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 
+@pytest.mark.system
 @thorough
 @given(st.integers(2, 5), schedules(WITH_LOSSES), st.integers(0, 2**16))
 def test_living_workers_leave_after_any_deaths(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 
+@pytest.mark.system
 @thorough
 @given(st.integers(2, 5), schedules(WITH_LOST_WORDS), st.integers(0, 2**16))
 def test_all_leave_after_any_lost_messages(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 
+@pytest.mark.system
 @thorough
 @given(st.integers(2, 6), schedules(WITH_CUTS), st.integers(0, 2**16))
 def test_all_leave_though_some_have_lost_each_other(size: Any, schedule: Any, seed: Any) -> None:
@@ -289,6 +293,7 @@ class InvitesNobody(Termination):
         return [each for each in super().remind() if each[1].step is not Step.INVITE]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("mutant", "steps"),
     [
@@ -497,6 +502,7 @@ def test_a_leader_of_256_members_asks_once_for_each_round_though_half_are_lost_i
     assert max(mesh.sent[rank] for rank in range(1, 128)) <= 4
 
 
+@pytest.mark.system
 def test_256_members_leave_though_the_first_half_is_lost() -> None:
     mesh = ManyMembers(256)
     mesh.begin()

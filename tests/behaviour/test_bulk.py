@@ -35,6 +35,7 @@ def send_both(size: Any) -> Any:
     return order.index("large")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "options",
     [
@@ -55,6 +56,7 @@ def test_small_calls_do_not_wait_for_a_large_one(make_mesh: MakeMesh, options: A
         pytest.fail("all small calls waited until the large one was there")
 
 
+@pytest.mark.system
 def test_a_graceful_shutdown_waits_for_large_messages(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=2, options={"transport": "ipc", "shared_memory": 0})
     arrived.clear()

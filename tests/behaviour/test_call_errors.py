@@ -55,6 +55,7 @@ def calls_on(gate: Gate) -> str:
 TOLD: list[str] = []
 
 
+@pytest.mark.system
 def test_a_timeout_says_that_it_was_inherited(shared: Mesh) -> None:
     TOLD.clear()
     with Gate() as gate:
@@ -123,6 +124,7 @@ def test_a_call_that_was_cancelled_on_its_way_may_have_run(shared: Mesh) -> None
         assert error_of(future.wait).executed is None
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -> None:
     with mesh.agent(0).as_current(), Gate() as gate:

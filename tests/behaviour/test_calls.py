@@ -197,6 +197,7 @@ def meet_at_barrier() -> int:
     return _barrier.wait(20)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh) -> None:
     with Gate() as gate:

@@ -311,6 +311,7 @@ def look(watched: Watched) -> None:
 # -- what may go wrong -------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("to", [0, 1])
 def test_cancellations_that_race_with_completion_do_no_harm(
     caller: Mesh, caplog: pytest.LogCaptureFixture, to: int

@@ -149,6 +149,7 @@ async def ping_pong(depth: int) -> int:
     return 1 + await rpc.rpc_async(1 - here, ping_pong, (depth - 1,))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_recursion_of_async_def(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, ping_pong, (200,)) == 200

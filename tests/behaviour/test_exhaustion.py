@@ -254,6 +254,7 @@ def sends(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return failures
 
 
+@pytest.mark.system
 def test_an_answer_is_sent_once_there_is_a_descriptor(caller: Mesh, sends: list[int]) -> None:
     sends += [errno.EMFILE] * 3
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
@@ -357,6 +358,7 @@ def test_nothing_is_sent_to_a_worker_lost_meanwhile(
     assert not agent.network.knows(1)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("own_handler")
 @pytest.mark.zrpc(workers=2)
 def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:

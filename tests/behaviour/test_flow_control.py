@@ -82,6 +82,7 @@ def flood_with_small_ones(count: Any) -> Any:
     return [future.wait() for future in [rpc.rpc_async(1, pause, (i,)) for i in range(count)]]
 
 
+@pytest.mark.system
 def test_also_small_calls_wait(mesh: Mesh) -> None:
     """So that their number is bounded, at the caller and at the callee."""
     window, most = mesh.agent(0).caller.flow_control, LIMIT // OVERHEAD_BYTES

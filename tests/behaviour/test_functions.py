@@ -27,6 +27,7 @@ t = torch.tensor
 # -- torch's own -----------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("func", "args", "kwargs", "expected"),
     [

@@ -238,6 +238,7 @@ def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
     assert on(depth) == sum(range(depth + 1))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
     with Gate() as gate, Gate() as answers:

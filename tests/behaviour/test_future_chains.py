@@ -20,6 +20,7 @@ from zrpc.testing import Mesh
 LONG = 10_000
 
 
+@pytest.mark.system
 def test_a_long_chain_of_a_future_of_ones_own() -> None:
     first: rpc.Future[int] = rpc.Future()
     last = chain(first, LONG)
@@ -28,6 +29,7 @@ def test_a_long_chain_of_a_future_of_ones_own() -> None:
     assert last.value() == LONG
 
 
+@pytest.mark.system
 def test_a_long_chain_of_a_call(shared: Mesh) -> None:
     with Gate() as gate:
         last = chain(rpc.rpc_async(1, gate.wait_inside, (0,)), LONG)
@@ -44,6 +46,7 @@ def test_an_error_passes_through_a_long_chain() -> None:
         last.value()
 
 
+@pytest.mark.system
 def test_a_long_chain_of_callbacks_that_complete_the_next_future() -> None:
     futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(LONG)]
     for future, following in itertools.pairwise(futures):

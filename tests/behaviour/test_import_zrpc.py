@@ -35,6 +35,7 @@ def _imports(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.system
 def test_zrpc_never_imports_torchs_rpc() -> None:
     sources = sorted(Path(rpc.__file__).parent.rglob("*.py"))
     assert len(sources) > 20

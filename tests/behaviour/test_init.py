@@ -94,6 +94,7 @@ def test_duplicate_rank() -> None:
     assert all(told.search(str(error)) for error in errors), errors
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
 def test_other_world_size(sizes: tuple[int, int]) -> None:
     errors = start_all(("a", 0, sizes[0]), ("b", 1, sizes[1]))
@@ -101,6 +102,7 @@ def test_other_world_size(sizes: tuple[int, int]) -> None:
     assert any("of 2" in str(e) and "3" in str(e) for e in errors)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("no_leaks")
 @pytest.mark.parametrize(
     ("present", "missing"), [([0], "ranks 1-2 are"), ([1], "ranks 0, 2 are"), ([0, 2], "rank 1 is")]
@@ -201,6 +203,7 @@ def test_nothing_is_left_of_what_was_shut_down(alone: int) -> None:
         rpc.shutdown()
 
 
+@pytest.mark.system
 def test_nothing_is_left_of_what_failed(alone: int) -> None:
     with no_leaks(), pytest.raises(rpc.RendezvousError):
         rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
@@ -246,6 +249,7 @@ def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:
         rpc.init_rpc("me")
 
 
+@pytest.mark.system
 def test_without_a_world_size_the_mesh_is_elastic(
     alone: int, monkeypatch: Any, tmp_path: Any
 ) -> None:
@@ -342,6 +346,7 @@ def test_nobody_at_the_masters_address(alone: int) -> None:
     assert time.monotonic() - begin < SHORT + 5
 
 
+@pytest.mark.system
 def test_a_master_that_ends_while_others_wait(alone: int) -> None:
     """It may be back, but nobody is told only that there was none."""
     master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
@@ -361,6 +366,7 @@ def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
         rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
 
 
+@pytest.mark.system
 def test_a_master_that_is_something_else(alone: int) -> None:
     """A port where something listens that speaks no rendezvous."""
     with socket.socket() as listener:
@@ -382,6 +388,7 @@ def test_a_masters_port_that_is_in_use(alone: int) -> None:
             rpc.init_rpc("me", rpc_backend_options=options(SHORT))
 
 
+@pytest.mark.system
 def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
     """The failed attempt gives the port back, even while somebody keeps its exception."""
     kept = []

@@ -131,6 +131,7 @@ def mixed_call(i: Any) -> None:
 
 
 # pyzmq looks after signals also where it frees a frame, and can't raise there.
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, shared_call, mixed_call])
 def test_an_interruption_at_any_point_loses_no_message(

@@ -253,6 +253,7 @@ def test_without_a_limit_a_stopped_worker_is_waited_for(mesh: Mesh) -> None:
     assert future.result(SOON) == 2
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
 def test_a_worker_without_heartbeats_is_not_taken_for_silent(
     mesh: Mesh, monkeypatch: Any, caplog: Any
@@ -325,6 +326,7 @@ def test_hooks_are_called_for_lost_workers(mesh: Mesh, caplog: Any) -> None:
     assert sum("ZeroDivisionError" in (r.exc_text or "") for r in caplog.records) == 1
 
 
+@pytest.mark.system
 def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
     names: list[str] = []
     for _ in range(5):

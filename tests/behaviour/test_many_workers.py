@@ -21,6 +21,7 @@ def ask_everybody(count: int) -> list[rpc.WorkerInfo]:
     return [rpc.rpc_sync(i, rpc.get_worker_info) for i in range(count)]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=20)
 def test_twenty_threads(mesh: Mesh) -> None:
     assert mesh.run_all(call_everybody, 20) == [list(range(1, 21))] * 20

@@ -39,6 +39,7 @@ def test_a_session_takes_what_init_rpc_takes(alone: int) -> None:
         assert rpc.get_rpc_timeout() == 7.0
 
 
+@pytest.mark.system
 def test_an_exception_ends_a_session_at_once(alone: int) -> None:
     """A graceful shutdown would wait for the handler, which never ends."""
     futures: list[rpc.Future[bool]] = []

@@ -88,6 +88,7 @@ def by_async_execution(depth: int) -> Any:
     return later.then(lambda f: f.wait() + 1)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
 @pytest.mark.parametrize(
     "recurse", [by_sync, by_async, by_then, by_remote, by_self, by_async_execution]
@@ -96,6 +97,7 @@ def test_recursion_of_depth_200(caller: Mesh, recurse: Any) -> None:
     assert rpc.rpc_sync(1, recurse, (200,), timeout=50) == 200
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 1}, timeout=60)
 def test_recursion_of_depth_200_with_one_thread(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, by_sync, (200,), timeout=50) == 200
@@ -106,6 +108,7 @@ def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
     assert mesh.run(0, rpc.rpc_sync, 1, by_sync, (200,), None, 50) == 200
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
 @pytest.mark.parametrize("recurse", [by_wait_all, by_collect_all, by_torch_future, by_event])
 def test_recursion_with_waits_that_are_not_seen(caller: Mesh, recurse: Any) -> None:
@@ -118,6 +121,7 @@ def test_both_recurse_at_once(mesh: Mesh) -> None:
     assert mesh.run_all(by_sync, 50) == [50, 50]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=4, options={"num_worker_threads": 2})
 def test_a_ring(mesh: Mesh) -> None:
     assert mesh.run_all(around, 100) == [100] * 4
@@ -128,6 +132,7 @@ def around(hops: int) -> int:
     return 0 if hops == 0 else 1 + rpc.rpc_sync(after, around, (hops - 1,))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, options={"num_worker_threads": 2})
 def test_a_tree(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, branch, (5,)) == 3**5
@@ -159,6 +164,7 @@ def say() -> str:
     return "said"
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_a_handler_may_wait_on_a_condition_for_another_handler(caller: Mesh) -> None:
     _state.clear()

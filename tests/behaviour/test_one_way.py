@@ -43,6 +43,7 @@ def one_way(mesh: Mesh, unreachable: str) -> str:
     return unreachable
 
 
+@pytest.mark.system
 def test_a_call_without_a_timeout_fails_and_names_the_direction(mesh: Mesh, one_way: str) -> None:
     """It arrives, and its answer does not."""
     call = mesh.submit(0, rpc.rpc_sync, 1, echo, (1,), timeout=0)
@@ -55,6 +56,7 @@ def test_a_call_without_a_timeout_fails_and_names_the_direction(mesh: Mesh, one_
         mesh.run(1, rpc.rpc_sync, 0, echo, (1,))
 
 
+@pytest.mark.system
 def test_a_call_the_other_way_fails_and_names_the_direction(mesh: Mesh, one_way: str) -> None:
     call = mesh.submit(1, rpc.rpc_sync, 0, echo, (1,), timeout=0)
     with pytest.raises(rpc.WorkerDied, match=f"no connection to it at {one_way} could be made"):
@@ -63,6 +65,7 @@ def test_a_call_the_other_way_fails_and_names_the_direction(mesh: Mesh, one_way:
         mesh.run(0, rpc.rpc_sync, 1, echo, (1,), timeout=0)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"transport": "tcp", "heartbeat_timeout": 10})
 def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     own = mesh.agent(0).network.tcp_endpoint
@@ -75,12 +78,14 @@ def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     mesh.shutdown(graceful=False)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_way")
 def test_the_shutdown_of_all_ends(mesh: Mesh) -> None:
     for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
         future.result(SOON)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("one_way")
 def test_the_shutdown_of_all_ends_after_a_call(mesh: Mesh) -> None:
     with mesh.agent(0).as_current():

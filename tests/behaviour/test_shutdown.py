@@ -49,6 +49,7 @@ def test_it_waits_for_the_others(mesh: Mesh) -> None:
     second.result(SOON)
 
 
+@pytest.mark.system
 def test_it_waits_for_what_runs(mesh: Mesh) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
@@ -74,6 +75,7 @@ def fan_out(depth: int) -> None:
             rpc.rpc_async(to, fan_out, (depth - 1,))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
     _tally.clear()
@@ -149,6 +151,7 @@ def test_what_is_freed_after_the_end_of_all_work_is_told_to_nobody(
     assert agent.network.sent([1]) == sent
 
 
+@pytest.mark.system
 def test_it_waits_for_coroutines(mesh: Mesh) -> None:
     _noted.clear()
     with Gate() as gate:
@@ -163,6 +166,7 @@ def test_it_waits_for_coroutines(mesh: Mesh) -> None:
     assert _noted == ["coroutine"]
 
 
+@pytest.mark.system
 def test_it_waits_for_async_execution(mesh: Mesh) -> None:
     future = mesh.run(0, rpc.rpc_async, 1, park)
     assert _entered.acquire(timeout=SOON)
@@ -190,6 +194,7 @@ def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: st
     _parked.pop().set_result("too late")
 
 
+@pytest.mark.system
 def test_it_does_not_wait_for_a_value_that_never_comes(mesh: Mesh) -> None:
     with mesh.agent(0).as_current():
         rref = rpc.remote(1, park, timeout=0.2)
@@ -250,6 +255,7 @@ def test_calls_after_it(mesh: Mesh) -> None:
         assert not rpc._is_current_rpc_agent_set()
 
 
+@pytest.mark.system
 def test_with_a_timeout(mesh: Mesh) -> None:
     agent = mesh.agent(0)
     begin = time.monotonic()
@@ -291,6 +297,7 @@ def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> N
 # -- at once ---------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @transports
 def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})

@@ -39,6 +39,7 @@ def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
     mesh.kill(2)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
     first = mesh.submit(2, rpc.shutdown)  # it has told worker0 already
@@ -69,6 +70,7 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
 # -- with a handler that never returns ------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
@@ -130,6 +132,7 @@ def test_from_a_callback(mesh: Mesh) -> None:
 # -- with a part of it that fails ----------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("error", [ValueError("a defect"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("part", ["caller.calls.fail", "services.0.close", "event_loop.close"])
 def test_the_rest_is_done(

@@ -31,6 +31,7 @@ def shut_down(mesh: Mesh) -> None:
         future.result(WITHIN)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["from the leader", "to the leader"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_messages_of_the_shutdown_are_lost(mesh: Mesh, way: tuple[int, int], count: int) -> None:
@@ -52,6 +53,7 @@ def test_a_call_without_a_timeout_is_lost(mesh: Mesh) -> None:
             lost.wait()
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_a_reference_is_lost(mesh: Mesh) -> None:
     """Its sender waits for the word that it has arrived, which never comes."""

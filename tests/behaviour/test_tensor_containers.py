@@ -72,6 +72,7 @@ class TestContainers:
         assert not received.training
         received(x).sum().backward()
 
+    @pytest.mark.system
     def test_state_dict_and_optimizer(self, shared: Mesh, size: int) -> None:
         module = torch.nn.Linear(size, 1)
         optimizer = torch.optim.Adam(module.parameters())

@@ -226,6 +226,7 @@ def test_a_sparse_parameter(shared: Mesh, requires_grad: bool) -> None:
 _DENSE = torch.arange(36.0).reshape(6, 6) * (torch.arange(36).reshape(6, 6) % 5 == 0)
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize(
@@ -315,11 +316,13 @@ def test_nested_tensor(shared: Mesh) -> None:
 # -- size ------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_a_hundred_megabytes(shared: Mesh) -> None:
     sent = torch.arange(25_000_000, dtype=torch.int32)
     assert torch.equal(back(sent), sent)
 
 
+@pytest.mark.system
 def test_large_and_small_at_once_from_many_threads(shared: Mesh) -> None:
     futures = [
         rpc.rpc_async(1, torch.add, (torch.full((size,), float(i)), 1))

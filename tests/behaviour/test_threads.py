@@ -42,6 +42,7 @@ def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], rank: int = 
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.system
 def test_two_threads_at_once(shared: Mesh) -> None:
     def work(i: int) -> None:
         for n in range(300):
@@ -72,6 +73,7 @@ def nested(x: Any) -> Any:
     return rpc.rpc_sync(0, echo, (x,))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, timeout=60)
 def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
     per_thread = 60
@@ -125,6 +127,7 @@ def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
         raise errors[0]
 
 
+@pytest.mark.system
 def test_timeouts_and_answers_at_the_same_moment(shared: Mesh) -> None:
     """Either of them comes, never both and never none."""
 
@@ -148,6 +151,7 @@ def sleep_and_return(seconds: float, value: Any) -> Any:
     return value
 
 
+@pytest.mark.system
 def test_a_burst_of_ten_thousand(shared: Mesh) -> None:
     futures = [rpc.rpc_async(1, operator.mul, (i, 2)) for i in range(10_000)]
     assert torch.futures.wait_all(futures) == [2 * i for i in range(10_000)]

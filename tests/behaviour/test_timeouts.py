@@ -41,6 +41,7 @@ def gate() -> Any:
         yield gate
 
 
+@pytest.mark.system
 @ways
 @pytest.mark.parametrize("to", [0, 1])
 def test_a_call_that_takes_longer(shared: Mesh, gate: Gate, call: Call, to: int) -> None:
@@ -51,6 +52,7 @@ def test_a_call_that_takes_longer(shared: Mesh, gate: Gate, call: Call, to: int)
     assert rpc.rpc_sync(to, echo, (1,)) == 1
 
 
+@pytest.mark.system
 def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
     begin = time.monotonic()
     with pytest.raises(rpc.RpcTimeoutError):
@@ -58,6 +60,7 @@ def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
     assert time.monotonic() - begin >= 0.3
 
 
+@pytest.mark.system
 def test_a_remote_that_takes_longer_shows_at_use(shared: Mesh, gate: Gate) -> None:
     rref = rpc.remote(1, gate.wait_inside, timeout=0.1)
     with contextlib.suppress(rpc.RpcTimeoutError):
@@ -86,6 +89,7 @@ def test_a_late_answer_is_ignored(shared: Mesh, gate: Gate) -> None:
         future.wait()
 
 
+@pytest.mark.system
 def test_many_timeouts_each_at_its_time(shared: Mesh, gate: Gate) -> None:
     order: list[float] = []
     done = threading.Semaphore(0)
@@ -134,6 +138,7 @@ def test_unset_is_the_default(caller: Mesh, gate: Gate) -> None:
     assert rpc.UNSET_RPC_TIMEOUT == -1
 
 
+@pytest.mark.system
 def test_set_rpc_timeout(caller: Mesh, gate: Gate) -> None:
     assert rpc.get_rpc_timeout() == 60
     rpc._set_rpc_timeout(0.1)
@@ -241,6 +246,7 @@ def two_levels(gate: Gate) -> None:
     rpc.rpc_sync(0, nested, (gate, 0), timeout=0)
 
 
+@pytest.mark.system
 def test_also_two_levels_down(shared: Mesh, gate: Gate) -> None:
     _nested.clear()
     with pytest.raises(rpc.RpcTimeoutError):
@@ -258,6 +264,7 @@ def test_a_shorter_timeout_of_the_nested_call_holds(shared: Mesh, gate: Gate) ->
     assert "(100 ms)" in str(_nested[0])
 
 
+@pytest.mark.system
 def test_the_next_handler_in_the_thread_has_no_deadline_of_the_last(
     caller: Mesh, gate: Gate
 ) -> None:

@@ -109,6 +109,7 @@ def test_this_machine_is_described() -> None:
     assert {"torch", "libzmq", "zrpc"} <= set(machine.versions)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_run_with_failures_can_be_drawn(ending: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

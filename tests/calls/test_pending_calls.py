@@ -175,6 +175,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.system
 @settings(deadline=None)
 @given(steps)
 def test_each_call_is_settled_once_by_its_first_cause(schedule: Any) -> None:

@@ -70,6 +70,7 @@ def seconds(view: MeshView, before: MeshView, name: str) -> float:
     return float(new["seconds"] - old["seconds"])
 
 
+@pytest.mark.system
 def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None:
     mesh.run(0, call_often, "worker1", 7)  # not counted
     before = look()
@@ -112,6 +113,7 @@ def test_first_look_has_no_rates(mesh: Mesh) -> None:
         assert worker.state == "running"
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_handlers_and_queue(mesh: Mesh, door: Gate) -> None:
     reference = mesh.run(0, zrpc.remote, 1, doors.knock)
@@ -126,6 +128,7 @@ def test_handlers_and_queue(mesh: Mesh, door: Gate) -> None:
     assert mesh.run(0, reference.to_here) == "in"
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"warn_after": 0.2})
 def test_worker_whose_call_waits_for_long_is_stuck(mesh: Mesh, door: Gate) -> None:
     future = mesh.run(0, zrpc.rpc_async, 1, doors.knock)
@@ -175,6 +178,7 @@ def test_json_of_a_mesh_of_processes(mesh: Mesh) -> None:
     assert all(worker["cpu"] is not None for worker in found["workers"])
 
 
+@pytest.mark.system
 def test_table_is_printed_once(mesh: Mesh) -> None:
     done = CliRunner(env={"COLUMNS": "160"}).invoke(
         main, ["top", "--once", "--interval", "0.3", "--sort", "cpu", PID]

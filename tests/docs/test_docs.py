@@ -66,6 +66,7 @@ def test_the_version_equals_the_one_in_pyproject() -> None:
     assert declared[1] in (ROOT / "CHANGELOG.md").read_text()
 
 
+@pytest.mark.system
 def test_the_page_of_all_names_says_what_the_code_says() -> None:
     index = runpy.run_path(str(ROOT / "docs" / "api_index.py"))
     assert index["PAGE"].read_text() == index["page"](), "run: python docs/api_index.py"

@@ -46,6 +46,7 @@ def _marks(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.system] if name.startswith(("zrpc.launch", "zrpc.testing")) else []
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 @pytest.mark.parametrize("example", _examples())
 def test_example(mesh: Any, example: doctest.DocTest) -> None:

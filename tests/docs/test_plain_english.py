@@ -20,6 +20,7 @@ def search(paths: Iterable[Path], hits_in: Callable[[str, str], list[Hit]]) -> s
     return "\n".join(map(str, sorted(hits, key=lambda hit: (hit.file, hit.line))))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("folder", _CODE)
 def test_code_is_in_plain_english(folder: str) -> None:
     files = sorted((ROOT / folder).rglob("*.py"))
@@ -27,10 +28,12 @@ def test_code_is_in_plain_english(folder: str) -> None:
     assert search(files, hits_in_python) == ""
 
 
+@pytest.mark.system
 def test_pages_are_in_plain_english() -> None:
     assert search(pages(), hits_in_page) == ""
 
 
+@pytest.mark.system
 def test_names_of_tests_are_in_plain_english() -> None:
     assert search(_TESTS, hits_in_names) == ""
 

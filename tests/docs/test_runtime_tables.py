@@ -16,6 +16,7 @@ TABLES: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "runtime_tables.py")
 COMMANDS = dict(TABLES["commands"]())
 
 
+@pytest.mark.system
 def test_every_module_that_logs_has_its_logger_in_the_table() -> None:
     table = TABLES["logger_table"]()
     sources = {path: path.read_text() for path in (ROOT / "zrpc").rglob("*.py")}
@@ -29,6 +30,7 @@ def test_every_module_that_logs_has_its_logger_in_the_table() -> None:
         assert table.count(f"`{name}` |") == len(calls), name
 
 
+@pytest.mark.system
 def test_a_table_row_has_the_text_that_is_logged() -> None:
     row = "| `zrpc.futures` | error | `A call failed, and nobody waited for it` |"
     assert row in TABLES["logger_table"]()

@@ -21,6 +21,7 @@ def test_each_replacement_exists(name: Any, home: Any) -> None:
     assert hasattr(importlib.import_module(home), name)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", MODULES)
 def test_each_module_exists_in_torch(name: Any) -> None:
     importlib.import_module(name)
@@ -30,6 +31,7 @@ def test_no_name_is_both_kept_and_replaced() -> None:
     assert not KEPT & set(REPLACEMENTS)
 
 
+@pytest.mark.system
 def test_each_name_that_is_kept_or_replaced_exists_in_torch() -> None:
     names = {name for module in MODULES for name in vars(importlib.import_module(module))}
     assert (KEPT | set(REPLACEMENTS)) <= names

@@ -41,6 +41,7 @@ def test_a_read_message_is_written_back() -> None:
             assert message.first_frame() == data
 
 
+@pytest.mark.system
 @settings(max_examples=max(200, INPUTS // 100), deadline=None)
 @given(st.integers(0, 2**64 - 1))
 def test_mutated_messages_are_read_or_refused(seed: int) -> None:
@@ -52,6 +53,7 @@ def test_mutated_messages_are_read_or_refused(seed: int) -> None:
         raise AssertionError(f"{data.hex()} raised {error!r}") from error
 
 
+@pytest.mark.system
 @settings(max_examples=min(INPUTS, 100_000) // 3, deadline=None)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:

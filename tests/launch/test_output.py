@@ -4,6 +4,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from zrpc.launch.console import Console
 from zrpc.launch.output import Output, last_traceback
 
@@ -54,6 +56,7 @@ def test_waiting_for_an_open_stream_has_a_timeout() -> None:
     os.close(null)
 
 
+@pytest.mark.system
 def test_drain_waits_for_a_slow_reader_until_it_is_cancelled() -> None:
     reading, writing = os.pipe()
     output = Output(Console(stdout=writing, stderr=writing))

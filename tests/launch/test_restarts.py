@@ -230,6 +230,7 @@ def test_a_store_process_that_fails_is_an_error() -> None:
         inbox.close()
 
 
+@pytest.mark.system
 def test_a_launch_that_joins_waits_for_the_store_as_long_as_workers_do(
     monkeypatch: pytest.MonkeyPatch, free_port: int
 ) -> None:

@@ -286,6 +286,7 @@ def test_each_peer_is_lost_at_most_once_and_never_without_a_sign(
                     assert now - max(last_sign[member], *waits_for, 0.0) <= LIMIT
 
 
+@pytest.mark.system
 @settings(deadline=None, max_examples=50)
 @given(stops=st.floats(0.0, 60.0), phase=st.floats(0.0, 1.0), limit=st.floats(0.5, 60.0))
 def test_a_stop_at_any_moment_is_noticed_within_the_limit(

@@ -40,6 +40,7 @@ def entries(draw: st.DrawFn) -> tuple[str, str]:
     return text, host
 
 
+@pytest.mark.system
 @given(st.lists(entries(), min_size=1, max_size=5))
 def test_the_first_host_of_any_list(all_entries: list[tuple[str, str]]) -> None:
     assert first_host(",".join(text for text, _ in all_entries)) == all_entries[0][1]

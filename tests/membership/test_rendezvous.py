@@ -164,6 +164,7 @@ def test_a_host_that_exits_before_all_have_published_where_they_listen() -> None
         exchange(store, [record(0, 2), record(1, 2)], 1, "here", SOON)
 
 
+@pytest.mark.system
 def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
     host = PlayedHost(2)
     host.entries.get("record/1")
@@ -191,6 +192,7 @@ def test_workers_that_left_again_are_named(connect: Connect) -> None:
     assert "left again, or are from an earlier run" in str(error)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("secret", [None, ClusterSecret("b" * 32)])
 def test_a_store_of_another_mesh_is_named(secret: ClusterSecret | None) -> None:
     """Rank 0 finds the port in use; the others connect to what they take for its store."""
@@ -280,6 +282,7 @@ def test_one_rank_twice_of_which_the_first_is_slow(
     assert "rank 1 is not unique" in str(error)
 
 
+@pytest.mark.system
 def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +308,7 @@ def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
     assert met == [records]
 
 
+@pytest.mark.system
 def test_world_sizes_that_differ(connect: Connect) -> None:
     errors = start(connect, [record(0, 2), record(1, 3)], timeout=0.5)()
     for error in errors:
@@ -313,6 +317,7 @@ def test_world_sizes_that_differ(connect: Connect) -> None:
         assert "one of" in str(error)
 
 
+@pytest.mark.system
 def test_a_smaller_world_is_reported(connect: Connect) -> None:
     # Rank 0 of two sees both, rank 2 of three waits for the others of its world.
     errors = start(connect, [record(0, 2), record(1, 2), record(2, 3)], timeout=0.3)()
@@ -367,6 +372,7 @@ def test_identities_have_the_form_that_zeromq_requires() -> None:
     assert len(identity) == 23
 
 
+@pytest.mark.system
 def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

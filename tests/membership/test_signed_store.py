@@ -98,6 +98,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.system
 @settings(deadline=None)
 @given(values | st.dictionaries(st.sampled_from(list(PeerRecord.__slots__)), values))
 def test_json_that_is_not_a_peer_record(value: Any) -> None:
@@ -226,6 +227,7 @@ def test_the_record_of_another_rank_is_refused() -> None:
     assert "expected the record of rank 1, found that of 2" in str(error)
 
 
+@pytest.mark.system
 def test_a_replayed_worker_is_not_met() -> None:
     # All that rank 1 wrote in an earlier run, with the right secret, is written again.
     earlier = RecordingStore()
@@ -282,6 +284,7 @@ class RecordingStore(dist.Store):
         return all(key in self.entries for key in keys)
 
 
+@pytest.mark.system
 def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
     store = dist.HashStore()
     first = start(store, (record(0, 2), GOOD))

@@ -163,6 +163,7 @@ def greet(connection: socket.socket) -> None:
     connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("serve", [no_answer, hang_up, greet])
 def test_a_port_of_another_program_is_named_by_all_ranks(
     serve: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def test_an_answer_is_not_kept(requests: StoreThread) -> None:
     assert answer() is None
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("no_leaks")
 def test_a_request_without_an_answer_holds_up_no_other(requests: StoreThread) -> None:
     answer, threads = threading.Event(), []

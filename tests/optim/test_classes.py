@@ -49,6 +49,7 @@ def test_the_classes_include_the_usual_ones() -> None:
     assert {"SGD", "Adam", "AdamW", "LBFGS", "SparseAdam", "Rprop"} <= set(CLASSES)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", sorted(set(CLASSES) - {"LBFGS", "SparseAdam"}))
 def test_each_class_steps_over_three_owners(mesh: Mesh, name: str) -> None:
     """One owner is the worker with the optimizer."""
@@ -194,6 +195,7 @@ def test_zero_grad_clears_gradients_on_all_owners(mesh: Mesh) -> None:
 # The state.
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop"])
 def test_training_continues_from_a_saved_state(mesh: Mesh, name: str, tmp_path: Path) -> None:
     options = OPTIONS.get(name, {"lr": 0.1})

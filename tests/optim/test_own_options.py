@@ -138,6 +138,7 @@ def test_a_rate_in_a_tensor_that_a_scheduler_changes_in_place(mesh: Mesh) -> Non
     mesh.run(0, run)
 
 
+@pytest.mark.system
 @RATES
 def test_the_state_has_what_the_optimizer_has_changed(
     mesh: Mesh, rate: str, tmp_path: Path

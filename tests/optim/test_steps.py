@@ -89,6 +89,7 @@ def test_step_uses_the_gradients_of_its_context_only(mesh: Mesh) -> None:
 # Many at once.
 
 
+@pytest.mark.system
 def test_no_step_of_many_trainers_is_lost(mesh: Mesh) -> None:
     """They share a parameter, and each step uses its own gradients."""
     count, steps = 16, 5
@@ -127,6 +128,7 @@ class Checked(torch.optim.Optimizer):
             Checked.running.discard(id(p))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["one optimizer", "several", "overlapping"])
 def test_steps_over_a_parameter_run_one_after_another(mesh: Mesh, kind: str) -> None:
     Checked.running.clear()
@@ -277,6 +279,7 @@ def test_two_rrefs_of_one_parameter_are_refused(mesh: Mesh) -> None:
     mesh.run(0, run)
 
 
+@pytest.mark.system
 def test_step_hooks_run_on_this_worker(mesh: Mesh) -> None:
     def run() -> None:
         rref = make("w", 1)

@@ -192,6 +192,7 @@ def test_hooks_of_two_passes_that_step_over_both_parameters(mesh: Mesh) -> None:
     assert [state_of(name) for name in names] == [(0.0, 7.0)] * 2
 
 
+@pytest.mark.system
 def test_trainers_without_locks_over_parameters_with_hooks(mesh: Mesh) -> None:
     """Hogwild: each step uses the gradients of its own context, and none is lost."""
     trainers, rounds = 4, 10

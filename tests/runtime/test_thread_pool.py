@@ -159,6 +159,7 @@ def test_relieve_starts_nothing_if_nothing_is_queued(make_pool: MakePool, jobs: 
     assert len(pool._threads) == 2
 
 
+@pytest.mark.system
 @pytest.mark.skipif("sys.platform != 'linux'", reason="needs the processor time of a thread")
 def test_relieve_does_not_replace_working_threads(make_pool: MakePool) -> None:
     pool, stop = make_pool(1), threading.Event()

@@ -94,6 +94,7 @@ def test_one_that_takes_no_part(mesh: Mesh) -> None:
         mesh.run(0, gather, 1, ["worker0", "nobody"])
 
 
+@pytest.mark.system
 def test_nobody_passes_a_barrier_before_the_last_has_come(mesh: Mesh) -> None:
     passed = threading.Semaphore(0)
 
@@ -177,6 +178,7 @@ def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
     until(lambda: not any(layer._begun or layer._oldest for layer in layers))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(faults=True, options={"heartbeat_timeout": 1.0})
 @pytest.mark.parametrize("pair", [(1, 2), (0, 1)], ids=["two others", "the collector"])
 def test_two_that_have_lost_each_other(mesh: Mesh, pair: tuple[int, int]) -> None:
@@ -197,6 +199,7 @@ def test_two_that_have_lost_each_other(mesh: Mesh, pair: tuple[int, int]) -> Non
     assert left(mesh) == [0, 0, 0]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(faults=True, options={"heartbeat_timeout": 1.0})
 def test_one_that_was_declared_dead_and_has_ended_is_not_counted(mesh: Mesh) -> None:
     mesh.run(0, rpc.rpc_sync, 2, echo, (1,))

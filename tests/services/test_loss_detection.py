@@ -130,6 +130,7 @@ def test_the_others_go_on(caller: Mesh) -> None:
     assert before.wait() == "done"
 
 
+@pytest.mark.system
 def test_what_takes_long_is_not_lost(caller: Mesh) -> None:
     """Handlers, and messages of all sizes in both directions, by a network that is slow."""
     source = random.Random(7)
@@ -142,6 +143,7 @@ def test_what_takes_long_is_not_lost(caller: Mesh) -> None:
             assert future.wait() in (SMALL, LARGE)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["question", "answer"])
 def test_a_question_that_is_lost_is_asked_again(caller: Mesh, way: tuple[int, int]) -> None:
     future = zrpc.rpc_async(1, wait, timeout=0)

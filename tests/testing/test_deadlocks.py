@@ -9,6 +9,7 @@ from tests.support.waiting_circle import holds_up_its_loop
 from zrpc.testing import MeshTimeout, local_mesh
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore:coroutine 'coroutine' was never awaited")
 def test_the_report_of_a_hang_names_the_deadlock() -> None:
     def hang() -> None:

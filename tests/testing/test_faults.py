@@ -31,6 +31,7 @@ def error_of(to: int, timeout: float = -1.0) -> str:
     return "none"
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True)
 @kinds
 def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh: MakeMesh, processes: bool) -> None:
@@ -45,6 +46,7 @@ def test_a_cut_that_is_mended_in_time_loses_nothing(make_mesh: MakeMesh, process
     assert [future.result(WAIT_SECONDS) for future in waiting] == [2, 2]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": HEARTBEAT_SECONDS})
 def test_after_a_lasting_cut_each_worker_declares_the_other_dead(mesh: Mesh) -> None:
     """Both processes run and no connection was closed: only the missing heartbeats show it."""
@@ -61,6 +63,7 @@ def test_after_a_lasting_cut_each_worker_declares_the_other_dead(mesh: Mesh) -> 
     assert mesh.run(1, call, 2) == 2
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(faults=True)
 def test_delays_add_up(mesh: Mesh) -> None:
     assert mesh.run(0, call, 1) == 2
@@ -75,6 +78,7 @@ def test_delays_add_up(mesh: Mesh) -> None:
     assert fault.happened == 0
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True)
 def test_a_call_or_an_answer_can_be_dropped(mesh: Mesh) -> None:
     for sender, receiver in ((0, 1), (1, 0)):

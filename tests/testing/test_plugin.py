@@ -120,6 +120,7 @@ def test_broken(mesh):
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_hang_is_reported_with_all_stacks(run_tests: RunTests, processes: bool) -> None:
     timeout = 1.5 if processes else 0.5  # a process starts slowly on a busy machine
@@ -152,6 +153,7 @@ def test_after():
     )
 
 
+@pytest.mark.system
 def test_a_hang_in_the_test_itself_is_interrupted(run_tests: RunTests) -> None:
     """Even if its main thread waits for a call that is never answered."""
     result = run_tests(
@@ -188,6 +190,7 @@ def test_after():
     result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
 
 
+@pytest.mark.system
 def test_a_test_that_swallows_the_timeout_does_not_pass(run_tests: RunTests) -> None:
     result = run_tests(
         """
@@ -204,6 +207,7 @@ def test_swallow(mesh):
     result.stdout.fnmatch_lines(["*ERROR at teardown of test_swallow*", "E *MeshTimeout: *"])
 
 
+@pytest.mark.system
 def test_a_hang_at_the_end_of_a_test_is_an_error(run_tests: RunTests) -> None:
     """A worker is still running a function whose result the test did not wait for."""
     result = run_tests(
@@ -350,6 +354,7 @@ def test_the_report_shows_the_output_of_worker_processes(
     result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))
 
 
+@pytest.mark.system
 def test_a_rerun_test_starts_from_scratch(pytester: pytest.Pytester, run_tests: RunTests) -> None:
     """Some plugins rerun failed tests."""
     pytester.makeconftest(

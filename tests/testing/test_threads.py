@@ -100,6 +100,7 @@ def test_the_first_failure_names_the_others(mesh: Mesh) -> None:
     assert "worker0" not in cause
 
 
+@pytest.mark.system
 def test_a_failure_does_not_wait_for_hanging_workers(mesh: Mesh) -> None:
     end, ended = threading.Event(), []
 
@@ -145,6 +146,7 @@ def test_local_mesh_needs_no_fixtures() -> None:
         assert mesh.run(2, zrpc.rpc_sync, "worker0", max, args=(1, 2)) == 2
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("no_leaks")
 def test_a_hang_in_local_mesh_ends() -> None:
     end, ended = threading.Event(), []
@@ -175,6 +177,7 @@ def enter_and_wait() -> None:
     end.wait(20)
 
 
+@pytest.mark.system
 def test_a_worker_that_hangs_in_a_call_is_released(mesh: Mesh) -> None:
     """Closing the agent fails its calls, which lets the thread stop."""
     waiting = mesh.submit(0, zrpc.rpc_sync, "worker1", enter_and_wait, timeout=0)
@@ -187,6 +190,7 @@ def test_a_worker_that_hangs_in_a_call_is_released(mesh: Mesh) -> None:
     end.set()
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(elastic=True)
 def test_a_worker_leaves_an_elastic_mesh(mesh: Mesh) -> None:
     mesh.run(1, zrpc.shutdown)  # waits for no other worker here

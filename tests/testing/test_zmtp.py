@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ def ready(identity: bytes) -> bytes:
     return encoded(body, command=True)
 
 
+@pytest.mark.system
 @given(messages=Frames, identity=st.binary(max_size=40), cuts=st.lists(st.integers(1, 700)))
 def test_a_stream_is_split_alike_in_any_pieces(
     messages: list[list[bytes]], identity: bytes, cuts: list[int]

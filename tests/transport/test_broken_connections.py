@@ -67,6 +67,7 @@ def counts_agree(mesh: Mesh) -> bool:
     )
 
 
+@pytest.mark.system
 def test_a_break_within_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
     """The error comes at once, and says whether the function ran. The next call works."""
     which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
@@ -100,6 +101,7 @@ class FailsOnce:
         return self._socket.send(*args)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("good", [0, 1, 2, 3, 7])
 def test_a_large_message_that_is_sent_in_part(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, good: int
@@ -164,6 +166,7 @@ def test_connections_are_kept_alive(mesh: Mesh) -> None:
     until(lambda: "02" in timers())  # the keepalive timer, when everything is acknowledged
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("relay", ["call"], indirect=True)
 def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> None:
     with mesh.agent(0).as_current():
@@ -242,6 +245,7 @@ def call_until(
                 said.append((number, str(error)))
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("often")
 def test_connections_that_break_again_and_again(mesh: Mesh) -> None:
     """No call waits forever, and its error says correctly whether the function ran."""

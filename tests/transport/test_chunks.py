@@ -70,6 +70,7 @@ def chunk(index: int, number: int, *sizes: int) -> bytes:
 messages = st.lists(st.binary(max_size=5 * SMALL), min_size=1, max_size=5)
 
 
+@pytest.mark.system
 @anything
 @given(messages)
 @pytest.mark.usefixtures("small_chunks")
@@ -84,6 +85,7 @@ def test_messages_are_reassembled(frames: list[bytes]) -> None:
     assert as_bytes(assembler.add("w0", header, parts)) == frames
 
 
+@pytest.mark.system
 @anything
 @given(messages, messages, st.randoms())
 @pytest.mark.usefixtures("small_chunks")
@@ -125,6 +127,7 @@ def test_an_incomplete_message_is_reported_once(missing: list[int]) -> None:
     assert not assembler.busy
 
 
+@pytest.mark.system
 @anything
 @given(st.permutations(range(5)), st.permutations(range(5)), st.randoms())
 @pytest.mark.usefixtures("small_chunks")
@@ -199,6 +202,7 @@ def test_malformed_chunks_are_refused(header: bytes, frames: list[bytes], reason
         Receiver().add("w0", header, frames)
 
 
+@pytest.mark.system
 @anything
 @given(st.lists(st.tuples(st.binary(max_size=70), st.lists(st.binary(max_size=9), max_size=3))))
 def test_any_bytes_are_a_chunk_or_refused(stream: list[Any]) -> None:

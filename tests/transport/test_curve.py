@@ -445,6 +445,7 @@ def closed_after(made: socket.socket) -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "first",
     [b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)],

@@ -27,6 +27,7 @@ def fed(unpacker: Unpacker, data: bytes | bytearray) -> list[Any]:
     return messages
 
 
+@pytest.mark.system
 @given(MESSAGES, st.data())
 def test_messages_are_found_wherever_the_stream_is_cut(
     messages: list[Any], data: st.DataObject
@@ -39,6 +40,7 @@ def test_messages_are_found_wherever_the_stream_is_cut(
     assert [(first, list(buffers)) for first, buffers in found] == messages
 
 
+@pytest.mark.system
 @given(MESSAGES)
 def test_messages_are_found_in_single_bytes(messages: list[Any]) -> None:
     unpacker, found = Unpacker(), []

@@ -70,6 +70,7 @@ def endpoint(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     }[request.param]
 
 
+@pytest.mark.system
 def test_a_peer_answers_until_it_closes_and_when_it_is_back(
     context: zmq.Context[Any], heartbeats: Heartbeats, endpoint: str
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_peer_answers_until_it_closes_and_when_it_is_back(
     inbox.close()
 
 
+@pytest.mark.system
 def test_a_peer_that_accepts_but_does_not_answer_causes_no_event(
     context: zmq.Context[Any], heartbeats: Heartbeats, tmp_path: Path
 ) -> None:

@@ -94,6 +94,7 @@ def test_a_worker_sends_to_itself(pair: Pair) -> None:
     assert received(network) == (b"z0", b"to myself", [b"x" * 100_000])
 
 
+@pytest.mark.system
 def test_messages_of_one_sender_stay_in_order(pair: Pair) -> None:
     first, second = pair.networks
     for number in range(500):
@@ -142,6 +143,7 @@ def test_sent_bytes_are_copied(pair: Pair) -> None:
     assert received(second)[2] == [b"before" * 20_000]
 
 
+@pytest.mark.system
 def test_any_thread_may_send(pair: Pair) -> None:
     first, second = pair.networks
 

@@ -41,6 +41,7 @@ def test_small_messages_use_direct_connections(networks: list[Network]) -> None:
     assert received(networks[1]) == (b"z0", b"first", [b"a", b"b", b"c"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("first", "buffers"),
     [
@@ -126,6 +127,7 @@ def test_room_wakes_a_receiving_thread_to_send_the_queue(networks: list[Network]
     assert not sleeper.is_alive()
 
 
+@pytest.mark.system
 def test_a_peer_that_reads_nothing_does_not_hold_up_another_at_close(
     networks: list[Network],
 ) -> None:

@@ -82,6 +82,7 @@ headers = st.builds(
 )
 
 
+@pytest.mark.system
 @given(
     st.one_of(
         st.binary(max_size=100),

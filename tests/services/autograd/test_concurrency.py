@@ -92,6 +92,7 @@ def test_micro_batches_through_a_pipeline(mesh: Mesh) -> None:
     assert_as_local(mesh, model, LEAVES)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("count", [2, 16])
 def test_contexts_over_the_same_parameters(make_mesh: MakeMesh, count: int) -> None:
     """Trainers at one parameter worker: threads of one process each."""
@@ -127,6 +128,7 @@ def test_contexts_over_the_same_parameters(make_mesh: MakeMesh, count: int) -> N
     assert_freed(mesh)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("hooked", ["no hooks", "hooks"])
 def test_contexts_that_go_through_all_workers_in_both_directions(
     make_mesh: MakeMesh, hooked: str
@@ -205,6 +207,7 @@ def test_two_passes_at_once_in_one_context(mesh: Mesh) -> None:
     torch.testing.assert_close(list(found), expected)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 2})
 def test_more_contexts_than_threads(mesh: Mesh) -> None:
     """Passes that wait hold no thread that others need."""
@@ -258,6 +261,7 @@ def test_calls_go_on_while_a_pass_runs(mesh: Mesh) -> None:
     assert_freed(mesh)
 
 
+@pytest.mark.system
 def test_grad_is_left_to_those_that_use_it(mesh: Mesh) -> None:
     """Ordinary training goes on beside contexts, over the same parameter."""
     w = leaf(3, seed=30)

@@ -116,6 +116,7 @@ def objects() -> Any:
     return {kind.__name__: sum(issubclass(k, kind) for k in found) for kind in kinds}
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, timeout=180)
 def test_many_contexts_leave_nothing(mesh: Mesh) -> None:
     def once() -> None:
@@ -214,6 +215,7 @@ def test_a_failed_pass_is_freed_too(mesh: Mesh) -> None:
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, timeout=60, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(mesh: Mesh) -> None:
     """The others still reach the creator. The end of the context frees them, as always."""

@@ -73,6 +73,7 @@ def part(member: int, edges: list[set[int]]) -> Dependencies:
     return Dependencies(arrived, sent)
 
 
+@pytest.mark.system
 @given(
     st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
     st.sets(st.integers(0, 29), max_size=3),
@@ -114,6 +115,7 @@ def test_a_used_tensor_that_its_sender_has_no_more() -> None:
         used.learn(MemberId(1), Dependencies([], {}))
 
 
+@pytest.mark.system
 @given(
     st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
     st.sets(st.integers(0, 29), max_size=3),

@@ -167,6 +167,7 @@ def test_a_call_whose_timeout_passed(mesh: Mesh, late: str) -> None:
     assert_freed(mesh)
 
 
+@pytest.mark.system
 def test_a_future_that_nobody_awaits(mesh: Mesh) -> None:
     def run() -> Any:
         with dist_autograd.context() as context_id:

@@ -212,6 +212,7 @@ def test_a_pass_after_one_that_failed_in_the_same_context(mesh: Mesh) -> None:
     assert_usable(mesh)
 
 
+@pytest.mark.system
 def test_many_failures_leave_no_threads_behind(mesh: Mesh) -> None:
     def threads() -> Any:
         return sum(t.name.startswith("zrpc-") for t in threading.enumerate())

@@ -113,6 +113,7 @@ def test_only_the_senders_of_messages_that_went_elsewhere_are_asked(mesh: Mesh) 
     assert counts[Kind.DEPENDENCIES] == 2
 
 
+@pytest.mark.system
 def test_a_tensor_of_many_sources(mesh: Mesh) -> None:
     """The message does not say them, so its sender is asked."""
 

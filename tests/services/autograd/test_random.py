@@ -329,18 +329,21 @@ def check_at_once(workers: Any, cases: list[Case]) -> None:
         until(lambda layer=layer: len(layer) == 0)
 
 
+@pytest.mark.system
 @thorough(EXAMPLES)
 @given(program=PROGRAMS, roots=ROOTS, passes=PASSES)
 def test_random_graphs(workers: Any, program: Any, roots: Any, passes: Any) -> None:
     check_at_once(workers, [Case(program, roots, passes)])
 
 
+@pytest.mark.system
 @thorough(FEWER)
 @given(program=PROGRAMS, roots=ROOTS, passes=PASSES)
 def test_random_graphs_over_tcp(tcp_workers: Any, program: Any, roots: Any, passes: Any) -> None:
     check_at_once(tcp_workers, [Case(program, roots, passes)])
 
 
+@pytest.mark.system
 @thorough(FEWER)
 @given(program=PROGRAMS, roots=ROOTS)
 def test_random_graphs_with_a_ddp_module(
@@ -358,6 +361,7 @@ def _hooked() -> Iterator[None]:
         hook.remove()
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("_hooked")
 @thorough(FEWER)
 @given(

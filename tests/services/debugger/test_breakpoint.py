@@ -78,6 +78,7 @@ def test_handler_shows_its_variables_and_can_change_them(mesh: Mesh) -> None:
     assert "goes on" in terminal.read_to_end()
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_no_call_of_the_mesh_times_out_while_a_worker_stands(mesh: Mesh) -> None:
     nested = mesh.submit(0, zrpc.rpc_sync, 1, stops_for, ("worker2", 1), timeout=TIMEOUT)
@@ -97,6 +98,7 @@ def test_no_call_of_the_mesh_times_out_while_a_worker_stands(mesh: Mesh) -> None
     until(lambda: not any(stands(mesh, at, 2) for at in range(3)))
 
 
+@pytest.mark.system
 def test_future_that_nobody_waits_for_does_not_time_out(mesh: Mesh) -> None:
     future = mesh.run(0, zrpc.rpc_async, 1, stops, (1,), None, TIMEOUT)
     terminal = Attached(mesh, 1)
@@ -107,6 +109,7 @@ def test_future_that_nobody_waits_for_does_not_time_out(mesh: Mesh) -> None:
     assert future.wait() == 3
 
 
+@pytest.mark.system
 def test_deadlines_pass_again_afterwards(mesh: Mesh) -> None:
     called = mesh.run(0, zrpc.rpc_async, 1, stops, (1,))
     terminal = Attached(mesh, 1)
@@ -220,6 +223,7 @@ def test_outside_of_a_mesh_the_program_goes_on(capfd: pytest.CaptureFixture[str]
     assert "but goes on: there is no terminal" in capfd.readouterr().err
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("attached", [False, True])
 def test_worker_that_leaves_lets_the_handler_go_on(mesh: Mesh, attached: bool) -> None:
     called = mesh.submit(0, zrpc.rpc_sync, 1, stops, (1,))
@@ -241,6 +245,7 @@ def passes_on(worker: str) -> None:
     zrpc.rpc_sync(worker, raises, ("inner",))
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_post_mortem_opens_only_on_the_worker_that_raised(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch

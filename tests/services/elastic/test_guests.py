@@ -88,6 +88,7 @@ def check(agents: list[Agent], have_guest: Callable[[str], None]) -> None:
     assert before.left_behind(within=LATE) == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("graceful", [True, False], ids=["gracefully", "at once"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_guests_that_leave(elastic: Elastic, transport: str, graceful: bool) -> None:
@@ -149,6 +150,7 @@ def test_guests_that_are_killed(
     PrivateDirectory().remove()
 
 
+@pytest.mark.system
 def test_the_mailbox_by_which_a_worker_is_told_that_it_was_declared_dead_is_closed(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,7 @@ def test_contexts_of_the_old_incarnation_are_forgotten(
         until(lambda: len(layer) == 0, "the context is forgotten")
 
 
+@pytest.mark.system
 def test_several_restarts(workers: list[Agent], restart: Callable[..., Agent]) -> None:
     for count in (1, 2, 3):
         new = restart(count)
@@ -212,6 +213,7 @@ def test_all_shut_down_gracefully_with_the_new_incarnation(
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.system
 def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
     elastic: Elastic, workers: list[Agent]
 ) -> None:
@@ -241,6 +243,7 @@ def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> No
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
 
 
+@pytest.mark.system
 def test_a_worker_that_comes_back_after_the_others_have_left(
     elastic: Elastic, workers: list[Agent]
 ) -> None:
@@ -256,6 +259,7 @@ def test_a_worker_that_comes_back_after_the_others_have_left(
         elastic.join("w1", 1, restarts=1)
 
 
+@pytest.mark.system
 def test_missing_ranks_are_named(elastic: Elastic) -> None:
     elastic.world_size = 3
     with pytest.raises(rpc.RendezvousError, match=r"within 0\.5 s, but ranks 1-2 are missing"):

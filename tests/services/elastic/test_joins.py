@@ -68,6 +68,7 @@ def test_any_kind_of_store_works(elastic: Elastic, tmp_path: Path, kind: str) ->
     assert [call(agents[i], f"w{(i + 1) % 3}") for i in range(3)] == [2] * 3
 
 
+@pytest.mark.system
 def test_free_ranks_are_given_to_workers_without_one(elastic: Elastic) -> None:
     chosen = elastic.join("chosen", 1)
     others = [elastic.join(f"other{i}") for i in range(2)]
@@ -75,6 +76,7 @@ def test_free_ranks_are_given_to_workers_without_one(elastic: Elastic) -> None:
     assert ranks == [1, 0, 2]
 
 
+@pytest.mark.system
 def test_many_join_at_once(elastic: Elastic) -> None:
     with ThreadPoolExecutor(8) as pool:
         agents = list(pool.map(lambda i: elastic.join(f"w{i}"), range(8)))
@@ -86,6 +88,7 @@ def test_many_join_at_once(elastic: Elastic) -> None:
         assert len(agent.membership.living) == 8
 
 
+@pytest.mark.system
 def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     steady = elastic.join_all(2)
     stop = threading.Event()
@@ -120,6 +123,7 @@ def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     assert call(steady[0], "w1") == 2
 
 
+@pytest.mark.system
 @pytest.mark.skipif(not supports_curve(), reason="needs CURVE")
 def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     elastic.options["transport"] = "tcp"
@@ -228,6 +232,7 @@ def test_a_worker_that_a_member_does_not_trust(
         rpc.rpc_sync("second", max, (1, 2))
 
 
+@pytest.mark.system
 def test_a_join_times_out_if_a_member_does_not_answer(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +270,7 @@ def test_the_mesh_goes_on_without_its_store(
         rpc.rpc_sync("w0", max, (1, 2))
 
 
+@pytest.mark.system
 def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
     elastic: Elastic,
 ) -> None:

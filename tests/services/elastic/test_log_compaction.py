@@ -221,6 +221,7 @@ moves = st.one_of(
 )
 
 
+@pytest.mark.system
 @given(st.lists(moves, min_size=10, max_size=60))
 @settings(max_examples=30, deadline=None)
 def test_all_workers_agree_whatever_happens_in_between(moves: list[tuple[str, int, int]]) -> None:
@@ -248,6 +249,7 @@ def test_all_workers_agree_whatever_happens_in_between(moves: list[tuple[str, in
     assert world.surplus() <= MAX_SURPLUS + killed
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("write_to_deleted_places", [False, True])
 @pytest.mark.parametrize("lives", [2, 5])
 def test_a_worker_frozen_at_any_step_recovers(lives: int, write_to_deleted_places: bool) -> None:

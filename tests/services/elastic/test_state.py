@@ -225,6 +225,7 @@ def test_no_worker_is_taken_for_another_whatever_the_events(
         assert not state.members.keys() & state.departed.keys()
 
 
+@pytest.mark.system
 @given(st.lists(events, max_size=40), st.integers(0, 40))
 @settings(max_examples=60, deadline=None)
 def test_a_snapshot_replaces_all_earlier_events(

@@ -143,6 +143,7 @@ def wait_until_nothing_is_said(mesh: Mesh) -> None:
 BUSY = r"the only thread of its pool has been busy for \d+ s and (a request waits|2 requests wait)"
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Gate) -> None:
@@ -172,6 +173,7 @@ def test_the_description_of_a_loss_says_that_the_pool_was_busy(mesh: Mesh, door:
         leaves.result()
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(workers=1, options={"num_worker_threads": 1})
 def test_calls_to_oneself_know_too(mesh: Mesh, door: Gate) -> None:
@@ -207,6 +209,7 @@ async def begins() -> int:
     return 1
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("busy")
 def test_a_time_out_says_that_the_event_loop_is_held_up(mesh: Mesh, door: Gate) -> None:
     with mesh.agent(0).as_current():

@@ -70,6 +70,7 @@ async def calls_and_sleeps() -> str:
     return str(await future)
 
 
+@pytest.mark.system
 def test_a_call_that_a_coroutine_does_not_await_yet_is_none_that_it_waits_for(
     mesh: Mesh, door: Gate
 ) -> None:

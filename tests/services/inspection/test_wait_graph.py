@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,6 +162,7 @@ def test_a_chain_that_comes_back_to_a_thread_that_runs() -> None:
     assert ranks(path) == [0, 1]
 
 
+@pytest.mark.system
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_is_struck_out_is_what_can_end(data: st.DataObject) -> None:

@@ -79,6 +79,7 @@ def mesh_port(
     return make_mesh(2), first_port
 
 
+@pytest.mark.system
 def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> None:
     mesh, port = mesh_port
     for number in range(CALLS):
@@ -117,6 +118,7 @@ def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> 
     assert callee.value("process_resident_memory_bytes") > 2**20
 
 
+@pytest.mark.system
 def test_buckets_are_cumulative(mesh_port: tuple[Mesh, int]) -> None:
     mesh, port = mesh_port
     for _ in range(CALLS):
@@ -131,6 +133,7 @@ def test_buckets_are_cumulative(mesh_port: tuple[Mesh, int]) -> None:
     assert counts[-1] == CALLS
 
 
+@pytest.mark.system
 def test_dashboard_shows_metrics_of_the_page(mesh_port: tuple[Mesh, int]) -> None:
     mesh, port = mesh_port
     mesh.run(0, zrpc.rpc_sync, 1, adds, (1, 2))
@@ -142,6 +145,7 @@ def test_dashboard_shows_metrics_of_the_page(mesh_port: tuple[Mesh, int]) -> Non
     assert used - names == set()
 
 
+@pytest.mark.system
 def test_page_ends_with_the_worker(mesh_port: tuple[Mesh, int]) -> None:
     mesh, port = mesh_port
     assert Page(port).names
@@ -150,6 +154,7 @@ def test_page_ends_with_the_worker(mesh_port: tuple[Mesh, int]) -> None:
         Page(port)
 
 
+@pytest.mark.system
 def test_taken_port_is_logged_and_the_worker_goes_on(
     mesh_port: tuple[Mesh, int], make_mesh: MakeMesh, caplog: pytest.LogCaptureFixture
 ) -> None:

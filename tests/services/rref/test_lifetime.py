@@ -58,6 +58,7 @@ def test_a_value_ends_with_its_only_rref(mesh: Mesh) -> None:
     assert_empty(mesh)
 
 
+@pytest.mark.system
 def test_the_end_of_many_is_sent_in_few_messages(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +163,7 @@ def test_the_last_rref_may_be_anywhere(mesh: Mesh, last: str) -> None:
     assert_empty(mesh)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=4)
 def test_a_user_hands_on_and_forgets(mesh: Mesh) -> None:
     rref = mesh.run(0, zrpc.remote, "worker1", Value, args=("moving",))
@@ -201,6 +203,7 @@ def test_a_thousand_rrefs_leave_nothing(mesh: Mesh) -> None:
     assert_empty(mesh)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
     def work(seed: Any) -> None:

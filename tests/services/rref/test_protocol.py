@@ -35,6 +35,7 @@ SEEDS = st.integers(0, 2**16)
 # -- the properties ------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @thorough
 @given(size=SIZES, schedule=schedules(ORDINARY), seed=SEEDS)
 def test_values_live_as_long_as_references_whatever_the_order(
@@ -43,6 +44,7 @@ def test_values_live_as_long_as_references_whatever_the_order(
     run(size, schedule, seed)
 
 
+@pytest.mark.system
 @thorough
 @given(size=SIZES, schedule=schedules(WITH_LOSSES), seed=SEEDS)
 def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(
@@ -51,6 +53,7 @@ def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(
     run(size, schedule, seed)
 
 
+@pytest.mark.system
 @thorough
 @given(size=SIZES, schedule=schedules(WITH_PARTITIONS), seed=SEEDS)
 def test_nothing_is_kept_when_workers_that_live_lose_each_other(
@@ -169,12 +172,14 @@ MESSAGES = st.builds(
 )
 
 
+@pytest.mark.system
 @given(st.lists(MESSAGES))
 def test_messages_survive_as_bytes(messages: Any) -> None:
     data = b"".join(message.pack() for message in messages)
     assert ReferenceMessage.parse_all(data) == messages
 
 
+@pytest.mark.system
 @given(st.lists(st.builds(Fork, IDS, IDS, RANKS, IDS)))
 def test_forks_survive_as_bytes(forks: Any) -> None:
     assert Fork.unpack_all(b"".join(fork.pack() for fork in forks)) == forks
@@ -247,6 +252,7 @@ class WaitsForAbandonedForks(References):
     def _abandon(self, *_: Any) -> None: ...
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("mutant", "steps"),
     [
@@ -346,6 +352,7 @@ def test_256_members_share_a_reference_with_few_messages() -> None:
     assert network.freed.total() == 1
 
 
+@pytest.mark.system
 def test_256_members_pass_on_a_reference_of_which_half_are_lost() -> None:
     network = Network(256)
     network.create(0, 0)

@@ -208,6 +208,7 @@ def test_local_value_is_the_very_object(mesh: Mesh) -> None:
 # -- a function that fails -----------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
 @pytest.mark.parametrize(
     "error",
@@ -227,6 +228,7 @@ def test_an_error_has_its_own_type_and_args_each_time(mesh: Mesh, to: str, error
     mesh.run(0, at_user)
 
 
+@pytest.mark.system
 def test_an_error_shows_where_it_was_raised(mesh: Mesh) -> None:
     def at_user() -> None:
         rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
@@ -347,6 +349,7 @@ def test_a_call_that_timed_out_shows_at_each_use(mesh: Mesh) -> None:
     mesh.run(0, at_user)
 
 
+@pytest.mark.system
 def test_a_waiting_to_here_gets_the_timeout(mesh: Mesh) -> None:
     def at_user() -> None:
         rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)

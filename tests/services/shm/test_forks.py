@@ -154,6 +154,7 @@ class Stand:
         self.loans = Loans()
 
 
+@pytest.mark.system
 def test_agents_may_start_and_end_while_a_fork_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lent to the others must be kept all the same."""
     layers = weakref.WeakValueDictionary()

@@ -45,6 +45,7 @@ HOLDS = {
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
 def test_a_loan_lasts_as_long_as_anything_of_the_tensor(
     introduced: Mesh, lends: list[Lend], hold: Any

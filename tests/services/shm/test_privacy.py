@@ -76,6 +76,7 @@ def test_one_tensor_twice_in_a_message_is_one_and_in_two_messages_two(introduced
     assert torch.equal(other, large(1))
 
 
+@pytest.mark.system
 def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
     introduced: Mesh, lends: list[Lend]
 ) -> None:

@@ -367,7 +367,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.check_bytes(number)
 
 
-TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine = pytest.mark.system(PoolMachine.TestCase)
 TestPoolMachine.settings = settings(
     max_examples=40,
     stateful_step_count=25,

@@ -469,6 +469,7 @@ def test_meshes_come_and_go(make_mesh: MakeMesh, lends: list[Lend]) -> None:
 # -- many at once ------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, options={"shared_memory": 12 * MIB})
 def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[Lend]) -> None:
     def work(seed: int) -> int:
@@ -496,6 +497,7 @@ def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[L
         assert service_of(introduced, rank).pool.size <= 12 * MIB
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=4)
 def test_all_workers_send_to_all(introduced: Mesh) -> None:
     def work() -> None:

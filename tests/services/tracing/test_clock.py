@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ def exchanges(draw: Any) -> Any:
     return ahead, found
 
 
+@pytest.mark.system
 @patient
 @given(exchanges())
 def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
@@ -47,6 +49,7 @@ def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
         assert abs(offset.seconds - (ahead[worker] - ahead[0])) <= offset.error + SLACK
 
 
+@pytest.mark.system
 @patient
 @given(exchanges())
 def test_a_message_arrives_after_it_was_sent_between_workers_that_call_each_other(

@@ -25,6 +25,7 @@ def names(trace: WorkerTrace) -> list[str]:
     return [each.name for each in trace.records if isinstance(each, SpanRecord)]
 
 
+@pytest.mark.system
 def test_what_is_written_is_read_while_the_worker_runs_and_after(tmp_path: Path) -> None:
     recording = Recording(CAPACITY)
     writer = PartWriter(tmp_path / "new", recording, CAPACITY, describe)
@@ -38,6 +39,7 @@ def test_what_is_written_is_read_while_the_worker_runs_and_after(tmp_path: Path)
     assert names(WorkerTrace.read(path.with_suffix(ENDED))) == ["span 1", "span 2"]
 
 
+@pytest.mark.system
 def test_the_files_are_bounded_and_say_how_many_records_were_dropped(tmp_path: Path) -> None:
     recording = Recording(100)
     record(recording, 0)
