@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator
@@ -187,6 +188,21 @@ def test_table_is_printed_once(mesh: Mesh) -> None:
     assert "Mesh of 2 workers" in done.output
     assert "worker0" in done.output
     assert "running" in done.output
+
+
+def test_workers_have_a_second_to_answer_however_short_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[float] = []
+
+    def find(wanted: Any, timeout: float, numbers: bool) -> Any:
+        given.append(timeout)
+        raise LookupError("there is no mesh")
+
+    monkeypatch.setattr(importlib.import_module("zrpc.cli.top"), "find_meshes", find)
+    for interval in ("0.1", "3"):
+        assert top("--once", "--json", "--interval", interval).exit_code == 1
+    assert given == [1.0, 3.0]
 
 
 def test_workers_are_sorted_by_the_key_and_unknown_ones_are_last() -> None:
