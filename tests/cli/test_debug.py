@@ -90,6 +90,8 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
     raise ValueError(here)
     """,
     )
+    for rank in range(2):  # else one would be in the barrier when the other one exits
+        launched.await_text(f"ValueError: script of {rank}")
     shown = ""
     for _ in range(2):
         shown += launched.read_until("(Pdb) ")

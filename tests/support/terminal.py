@@ -53,13 +53,20 @@ class TerminalProgram:
         """Returns what is shown from the last call on, up to a text."""
         deadline = time.monotonic() + DEADLINE
         while (at := self.seen.find(text, self._read)) < 0:
-            ready, _, _ = select.select(
-                [self._master], [], [], max(0.0, deadline - time.monotonic())
-            )
-            assert ready, f"no {text!r} in time, but {self.seen}"
-            self.seen += os.read(self._master, 65536).decode(errors="replace")
+            self._read_more(text, deadline)
         begun, self._read = self._read, at + len(text)
         return self.seen[begun : self._read]
+
+    def await_text(self, text: str) -> None:
+        """Waits until a text has been shown; the next `read_until` returns it, too."""
+        deadline = time.monotonic() + DEADLINE
+        while text not in self.seen:
+            self._read_more(text, deadline)
+
+    def _read_more(self, text: str, deadline: float) -> None:
+        ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"no {text!r} in time, but {self.seen}"
+        self.seen += os.read(self._master, 65536).decode(errors="replace")
 
     def type(self, text: str) -> None:
         """Types a text; ``\\x03`` is Ctrl-C."""
