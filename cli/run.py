@@ -52,6 +52,9 @@ def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> No
     options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     program = ["-m", script] if module else [script]
     command_line = [sys.executable, *options, *program, *args]
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None if it is closed
+            stream.flush()  # what a sitecustomize has printed, say
     os.execve(sys.executable, command_line, child_environment(os.environ))
 
 

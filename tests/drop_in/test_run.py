@@ -91,7 +91,7 @@ def test_all_children_have_the_drop_in(write: Write, commands: Commands) -> None
 def test_the_users_own_sitecustomize_runs(write: Write, commands: Commands, tmp_path: Path) -> None:
     write("mine/sitecustomize.py", "print('mine', __file__.endswith('mine/sitecustomize.py'))")
     write("program.py", "import sitecustomize, sys; print(sitecustomize.__file__, sys.path)")
-    own = {"PYTHONPATH": str(tmp_path / "mine")}
+    own = {"PYTHONPATH": str(tmp_path / "mine"), "PYTHONUNBUFFERED": ""}
     ours = commands(*RUN, "program.py", **own)
     theirs = commands("program.py", **own)
     # The first line is from the interpreter that runs the command itself.

@@ -344,7 +344,8 @@ def test_terminal_shows_colours_and_sends_one_interrupt(
     start: Start, write: Write, plain: dict[str, str]
 ) -> None:
     script = WAIT.format(before="print('\\x1b[31mred')")
-    terminal = Terminal(start, write(script), nprocs=2, environ={"TERM": "xterm", **plain})
+    environ = {"TERM": "xterm", **plain}
+    terminal = Terminal(start, write(script), nprocs=2, grace=1000, environ=environ)
     rank = b"[1] " if plain else b"\x1b[33m[1]\x1b[0m "
     terminal.read_until(rank + b"ready\r\n")
     terminal.read_until(b"[0]" + (b"" if plain else b"\x1b[0m") + b" ready\r\n")
