@@ -56,8 +56,8 @@ _SYSTEM_FIXTURES = {
 }
 # More workers than this only wait for each other's programs.
 _MAX_WORKERS = 8
-# For each processor: tests wait for about half of their time.
-_WORKERS_PER_PROCESSOR = 2
+# For each processor: tests wait for much of their time.
+_WORKERS_PER_PROCESSOR = 3
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
