@@ -23,8 +23,7 @@ with rpc.session() as worker:
         print(rpc.rpc_sync("worker1", max, args=(1, 2)), rpc.__version__, rpc.__file__)
 """
 
-# Of one group, so that one process builds them.
-pytestmark = [pytest.mark.system, pytest.mark.xdist_group("distribution")]
+pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-# One process reads them all, for all tests.
-pytestmark = pytest.mark.xdist_group("imports")
-
 ROOT = Path(__file__).parents[1]
 FILES = {
     **{

@@ -252,10 +252,13 @@ KILLED = """
     def killed():
         with zrpc.span("the last thing"):
             pass
-        # What is recorded is written soon after; then this worker is killed.
+        # What is recorded is written soon after. Then this worker is killed, and so the launcher
+        # stops the caller too.
         folder = pathlib.Path(os.environ["ZRPC_TRACE"])
-        while not any("the last thing" in path.read_text() for path in folder.glob("*.running")):
-            time.sleep(0.05)
+        for worker, what in ("worker0", "CallRecord"), ("worker1", "the last thing"):
+            (path,) = folder.glob(f"{worker}-*.running")
+            while what not in path.read_text():
+                time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with zrpc.session() as worker:

@@ -184,10 +184,7 @@ TRAINING = """
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """How the program ended; each of its processes takes seconds to import torch.
-
-    Tests that use it belong to the ``xdist_group`` of its name, so that it runs once.
-    """
+    """How the program ended; each of its processes takes seconds to import torch."""
     directory = tmp_path_factory.mktemp("training")
     (directory / "program.py").write_text(dedent(TRAINING))
     with ReservedPort() as port:
@@ -195,7 +192,6 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
         return run_python(directory, *RUN, "program.py", str(port.number), str(directory / "store"))
 
 
-@pytest.mark.xdist_group("training")
 def test_a_process_that_uses_no_rpc_loads_nothing(
     training: subprocess.CompletedProcess[str],
 ) -> None:
@@ -205,7 +201,6 @@ def test_a_process_that_uses_no_rpc_loads_nothing(
     assert {name for name in loaded if "drop_in" not in name} == {"zrpc", "zrpc.errors"}
 
 
-@pytest.mark.xdist_group("training")
 def test_an_unmodified_program_runs_on_zrpc(training: subprocess.CompletedProcess[str]) -> None:
     assert training.stdout.splitlines()[3:] == ["[4.0, 4.0] True zrpc"], training.stderr
     assert training.returncode == 0

@@ -82,10 +82,7 @@ def run(*command: str, env: dict[str, str], cwd: Path | None = None) -> list[str
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[dict[str, str]]:
-    """A Slurm cluster of two nodes on this machine; gives the environment for its commands.
-
-    Tests that use it belong to the ``xdist_group`` of its name, so that one process has it.
-    """
+    """A Slurm cluster of two nodes on this machine; gives the environment for its commands."""
     need("slurm-wlm munge", *_SLURM)
     if os.geteuid() != 0:
         pytest.skip("needs root: slurmd starts tasks as other users")

@@ -12,7 +12,7 @@ import pytest
 from tests.engines.conftest import SECONDS, WORKER, run
 from tests.support.warm import warm_commands
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.engine
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md"
 
 _BATCH = """#!/bin/sh

@@ -14,7 +14,7 @@ from tests.engines.conftest import SECONDS, run
 from tests.support.waiting import until
 from tests.support.warm import warm_commands
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("slurm")]
+pytestmark = pytest.mark.engine
 EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm"
 FOREVER = "1000000000"
 

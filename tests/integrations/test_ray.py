@@ -32,7 +32,7 @@ from zrpc.integrations.ray import (  # noqa: E402
     start_mesh,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.engine
 SECONDS = 120.0
 
 

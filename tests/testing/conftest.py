@@ -6,12 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-# Import these here: pytester forgets modules that were first imported in its own runs, and torch
-# can't be imported twice.
-import zrpc.api
-import zrpc.testing.processes
-import zrpc.testing.startup
-import zrpc.testing.threads  # noqa: F401
+
+@pytest.fixture(scope="session", autouse=True)
+def _imports() -> None:
+    """Imports what pytester would forget after a run of its own: torch can't be imported twice.
+
+    Not above: the process of pytest-xdist that runs no tests reads this file too.
+    """
+    import zrpc.api
+    import zrpc.testing.processes
+    import zrpc.testing.startup
+    import zrpc.testing.threads  # noqa: F401
 
 
 @pytest.fixture

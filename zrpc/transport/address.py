@@ -9,6 +9,7 @@ of a killed worker can be recognized and removed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -107,6 +108,7 @@ def network_key() -> str:
     return f"{_boot_id()}/{namespace}"
 
 
+@functools.cache  # it stays the same until the machine starts again
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -126,9 +128,10 @@ class PrivateDirectory:
     _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
     def __init__(self, prefix: str = _PREFIX) -> None:
-        _check_parent(_parent())
-        _remove_left_behind(_parent(), prefix)
-        self.path = _make(_parent(), prefix)
+        parent = _parent()
+        _check_parent(parent)
+        _remove_left_behind(parent, prefix)
+        self.path = _make(parent, prefix)
         # The file gets its name after it is locked, or a peer could take it for the lock of a
         # dead worker.
         new = self.path / "new"
