@@ -56,15 +56,18 @@ _SYSTEM_FIXTURES = {
 }
 # More workers than this only wait for each other's programs.
 _MAX_WORKERS = 8
-# For each processor: tests wait for much of their time.
+# For each processor: tests wait for much of their time, those that start processes for more.
 _WORKERS_PER_PROCESSOR = 3
+_WORKERS_PER_PROCESSOR_IF_QUICK = 2
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Runs the whole suite on all processors, and parts of it, named by their paths, on one."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
-    return min(_WORKERS_PER_PROCESSOR * len(os.sched_getaffinity(0)), _MAX_WORKERS)
+    quick = config.option.markexpr == "not system"
+    each = _WORKERS_PER_PROCESSOR_IF_QUICK if quick else _WORKERS_PER_PROCESSOR
+    return min(each * len(os.sched_getaffinity(0)), _MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

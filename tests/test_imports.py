@@ -312,6 +312,7 @@ def test_the_modules_were_found() -> None:
     assert "zrpc.agent.agent" in all_imports()["zrpc.bootstrap"].at_load
 
 
+@pytest.mark.system
 def test_no_import_cycles() -> None:
     assert cycle_in({module: own(all_imports()[module].at_load) for module in FILES}) == []
 

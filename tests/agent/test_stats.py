@@ -69,6 +69,7 @@ def test_calls_are_counted_by_function_at_both_ends(mesh: Mesh) -> None:
     assert (caller.name, caller.rank, callee.name, callee.rank) == ("worker0", 0, "worker1", 1)
 
 
+@pytest.mark.system
 def test_the_times_of_a_call_add_up(mesh: Mesh) -> None:
     def call() -> None:
         future = rpc.rpc_async("worker1", hold)
@@ -91,6 +92,7 @@ def test_the_times_of_a_call_add_up(mesh: Mesh) -> None:
     assert made.seconds / 2 <= made.quantile(1) <= 2 * made.seconds
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
 def test_the_time_in_the_queue_is_not_that_of_the_handler(mesh: Mesh) -> None:
     def call() -> None:
@@ -273,6 +275,7 @@ def test_a_lost_worker_is_still_in_the_numbers(mesh: Mesh) -> None:
     assert after.traffic["direct"].bytes_received >= before.traffic["direct"].bytes_received > 0
 
 
+@pytest.mark.system
 def test_no_count_is_lost_if_several_threads_count() -> None:
     table = Table(CallCount)
     numbers, threads = 20_000, 8
@@ -328,6 +331,7 @@ def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     until(lambda: rpc_stats_of(mesh, 0).reconnects, "a heartbeat after that")
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, faults=True)
 def test_lost_messages_are_counted(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # Agents read it as they start.

@@ -372,6 +372,7 @@ def test_strangers_are_not_heard() -> None:
     assert leader.missing == [1]
 
 
+@pytest.mark.system
 @given(
     st.builds(
         TerminationMessage,

@@ -35,6 +35,7 @@ def test_a_timeout_names_function_and_worker(shared: Mesh) -> None:
     )
 
 
+@pytest.mark.system
 def test_a_timeout_says_that_it_is_the_default(mesh: Mesh) -> None:
     with mesh.agent(0).as_current(), Gate() as gate:
         rpc.set_rpc_timeout(0.1)

@@ -120,6 +120,7 @@ def test_one_that_waits_for_its_turn_never_runs(one_thread: Mesh, watched: Watch
     until(lambda: not one_thread.agent(1).pool.active)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
 @pytest.mark.parametrize("end", ["cancel", "timeout"])
 def test_what_is_dropped_leaves_the_queue(one_thread: Mesh, watched: Watched, end: str) -> None:
@@ -214,6 +215,7 @@ def tell_size(watched: Watched, tensor: torch.Tensor) -> int:
     return tensor.numel()
 
 
+@pytest.mark.system
 def test_remote_is_never_cancelled(shared: Mesh, watched: Watched) -> None:
     """Others than its creator may wait for the value."""
     rref = rpc.remote(1, never_cancelled, (watched,), timeout=0.05)

@@ -341,6 +341,7 @@ def test_what_the_io_thread_can_no_longer_send_is_sent_at_the_end(
     assert stays.liveness.reason(0) is Reason.LEFT
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("own_handler")
 @pytest.mark.zrpc(workers=2)
 def test_nothing_is_sent_to_a_worker_lost_meanwhile(

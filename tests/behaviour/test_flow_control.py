@@ -122,6 +122,7 @@ def remaining() -> Any:
     return rpc.current_call().time_remaining()
 
 
+@pytest.mark.system
 def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh: Mesh) -> None:
     """Also for the callee, which else would work on when nobody waits."""
     opener = threading.Timer(0.3, gate.set)

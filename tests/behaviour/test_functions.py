@@ -172,6 +172,7 @@ def test_lambda(shared: Mesh, call: Callable[..., Any], to: int) -> None:
     assert call(to, lambda x: x + 1, (1,)) == 2
 
 
+@pytest.mark.system
 @ways
 def test_closure(shared: Mesh, call: Callable[..., Any]) -> None:
     factor, weights = 3, torch.ones(5000)

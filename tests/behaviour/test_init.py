@@ -85,6 +85,7 @@ def test_duplicate_name() -> None:
         assert "worker name same is not unique" in str(error)
 
 
+@pytest.mark.system
 def test_duplicate_rank() -> None:
     # Who of the two comes last may even join, in place of the other.
     errors = [e for e in start_all(("a", 0, 2), ("b", 1, 2), ("c", 1, 2)) if e is not None]
@@ -263,6 +264,7 @@ def test_without_a_world_size_the_mesh_is_elastic(
             rpc.shutdown()
 
 
+@pytest.mark.system
 def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeypatch: Any) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
@@ -339,6 +341,7 @@ def test_init_again_and_again(alone: int) -> None:
         assert not rpc._is_current_rpc_agent_set()
 
 
+@pytest.mark.system
 def test_nobody_at_the_masters_address(alone: int) -> None:
     begin = time.monotonic()
     with pytest.raises(rpc.RendezvousError, match=f"127.0.0.1:{alone}"):
@@ -360,6 +363,7 @@ def test_a_master_that_ends_while_others_wait(alone: int) -> None:
             joining.result(10)
 
 
+@pytest.mark.system
 def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     with pytest.raises(rpc.RendezvousError, match=r"no-such-host\.invalid"):

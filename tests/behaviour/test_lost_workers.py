@@ -300,6 +300,7 @@ def test_hooks_are_called_for_present_workers(mesh: Mesh) -> None:
     assert names == ["worker0", "worker2"]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_hooks_are_called_for_lost_workers(mesh: Mesh, caplog: Any) -> None:
     told: list[tuple[str, int, str]] = []

@@ -89,6 +89,7 @@ def test_the_workers_are_listed_by_rank(mesh: Mesh) -> None:
     assert mesh.run_all(rpc.world_size) == [3, 3, 3]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_a_lost_worker_is_no_longer_listed_but_counted(mesh: Mesh) -> None:
     mesh.agent(2).close()

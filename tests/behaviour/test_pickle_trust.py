@@ -38,6 +38,7 @@ def call_with(payload: Any) -> bytes:
     return Message(1, 1, 0.0, pickle.dumps((echo, (payload,), {}))).first_frame()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("identity", [b"stranger", b"waker", b"z" + bytes(16)])
 def test_what_a_stranger_sends_is_not_unpickled(caller: Mesh, identity: bytes) -> None:
     _ran.clear()

@@ -179,6 +179,7 @@ def test_it_waits_for_async_execution(mesh: Mesh) -> None:
     assert future.wait() == "late"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: str) -> None:
     """As of the batch that a parameter server never fills."""
@@ -328,6 +329,7 @@ def test_not_graceful_from_a_handler(mesh: Mesh) -> None:
         rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=NOTICED_WITHIN)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_survivors_end_gracefully(mesh: Mesh) -> None:
     mesh.run(1, rpc.shutdown, graceful=False)
@@ -335,6 +337,7 @@ def test_survivors_end_gracefully(mesh: Mesh) -> None:
         each.result(SOON)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
     begun = end(mesh, 2)  # it has told worker0 already

@@ -91,6 +91,7 @@ def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh) -> None:
 # -- from where user code runs ----------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_from_a_hook(mesh: Mesh) -> None:
     """Not gracefully: that would wait for the hook."""
     errors: list[str] = []
@@ -110,6 +111,7 @@ def test_from_a_hook(mesh: Mesh) -> None:
     assert "waits for all handlers" in errors[0]
 
 
+@pytest.mark.system
 def test_from_a_handler_while_another_thread_waits_for_the_others(mesh: Mesh) -> None:
     """A worker that leaves all the same no longer waits for them."""
     waiting = mesh.submit(1, rpc.shutdown)

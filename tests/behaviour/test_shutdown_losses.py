@@ -42,6 +42,7 @@ def test_messages_of_the_shutdown_are_lost(mesh: Mesh, way: tuple[int, int], cou
         assert fault.happened >= 1
 
 
+@pytest.mark.system
 def test_a_call_without_a_timeout_is_lost(mesh: Mesh) -> None:
     with mesh.agent(0).as_current():
         assert zrpc.rpc_sync(1, echo, (1,)) == 1

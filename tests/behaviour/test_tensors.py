@@ -62,6 +62,7 @@ def test_quantized(shared: Mesh, dtype: torch.dtype, size: int) -> None:
     assert torch.equal(received.int_repr(), sent.int_repr())
 
 
+@pytest.mark.system
 @pytest.mark.filterwarnings("ignore")
 def test_quantized_per_channel(shared: Mesh) -> None:
     scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])

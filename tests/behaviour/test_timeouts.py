@@ -119,6 +119,7 @@ def test_the_default_comes_from_the_options(caller: Mesh, gate: Gate, call: Call
         call(1, gate.wait_inside)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"rpc_timeout": 0.1})
 @ways
 @pytest.mark.parametrize("timeout", [0, 20.0, 20])
@@ -230,6 +231,7 @@ def nested_then(gate: Gate, timeout: float) -> Any:
 _ENDED = (rpc.RpcTimeoutError, rpc.RpcCancelledError, asyncio.CancelledError)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("handler", [nested, nested_async, nested_then])
 @pytest.mark.parametrize("timeout", [-1, 0, 15])
 def test_a_nested_call_ends_with_its_caller(

@@ -218,6 +218,7 @@ def test_each_call_is_settled_once_by_its_first_cause(schedule: Any) -> None:
             assert not call.settled
 
 
+@pytest.mark.system
 def test_a_race_for_one_call_has_one_winner(calls: Any) -> None:
     for _ in range(200):
         call = entered_call(calls, peer=0, timeout=0)

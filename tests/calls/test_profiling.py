@@ -22,6 +22,7 @@ def fail() -> None:
     raise KeyError("on purpose")
 
 
+@pytest.mark.system
 def test_calls_have_the_titles_that_torch_gives_them(mesh: Mesh) -> None:
     def program() -> Any:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:

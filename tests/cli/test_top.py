@@ -156,6 +156,7 @@ def test_worker_that_shuts_down_is_leaving_and_then_lost(mesh: Mesh) -> None:
     leaves.result(SOON)
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_lost_worker_is_shown_with_its_reason(mesh: Mesh) -> None:
     mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))

@@ -58,6 +58,7 @@ def test_example(mesh: Any, example: doctest.DocTest) -> None:
     assert mesh.run("worker0", run).failed == 0, "".join(told)
 
 
+@pytest.mark.system
 def test_the_functions_that_programs_call_have_examples() -> None:
     have = {param.id.rpartition(".")[2] for param in _examples()}
     functions = {name for name in zrpc.__all__ if inspect.isfunction(getattr(zrpc, name))}

@@ -216,6 +216,7 @@ def test_a_few_peers_are_all_checked_once_a_tick(detector: FailureDetector) -> N
 # -- for any history -------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @given(
     st.lists(
         st.tuples(

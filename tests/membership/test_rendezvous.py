@@ -79,6 +79,7 @@ def test_late_workers_are_waited_for(connect: Connect) -> None:
     assert first() == [records] * 2
 
 
+@pytest.mark.system
 def test_records_of_an_earlier_mesh_are_not_used(connect: Connect) -> None:
     # The store outlives the mesh, as torchrun's does.
     earlier = [record(rank, 3) for rank in range(3)]
@@ -171,6 +172,7 @@ def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
     assert isinstance(host.end(), StoreLost)
 
 
+@pytest.mark.system
 def test_missing_ranks_are_named(connect: Connect) -> None:
     [first, second] = start(connect, [record(0, 4), record(2, 4)], timeout=0.2)()
     for error in (first, second):
@@ -183,6 +185,7 @@ def test_missing_ranks_are_named(connect: Connect) -> None:
         )
 
 
+@pytest.mark.system
 def test_workers_that_left_again_are_named(connect: Connect) -> None:
     stale = record(1, 2, name="gone")
     start(connect, [stale], timeout=0.05)()
@@ -224,6 +227,7 @@ def start_and_take_part_by_hand(
     return finish, lambda: entries.set(f"{digest}/1/refused", "1")
 
 
+@pytest.mark.system
 def test_rank_0_stays_until_the_others_have_read_why(connect: Connect) -> None:
     # It might close the store, and the others would report a lost connection.
     finish, read = start_and_take_part_by_hand(connect)
@@ -256,6 +260,7 @@ def test_one_rank_twice() -> None:
     assert others() == last()
 
 
+@pytest.mark.system
 def test_one_rank_twice_of_which_the_first_is_slow(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def test_ranks_in_the_url_are_ignored(tmp_path: Path) -> None:
     store.set("key", "value")
 
 
+@pytest.mark.system
 def test_a_missing_master_is_named(free_port: int) -> None:
     begun = time.monotonic()
     with pytest.raises(
@@ -180,6 +181,7 @@ def test_a_port_of_another_program_is_named_by_all_ranks(
     assert capfd.readouterr().err == ""  # no stack of C++ frames
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_master_with_an_unknown_name(rank: int) -> None:
     with pytest.raises(

@@ -56,6 +56,7 @@ def test_each_class_steps_over_three_owners(mesh: Mesh, name: str) -> None:
     mesh.run(0, compare, CLASSES[name], [1, 0, 2, 1], **OPTIONS.get(name, {"lr": 0.1}))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("owner", [0, 1])
 def test_lbfgs_steps_over_one_owner(mesh: Mesh, owner: int) -> None:
     """It needs all its parameters together, and so one owner."""

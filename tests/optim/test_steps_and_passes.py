@@ -88,6 +88,7 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["hooks", "reduced"])
 def test_a_pass_waits_for_a_step(mesh: Mesh, request: pytest.FixtureRequest, kind: str) -> None:
     """With hooks on the parameter, or if it is part of a DDP module."""
@@ -110,6 +111,7 @@ def test_a_pass_waits_for_a_step(mesh: Mesh, request: pytest.FixtureRequest, kin
     assert state_of() == (-10.0, 7.0)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["hooks", "reduced"])
 def test_a_step_waits_for_a_pass(mesh: Mesh, request: pytest.FixtureRequest, kind: str) -> None:
     w = parameter(mesh)

@@ -160,6 +160,7 @@ def test_one_whose_value_can_not_be_sent(mesh: Mesh, late: bool) -> None:
     assert left(mesh) == [0, 0, 0]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("gone", [0, 2], ids=["the collector", "another"])
 def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
     """Those that wait are told, and those that come later; a barrier only logs it."""
@@ -221,6 +222,7 @@ def test_without_an_agent() -> None:
             getattr(rpc.api, name)(*args)
 
 
+@pytest.mark.system
 def test_all_workers_that_an_agent_knows(mesh: Mesh) -> None:
     """Programs find them by torch's private name."""
 

@@ -105,6 +105,7 @@ def unasked(mesh: Mesh) -> Iterator[None]:
         detector._checked_at = 0.0
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["call", "answer"])
 def test_a_wait_for_a_lost_message_fails(caller: Mesh, way: tuple[int, int], value: bytes) -> None:
@@ -117,6 +118,7 @@ def test_a_wait_for_a_lost_message_fails(caller: Mesh, way: tuple[int, int], val
     assert zrpc.rpc_sync(1, echo, (value,)) == value
 
 
+@pytest.mark.system
 def test_the_others_go_on(caller: Mesh) -> None:
     before = zrpc.rpc_async(1, wait, timeout=0)
     assert entered.wait(SOON)
@@ -312,6 +314,7 @@ def test_words_of_nonsense_are_refused(mesh: Mesh, body: bytes) -> None:
         detector._on_missing(Message(Kind.MISSING, body=body, sender=1))
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("size", [1, BULK_BYTES], ids=["small", "large"])
 def test_a_service_is_notified_whose_messages_are_lost(caller: Mesh, size: int) -> None:
     """Also where they have no answer; they count as received then."""
@@ -351,6 +354,7 @@ def test_what_is_short_for_a_moment_is_not_lost(caller: Mesh) -> None:
     assert agent.dispatcher.received_from(0, 0) == sent + 2
 
 
+@pytest.mark.system
 def test_nothing_is_asked_if_nothing_waits(caller: Mesh) -> None:
     detector = caller.agent(0).service(LossDetector)
     future = zrpc.rpc_async(1, wait)

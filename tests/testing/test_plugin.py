@@ -79,6 +79,7 @@ def test_marked(mesh):
     assert f"test_marked: @pytest.mark.zrpc: {message}" in result.stderr.str()
 
 
+@pytest.mark.system
 def test_the_arguments_of_several_markers_are_merged(run_tests: RunTests) -> None:
     result = run_tests(
         """
@@ -93,6 +94,7 @@ def test_three(mesh):
     result.assert_outcomes(passed=1)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_failure_shows_the_worker_and_its_traceback(run_tests: RunTests, processes: bool) -> None:
     result = run_tests(
@@ -420,6 +422,7 @@ def test_interrupted(mesh):
     assert "MeshTimeout" not in result.stdout.str() + result.stderr.str()
 
 
+@pytest.mark.system
 def test_a_debugger_has_no_deadline(
     run_tests: RunTests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

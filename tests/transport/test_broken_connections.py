@@ -126,6 +126,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_detection, "TIMING", timing)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("often")
 def test_a_break_within_a_small_message(mesh: Mesh, relay: BreakingRelay) -> None:
     with mesh.agent(0).as_current():
@@ -139,6 +140,7 @@ def test_a_break_within_a_small_message(mesh: Mesh, relay: BreakingRelay) -> Non
     until(lambda: counts_agree(mesh))
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("often")
 def test_the_end_of_a_message_is_lost_and_nothing_follows(mesh: Mesh, relay: BreakingRelay) -> None:
     """The next message on that connection reveals the loss, if only a question."""

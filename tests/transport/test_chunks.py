@@ -326,6 +326,7 @@ def test_an_encrypted_chunk_is_within_the_limit() -> None:
     assert CHUNK_BYTES + 33 < MAX_FRAME_BYTES < 2**20
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("no_leaks")
 def test_frames_above_the_limit_are_refused_on_tcp_only() -> None:
     network = Network(b"z0", 0, 1, True)

@@ -100,6 +100,7 @@ def stranger(
     return made
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["plain", "other key", "other server", "forged key"])
 def test_messages_of_strangers_do_not_arrive(
     guarded: Guarded, context: zmq.Context[Any], kind: str, caplog: pytest.LogCaptureFixture
@@ -372,6 +373,7 @@ def test_nobody_is_admitted_without_an_authenticator(context: zmq.Context[Any]) 
         gatekeeper.close()
 
 
+@pytest.mark.system
 def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
     curves = [Curve(k, peer_keys(keys)) for k in keys]
@@ -555,6 +557,7 @@ def replayed(tap: Tap, network: Network, attempts: int) -> bool:
     return False
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("in_the_clear", [True, False])
 def test_an_eavesdropper_reads_nothing(in_the_clear: bool) -> None:
     keys = [KeyPair.new() for _ in range(2)]

@@ -52,6 +52,7 @@ def test_messages_are_found_in_single_bytes(messages: list[Any]) -> None:
     assert [(first, list(buffers)) for first, buffers in found] == messages
 
 
+@pytest.mark.system
 def test_a_large_message_in_small_pieces_is_fast() -> None:
     data, unpacker, found = packed(b"first", [bytes(MAX_MESSAGE_BYTES - 100)]), Unpacker(), []
     begun = time.process_time()
@@ -106,6 +107,7 @@ def test_messages_before_garbage_are_found() -> None:
     assert messages == [(b"message", ())]
 
 
+@pytest.mark.system
 @given(st.lists(st.binary(max_size=60)))
 def test_any_bytes_are_messages_or_refused(pieces: list[bytes]) -> None:
     unpacker = Unpacker()

@@ -247,6 +247,7 @@ def turns_meanwhile(waiter: Waiter, exchange: Callable[[], object], seconds: flo
     return waiter.turns - before
 
 
+@pytest.mark.system
 @linux_only
 @pytest.mark.usefixtures("nobody_has_to_give_up_the_lock")
 def test_the_lock_is_held_while_sending_and_receiving(

@@ -57,6 +57,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.system
 @settings(max_examples=50, deadline=None)
 @given(plain)
 def test_plain_objects_arrive_equal(obj: Any) -> None:
@@ -280,6 +281,7 @@ def test_memoryviews_keep_format_shape_and_access(form: str, read_only: bool, si
     assert view == value
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("rows", [1, INLINE_BYTES])
 def test_memoryviews_of_many_dimensions(rows: int) -> None:
     table = numpy.arange(6 * rows, dtype=numpy.int32).reshape(rows, 2, 3)

@@ -55,6 +55,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.system
 @settings(deadline=None)
 @given(views())
 def test_views_arrive_equal_with_no_more_than_their_elements(tensor: torch.Tensor) -> None:

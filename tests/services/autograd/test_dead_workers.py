@@ -199,6 +199,7 @@ def settle_two(mesh: Mesh) -> None:
                 assert zrpc.rpc_sync(to, max, (1, 2)) == 2
 
 
+@pytest.mark.system
 def test_a_context_whose_maker_was_gone_when_it_came(mesh: Mesh) -> None:
     """By worker1, which had not learned that yet, and is gone then, too."""
     far = mesh.agent(2).service(AutogradService)

@@ -86,6 +86,7 @@ def lose_next(monkeypatch: pytest.MonkeyPatch, agent: Any, kind: Any) -> Any:
     return lost
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("loser", "kind"),
     [

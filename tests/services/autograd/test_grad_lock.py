@@ -73,6 +73,7 @@ def test_a_step_that_waits_holds_nothing(pool: ThreadPoolExecutor) -> None:
     step.result(SOON).release()
 
 
+@pytest.mark.system
 def test_hooks_that_begin_later_wait_behind_a_step(pool: ThreadPoolExecutor) -> None:
     hooks = held([A], Use.HOOKS, 1)
     step = waiting_step(pool, [A, B])
@@ -97,6 +98,7 @@ def test_a_step_that_waits_for_a_run_keeps_no_hooks_waiting(pool: ThreadPoolExec
     step.result(SOON).release()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("use", [Use.HOOKS, Use.RUN])
 def test_a_step_of_the_same_context_shares_what_its_pass_uses(
     pool: ThreadPoolExecutor, use: Use

@@ -26,6 +26,7 @@ from zrpc.wire.member_id import MemberId
 pytestmark = pytest.mark.zrpc(workers=2, timeout=60)
 
 
+@pytest.mark.system
 def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(mesh: Mesh) -> None:
     """A function of the user's waits, at worker1, for worker0 to have used them."""
     used = threading.Event()

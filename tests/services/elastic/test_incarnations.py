@@ -46,6 +46,7 @@ def restart(elastic: Elastic, workers: list[Agent]) -> Callable[..., Agent]:
     return restart
 
 
+@pytest.mark.system
 def test_a_restarted_worker_can_be_called_at_once_by_all(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_restarted_worker_can_be_called_at_once_by_all(
     assert joined[-1] == ("w1", 1)
 
 
+@pytest.mark.system
 def test_an_outstanding_call_fails(workers: list[Agent], restart: Callable[..., Agent]) -> None:
 
     with workers[0].as_current():
@@ -78,6 +80,7 @@ def test_an_outstanding_call_fails(workers: list[Agent], restart: Callable[..., 
     finish.set()
 
 
+@pytest.mark.system
 def test_references_of_two_incarnations_differ(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -103,6 +106,7 @@ def test_references_of_two_incarnations_differ(
         assert "created_on=1, incarnation=1, local_id=0" in repr(theirs[0])
 
 
+@pytest.mark.system
 def test_ids_of_two_incarnations_differ(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -119,6 +123,7 @@ def test_ids_of_two_incarnations_differ(
     assert old[1] >> 48 == new[1] >> 48 == 1
 
 
+@pytest.mark.system
 def test_references_held_by_the_old_incarnation_are_dropped(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -132,6 +137,7 @@ def test_references_held_by_the_old_incarnation_are_dropped(
     del held
 
 
+@pytest.mark.system
 def test_messages_of_the_old_process_are_dropped(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -156,6 +162,7 @@ def test_messages_of_the_old_process_are_dropped(
     call.fail(RuntimeError("the test ends"))
 
 
+@pytest.mark.system
 def test_a_context_with_the_old_incarnation_fails_and_new_ones_do_not(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -176,6 +183,7 @@ def test_a_context_with_the_old_incarnation_fails_and_new_ones_do_not(
         assert len(agent.service(AutogradService)) == 0
 
 
+@pytest.mark.system
 def test_contexts_of_the_old_incarnation_are_forgotten(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -197,6 +205,7 @@ def test_several_restarts(workers: list[Agent], restart: Callable[..., Agent]) -
             assert rpc.rpc_sync("w1", lambda: rpc.get_worker_info().incarnation) == count
 
 
+@pytest.mark.system
 def test_all_shut_down_gracefully_with_the_new_incarnation(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -231,6 +240,7 @@ def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
         assert not thread.is_alive()
 
 
+@pytest.mark.system
 def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> None:
     elastic.world_size = 2
     with pytest.raises(rpc.RendezvousError, match="rank 0 is missing"):

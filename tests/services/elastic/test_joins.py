@@ -42,6 +42,7 @@ def call(
         return rpc.rpc_sync(to, function, args)
 
 
+@pytest.mark.system
 def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
     joined = names_of(first, rpc.on_worker_joined)
@@ -138,6 +139,7 @@ def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     assert (call(first, "third"), call(third, "first")) == (2, 2)
 
 
+@pytest.mark.system
 def test_workers_without_a_shared_directory_use_the_named_interface(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +204,7 @@ def test_a_worker_with_another_secret(elastic: Elastic) -> None:
         elastic.join("w1", 1, secret=ClusterSecret("another" * 8))
 
 
+@pytest.mark.system
 def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     first = elastic.join("first", 0)
     with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
@@ -210,6 +213,7 @@ def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     assert elastic.join("second", 1).worker_info.name == "second"
 
 
+@pytest.mark.system
 def test_a_worker_that_a_member_does_not_trust(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,6 +258,7 @@ def test_entries_of_a_dead_mesh_are_ignored(elastic: Elastic) -> None:
     assert {agent.worker_info.incarnation for agent in new} == {1}
 
 
+@pytest.mark.system
 def test_the_mesh_goes_on_without_its_store(
     elastic: Elastic, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -147,6 +147,7 @@ def test_a_leaving_worker_may_limit_the_wait(elastic: Elastic) -> None:
     assert error_of(future.wait) is rpc.WorkerDied
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("elements", [10, 4_000_000])
 def test_the_last_answer_is_not_overtaken_by_the_leave_message(
     elastic: Elastic, elements: int
@@ -185,6 +186,7 @@ def test_a_flood_of_calls_does_not_keep_a_worker(elastic: Elastic) -> None:
             thread.join(PATIENCE)
 
 
+@pytest.mark.system
 def test_a_fixed_mesh_with_restarts_shuts_down_together(elastic: Elastic) -> None:
     elastic.world_size = 2
     agents = elastic.join_all(2, restarts=0)

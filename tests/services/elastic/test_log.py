@@ -163,6 +163,7 @@ def read_by(log: MembershipLog) -> MembershipState:
     return state
 
 
+@pytest.mark.system
 def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store]) -> None:
     store = open_store()
     frozen, early = log_in(open_store()), MembershipState()

@@ -204,6 +204,7 @@ records = st.builds(
 events = st.one_of(records.map(join), records.map(come_in), records.map(gone), st.none())
 
 
+@pytest.mark.system
 @given(st.lists(events, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_no_worker_is_taken_for_another_whatever_the_events(

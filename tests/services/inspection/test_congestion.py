@@ -159,6 +159,7 @@ def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Gate) -> None:
         wait_until_nothing_is_said(mesh)
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_the_description_of_a_loss_says_that_the_pool_was_busy(mesh: Mesh, door: Gate) -> None:
@@ -186,6 +187,7 @@ def test_calls_to_oneself_know_too(mesh: Mesh, door: Gate) -> None:
         assert [future.wait() for future in futures] == ["in", "in"]
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_the_warning_says_it_too(mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture) -> None:

@@ -190,6 +190,7 @@ def test_a_worker_reports_calls_requests_and_waiting_threads(mesh: Mesh, door: G
         assert [future.wait() for future in futures] == ["in", "in"]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"transport": "tcp"})
 def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Membership, "shares_host", lambda self, member: member == self.own_id)
@@ -202,6 +203,7 @@ def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.Monk
     assert here.silent == {}
 
 
+@pytest.mark.system
 def test_a_worker_lost_on_another_host_is_not_waited_for(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +220,7 @@ def test_a_worker_lost_on_another_host_is_not_waited_for(
     assert "worker1 (rank 1) is gone: it left the mesh" in here.silent[1]
 
 
+@pytest.mark.system
 def test_an_error_in_an_answer_ends_the_visit_and_not_the_worker(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

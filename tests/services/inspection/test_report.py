@@ -104,6 +104,7 @@ def waits_for_the_kept() -> int:
     return kept["future"].wait()
 
 
+@pytest.mark.system
 def test_a_future_for_which_its_own_handler_waits(mesh: Mesh) -> None:
     waits = mesh.submit(0, begins)
     lines = awaited(mesh, Report.cycles)
@@ -168,6 +169,7 @@ def needs_the_lock() -> int:
     return 1
 
 
+@pytest.mark.system
 def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
     waits = mesh.submit(0, lambda: zrpc.rpc_async("worker1", calls_back).wait())
     assert waits.result() == 1  # nothing holds it

@@ -67,6 +67,7 @@ def later(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(options={"warn_after": 0.2})
 def test_a_waiting_call_is_named_with_its_line_and_its_callee(
     mesh: Mesh, door: Gate, warnings: Warnings

@@ -190,6 +190,7 @@ def test_the_owners_object_may_live_on(mesh: Mesh) -> None:
 # -- many ----------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_a_thousand_rrefs_leave_nothing(mesh: Mesh) -> None:
     def make_and_drop() -> None:
         rrefs = [zrpc.remote("worker1", max, args=(1, n)) for n in range(1, 501)]

@@ -208,6 +208,7 @@ def test_as_argument_of_a_method_by_proxy(mesh: Mesh) -> None:
     assert_empty(mesh)
 
 
+@pytest.mark.system
 def test_a_value_that_holds_rrefs_keeps_what_they_refer_to(mesh: Mesh) -> None:
     def at_user() -> Any:
         inner = zrpc.remote("worker0", Value, args=("inner",))

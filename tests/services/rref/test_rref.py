@@ -216,6 +216,7 @@ def test_a_subclass_can_be_sent(mesh: Mesh) -> None:
     mesh.run(0, at_owner)
 
 
+@pytest.mark.system
 def test_an_rref_of_an_rref(mesh: Mesh) -> None:
     def at_user() -> None:
         inner = zrpc.remote("worker1", Value, args=("inner",))

@@ -37,6 +37,7 @@ pytestmark = sends_by_segments
 # -- the pool shrinks, and receivers forget ----------------------------------------------
 
 
+@pytest.mark.system
 def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
     layer = service_of(introduced, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))

@@ -214,6 +214,7 @@ def test_what_a_fork_may_read_is_not_returned_with_a_message(
     assert other in ours.pool._segments
 
 
+@pytest.mark.system
 def test_an_answer_that_is_sent_later_keeps_its_segment(
     introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

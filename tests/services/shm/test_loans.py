@@ -123,6 +123,7 @@ def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introd
     until_returned(service_of(introduced, 2))
 
 
+@pytest.mark.system
 def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
     make_mesh: MakeMesh, lends: list[Lend]
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_message_larger_than_the_pool_goes_by_frames(
         assert [lend.sizes for lend in lends if lend.pool is ours] == [[4 * LARGE]]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("end", ["collected", "kept"])
 def test_a_late_answer_is_returned(
     introduced: Mesh, lends: list[Lend], end: str, monkeypatch: pytest.MonkeyPatch
