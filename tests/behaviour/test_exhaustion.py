@@ -18,6 +18,7 @@ import zmq
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.waiting import until
+from zrpc.calls.pending_calls import PendingCall, Stage
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
 from zrpc.testing import Mesh
@@ -314,6 +315,28 @@ def test_a_call_that_the_io_thread_can_not_send(
             rpc.rpc_sync(0, repr, (rref,), timeout=20)
         assert not rref._service._references._owned[rref._rref_id].forks
         assert rpc.rpc_sync(0, max, (1, 2)) == 2
+
+
+@pytest.mark.usefixtures("own_handler")
+def test_a_call_that_fails_while_its_thread_hands_it_over(
+    mesh: Mesh, sends: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done for it is undone, and it is known that its function has not run."""
+    calls = mesh.agent(1).caller.calls
+    leave = calls.on_settled
+
+    def handed_over(call: PendingCall) -> None:
+        call.stage = Stage.LEFT  # as its thread does, just now
+        leave(call)
+
+    monkeypatch.setattr(calls, "on_settled", handed_over)
+    with mesh.agent(1).as_current():
+        rref = rpc.RRef(1)
+        sends += [errno.ENOTSOCK]
+        with pytest.raises(rpc.NotInitializedError) as caught:
+            rpc.rpc_sync(0, repr, (rref,), timeout=20)
+        assert caught.value.executed is False
+        assert not rref._service._references._owned[rref._rref_id].forks
 
 
 @pytest.mark.usefixtures("own_handler")

@@ -394,13 +394,20 @@ class Caller:
         reason = _exhausted(error) or error
         if reason is error and isinstance(error, zmq.ZMQError):
             reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
+        if isinstance(reason, RpcError):
+            reason.executed = False
+        # Not by the stage: the thread that has handed the call over may just now set it to `LEFT`.
+        self._undo(call)
         call.stage = Stage.NEW
         call.fail(reason)
-        self._undo_unsent(call)
 
     def _undo_unsent(self, call: PendingCall) -> None:
+        if not call.sent:
+            self._undo(call)
+
+    def _undo(self, call: PendingCall) -> None:
         # What went to a member that is lost is undone by the services.
-        if not call.sent and call.peer not in self._membership.lost:
+        if call.peer not in self._membership.lost:
             call.take_back()
 
     def _abandon(self, call: PendingCall) -> None:
