@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch.distributed import Store
@@ -18,7 +19,7 @@ from torch.distributed import Store
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
-from zrpc.membership.endpoints import Meeting, find_endpoints, listen, make_keys
+from zrpc.membership.endpoints import Meeting, check_security, find_endpoints, listen, make_keys
 from zrpc.membership.init_method import local_world_size, restart_count
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import StoreLost, meet
@@ -201,7 +202,13 @@ def _join_fixed(
     services: Sequence[Callable[[Agent], Service]],
 ) -> Agent:
     """Meets all workers of a mesh of a fixed size; returns this worker's agent."""
-    records = meet(meeting.store, record, meeting.options.init_timeout, meeting.secret)
+    records = meet(
+        meeting.store,
+        record,
+        meeting.options.init_timeout,
+        meeting.secret,
+        check=partial(check_security, meeting=meeting),
+    )
     membership = Membership(records, record.member_id)
     network.connect(find_endpoints(network, membership, meeting, keys))
     agent = Agent(network, membership, meeting.options, meeting.store)

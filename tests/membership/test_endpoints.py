@@ -342,8 +342,8 @@ def test_a_malformed_range_in_the_environment_is_an_error_without_tcp_too(
 def test_a_directory_of_another_user_is_not_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     real = zrpc.bootstrap.meet
 
-    def meet(*args: Any) -> list[PeerRecord]:
-        records = real(*args)
+    def meet(*args: Any, **options: Any) -> list[PeerRecord]:
+        records = real(*args, **options)
         os.chown(records[1].directory, 12345, 12345)
         return records
 

@@ -60,9 +60,10 @@ def start(
     records: list[PeerRecord],
     timeout: float = SOON,
     timing: RendezvousTiming = TIMING,
+    **options: Any,
 ) -> Callable[[], list[Any]]:
     """Starts to meet; returns a function that returns the records found, or the errors."""
-    calls = [partial(meet, connect(), mine, timeout, timing=timing) for mine in records]
+    calls = [partial(meet, connect(), mine, timeout, timing=timing, **options) for mine in records]
     return start_all(calls, 2 * SOON)
 
 
@@ -213,12 +214,22 @@ def test_one_name_twice(connect: Connect) -> None:
         assert "worker name same is not unique: ranks 0 and 1 both have it" in str(error)
 
 
+def refuse(_: list[PeerRecord]) -> None:
+    raise AuthenticationError("these can't form a mesh")
+
+
+def test_workers_that_can_not_form_a_mesh(connect: Connect) -> None:
+    for error in start(connect, [record(0, 2), record(1, 2)], check=refuse)():
+        assert isinstance(error, AuthenticationError)
+        assert "these can't form a mesh" in str(error)
+
+
 def start_and_take_part_by_hand(
-    connect: Connect, timing: RendezvousTiming = TIMING
+    connect: Connect, timing: RendezvousTiming = TIMING, names: tuple[str, str] = ("same", "same")
 ) -> tuple[Callable[[], list[Any]], Callable[[], None]]:
-    """Starts rank 0, and plays rank 1 of the same name until it reads why there is no mesh."""
-    records = [record(0, 2, name="same"), record(1, 2, name="same")]
-    finish = start(connect, records[:1], timing=timing)
+    """Starts rank 0, and plays rank 1 until it reads why there is no mesh."""
+    records = [record(rank, 2, name=name) for rank, name in enumerate(names)]
+    finish = start(connect, records[:1], timing=timing, check=refuse)
     store = connect()
     entries, digest = SignedStore(store, None), _digest(records)
     entries.set("record/1", records[1].dump())
@@ -228,15 +239,25 @@ def start_and_take_part_by_hand(
 
 
 @pytest.mark.system
-def test_rank_0_stays_until_the_others_have_read_why(connect: Connect) -> None:
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("same", "same"), "worker name same is not unique"),
+        (("one", "two"), "these can't form a mesh"),
+    ],
+    ids=["names", "check"],
+)
+def test_rank_0_stays_until_the_others_have_read_why(
+    connect: Connect, names: tuple[str, str], why: str
+) -> None:
     # It might close the store, and the others would report a lost connection.
-    finish, read = start_and_take_part_by_hand(connect)
+    finish, read = start_and_take_part_by_hand(connect, names=names)
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(finish)
         assert not wait([outcome], 0.2).done
         read()
         [error] = outcome.result(SOON)
-    assert "worker name same is not unique" in str(error)
+    assert why in str(error)
 
 
 def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:

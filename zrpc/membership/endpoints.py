@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ __all__ = [
     "announce_endpoint",
     "check_curve",
     "check_descriptors",
+    "check_security",
     "choose_interface",
     "endpoint_of",
     "find_endpoints",
@@ -101,13 +102,36 @@ def check_curve() -> None:
         )
 
 
+def check_security(records: list[PeerRecord], meeting: Meeting) -> None:
+    """Refuses tcp if the workers' security differs, or if no secret vouches for their keys.
+
+    All workers find the same here, so it is for `rendezvous.meet`: the host of the store stays
+    until the others know, too.
+
+    Raises:
+        AuthenticationError: the security differs, or a secret is missing.
+    """
+    if _all_by_ipc(records):
+        return
+    for record in records:
+        _check_same_security(records[0], record)
+    if records[0].public_key and meeting.secret is None:
+        # On one host too: its other users can reach the store, and pose as a worker there.
+        raise AuthenticationError(
+            "expected a cluster secret, found none. The workers use tcp (they are on "
+            f"{_hosts(records)} host(s)), and without one can't tell a member from a stranger: "
+            f"{MAKE_A_SECRET}. "
+            "`zrpc launch` makes one for its own workers"
+        )
+
+
 def find_endpoints(
     network: Network, membership: Membership, meeting: Meeting, keys: KeyPair | None
 ) -> list[str]:
     """Returns where each worker can be reached; listens on tcp if any two workers need that.
 
     Raises:
-        AuthenticationError: a worker's directory or key can't be trusted, or a secret is missing.
+        AuthenticationError: a worker's directory can't be trusted.
         RpcError: a worker can't be reached.
     """
     records = list(membership.records.values())
@@ -120,15 +144,13 @@ def find_endpoints(
         check_private(Path(record.directory))
     check_descriptors(membership.info, len(neighbours))
     endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
-    by_ipc = all(record.ipc for record in records) and len({r.host_key for r in records}) == 1
-    if len(records) == 1 or by_ipc:
-        return endpoints  # a worker always reaches itself
+    if _all_by_ipc(records):
+        return endpoints
     if meeting.options.transport == "ipc":
         raise RpcError(
             "transport='ipc' needs all workers on one host with one directory for sockets, "
             f"but they are on {_hosts(records)} hosts, or see different ones"
         )
-    _check_security(membership, meeting, keys)
     peers = [PeerKey(record.public_key, record.identity) for record in records]
     curve = None if keys is None else Curve(keys, peers)
     tcp = _exchange_tcp(network, membership, meeting, curve)
@@ -211,19 +233,10 @@ def _networks(records: Iterable[PeerRecord]) -> int:
     return len({record.network_key for record in records})
 
 
-def _check_security(membership: Membership, meeting: Meeting, keys: KeyPair | None) -> None:
-    """Refuses tcp if the workers' security differs, or if no secret vouches for their keys."""
-    for record in membership.records.values():
-        _check_same_security(membership.records[membership.own_id], record)
-    if keys is not None and meeting.secret is None:
-        # On one host too: its other users can reach the store, and pose as a worker there.
-        hosts = _hosts(membership.records.values())
-        raise AuthenticationError(
-            "expected a cluster secret, found none. The workers use tcp (they are on "
-            f"{hosts} host(s)), and without one can't tell a member from a stranger: "
-            f"{MAKE_A_SECRET}. "
-            "`zrpc launch` makes one for its own workers"
-        )
+def _all_by_ipc(records: Sequence[PeerRecord]) -> bool:
+    """Whether no worker needs tcp. One alone never does: a worker always reaches itself."""
+    one_directory = len({record.host_key for record in records}) == 1
+    return len(records) == 1 or (one_directory and all(record.ipc for record in records))
 
 
 def _check_same_security(mine: PeerRecord, record: PeerRecord) -> None:

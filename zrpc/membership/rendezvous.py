@@ -33,7 +33,7 @@ from dataclasses import dataclass
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
-from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.secret import ClusterSecret
@@ -83,6 +83,7 @@ def meet(
     timeout: float,
     secret: ClusterSecret | None = None,
     timing: RendezvousTiming = _TIMING,
+    check: Callable[[list[PeerRecord]], None] = lambda _: None,
 ) -> list[PeerRecord]:
     """Exchanges peer records with all other ranks; returns those of all, by rank.
 
@@ -92,6 +93,7 @@ def meet(
         timeout: seconds.
         secret: signs the records.
         timing: the times of this rendezvous.
+        check: raises an RpcError if these workers can't form a mesh, and all of them find that.
 
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
@@ -102,7 +104,7 @@ def meet(
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
-        return _Rendezvous(entries, record, timeout, timing, place).run()
+        return _Rendezvous(entries, record, timeout, timing, place).run(check)
 
 
 @contextlib.contextmanager
@@ -110,7 +112,7 @@ def store_errors(met: Sequence[PeerRecord] = ()) -> Iterator[None]:
     """Raises a RendezvousError if a store fails while workers meet in it, or after they have."""
     try:
         yield
-    except (RendezvousError, AuthenticationError):
+    except RpcError:
         raise
     except (RuntimeError, OSError) as error:
         if met:
@@ -156,7 +158,7 @@ class _Rendezvous:
         self._next_read = 0.0
         self._came: set[int] = set()  # ranks whose records were found while others were missing
 
-    def run(self) -> list[PeerRecord]:
+    def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
         self._entries.set(self._keys[self._record.rank], self._record.dump())
         while True:
             records = self._gather()
@@ -164,7 +166,8 @@ class _Rendezvous:
             if self._confirmed(digest, records):
                 try:
                     _check(records, self._record)
-                except RendezvousError:
+                    check(records)
+                except RpcError:
                     self._shorten_deadline(self._timing.failure_read_seconds)
                     _await_readers(self._entries, records, self._record.rank, self._deadline)
                     raise
@@ -428,11 +431,8 @@ def exchange(
         keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
         entries.set(keys[own_id], (_FAILED if failed else _GIVEN) + value)
         if not _wait_for(lambda: entries.check(keys), deadline):
-            missing = [
-                record.info
-                for key, record in zip(keys, records, strict=True)
-                if not entries.check([key])
-            ]
+            by_key = zip(keys, records, strict=True)
+            missing = [record.info for key, record in by_key if not entries.check([key])]
             raise RendezvousError(
                 f"expected all workers to publish within {timeout:g} s where they listen, but "
                 f"{missing} did not: find out what became of them"
