@@ -7,7 +7,7 @@ import os
 
 from zrpc.agent.current import latest_agent
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.pending_calls import name_of
+from zrpc.calls.pending_calls import name_of_function
 
 __all__ = ["CallFilter", "tag_own_loggers"]
 
@@ -42,7 +42,7 @@ class CallFilter(logging.Filter):
         found.setdefault("worker", "" if info is None else info.name)
         call = ""
         if scope is not None:
-            function = "" if scope.function is None else f"{name_of((scope.function,))} "
+            function = "" if scope.function is None else f"{name_of_function(scope.function)} "
             call = f"{function}#{scope.call_id} from {scope.caller.name}"
         found.setdefault("call", call)
         return True

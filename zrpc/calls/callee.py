@@ -17,7 +17,7 @@ from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.outbox import Outbox
-from zrpc.calls.pending_calls import name_of
+from zrpc.calls.pending_calls import name_of_function
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.profiling import handler_profile, profiler
 from zrpc.calls.recorder import Recorder
@@ -197,7 +197,7 @@ class Callee:
             return
         started, scope.started = scope.started, 0.0
         function = scope.function
-        counts = self.counts[request.kind if function is None else name_of((function,))]
+        counts = self.counts[request.kind if function is None else name_of_function(function)]
         now = monotonic()
         counts.add(started - scope.arrived, now - started, error is not None)
         if self.recorder is not None:

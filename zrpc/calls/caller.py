@@ -7,7 +7,6 @@ into the table of calls in flight, to wait until flow control admits it, and to 
 from __future__ import annotations
 
 import asyncio
-import errno
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl
 from zrpc.calls.future import Future
 from zrpc.calls.open_telemetry import CallSpan, configured
-from zrpc.calls.outbox import Outbox
+from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_calls import (
     DEFAULT_LIMIT,
     OWN_LIMIT,
@@ -313,10 +312,10 @@ class Caller:
                 if marks is not None:
                     marks.on_sent(message)
             except (zmq.ZMQError, MemoryError) as error:
-                exhausted = _exhausted(error)
-                if exhausted is not None:
+                lack = exhausted(error)
+                if lack is not None:
                     call.stage = Stage.NEW
-                    raise exhausted from error
+                    raise lack from error
                 # The peer's mailbox is closed when it is lost, and all are at the end.
                 if call.peer not in lost:
                     self.calls.fail(lambda _: has_shut_down())
@@ -391,7 +390,7 @@ class Caller:
 
     def _on_not_sent(self, call: PendingCall, error: Exception) -> None:
         """Fails a call that the I/O thread could not send for another thread."""
-        reason = _exhausted(error) or error
+        reason = exhausted(error) or error
         if reason is error and isinstance(error, zmq.ZMQError):
             reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
         if isinstance(reason, RpcError):
@@ -446,12 +445,3 @@ def wait_until_settled(
     except BaseException:
         call.waiters = tuple(each for each in call.waiters if each != ident)
         raise
-
-
-def _exhausted(error: Exception) -> Exception | None:
-    """The error for the caller if there was no descriptor or memory; None for other errors."""
-    if (hint := advice(error)) is None:
-        return None
-    number = getattr(error, "errno", errno.ENOMEM)
-    why = f"the call can't be sent: {hint}"
-    return MemoryError(why) if number == errno.ENOMEM else OSError(number, why)

@@ -15,7 +15,7 @@ import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from zrpc.calls.pending_calls import NEVER, PendingCall, name_of
+from zrpc.calls.pending_calls import NEVER, PendingCall, name_of_function
 from zrpc.runtime.thread_pool import acquire
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class CancelScope:
 
     def explanation(self) -> str:
         """Returns why a nested call has its timeout, for error messages."""
-        what = name_of((self.function,)) if self.function is not None else "a call"
+        what = name_of_function(self.function) if self.function is not None else "a call"
         return (
             f"This is what was left of the time for the call being handled, {what} from "
             f"{self.caller.name} (rank {self.caller.rank}): give that one a longer timeout, or 0 "

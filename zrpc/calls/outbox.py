@@ -21,7 +21,7 @@ from zrpc.wire.kind import LATE, UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Outbox"]
+__all__ = ["Outbox", "exhausted"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,3 +223,12 @@ class Outbox:
     def close(self) -> None:
         """From now on, what can't be sent at once is not sent."""
         self.closed = True
+
+
+def exhausted(error: Exception) -> Exception | None:
+    """Returns the error for the caller if there was no descriptor or memory, None for others."""
+    if (hint := advice(error)) is None:
+        return None
+    number = getattr(error, "errno", errno.ENOMEM)
+    why = f"the call can't be sent: {hint}"
+    return MemoryError(why) if number == errno.ENOMEM else OSError(number, why)

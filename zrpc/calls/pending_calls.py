@@ -35,6 +35,7 @@ __all__ = [
     "PendingCalls",
     "Stage",
     "name_of",
+    "name_of_function",
 ]
 
 NEVER = float("inf")
@@ -57,15 +58,18 @@ def name_of(body: Any) -> str:
         body: what is pickled: the function or the method's name first, if there is one.
     """
     what: Any = body[0] if type(body) is tuple and body else ""
-    if type(what) is str:
-        return what
-    if type(what) is BuiltinFunctionType:
-        return _name_of_builtin(what)
+    return what if type(what) is str else name_of_function(what)
+
+
+def name_of_function(function: Any) -> str:
+    """Returns what to call a function, or another object that can be called."""
+    if type(function) is BuiltinFunctionType:
+        return _name_of_builtin(function)
     try:
-        name = what.__qualname__
+        name = function.__qualname__
     except Exception:  # of an object that can be called
         name = None
-    return name if type(name) is str else type(what).__qualname__
+    return name if type(name) is str else type(function).__qualname__
 
 
 def _name_of_builtin(function: BuiltinFunctionType) -> str:

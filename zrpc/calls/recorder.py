@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.pending_calls import PendingCall, name_of
+from zrpc.calls.pending_calls import PendingCall, name_of_function
 from zrpc.runtime.event_loop import running_loop
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
@@ -238,7 +238,7 @@ class Recorder:
         self.add(
             HandlerRecord,
             (
-                "" if function is None else name_of((function,)),
+                "" if function is None else name_of_function(function),
                 request.kind,
                 request.sender,
                 request.call_id,

@@ -93,15 +93,15 @@ class Tracer:
         # Guards what follows; nothing else is locked under it.
         self._lock = threading.Lock()
         self._bits: dict[Arrived, int] = {}
+        self._arrived: list[Arrived] = []  # by their bits
         self._leaves: dict[Any, int] = {}
         # By node, and without the `Receive` nodes, whose outputs differ.
         self._sets: dict[Any, Reach] = {}
 
     @property
-    def arrived(self) -> list[Arrived]:
-        """The received tensors that were found so far, in the order of their bits."""
-        with self._lock:
-            return list(self._bits)
+    def arrived(self) -> Sequence[Arrived]:
+        """The received tensors that were found so far, by their bits; it grows at its end."""
+        return self._arrived
 
     def leaves(self, found: int) -> list[Any]:
         """Returns the AccumulateGrad nodes in a set."""
@@ -134,7 +134,11 @@ class Tracer:
         if not receive._sequence_nr():
             receive._set_sequence_nr(1)
         sender, send_id = receive.origin
-        return 1 << self._bits.setdefault(Arrived(sender, send_id, output), len(self._bits))
+        arrived = Arrived(sender, send_id, output)
+        bit = self._bits.setdefault(arrived, len(self._arrived))
+        if bit == len(self._arrived):
+            self._arrived.append(arrived)
+        return 1 << bit
 
     def _walk(self, node: Any) -> None:
         """Finds the sets of a node and of all nodes below it."""

@@ -126,7 +126,7 @@ class Crossing(MessageHooks):
         extension.extend(_GRAPH_LAYOUT.pack(context_id, sent.send_id, len(tensors)))
         extension.extend(struct.pack(f"<{len(tensors)}I", *tensors))
         sets = [reach.arrived for reach in sent.reach.values()]
-        extension.extend(pack_sources(sets, state.tracer.arrived if any(sets) else ()))
+        extension.extend(pack_sources(sets, state.tracer.arrived))
 
     def _note_sent(
         self, state: ContextState, to: MemberId, tensors: Iterable[torch.Tensor]

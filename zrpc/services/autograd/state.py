@@ -59,8 +59,10 @@ class SentMessage:
         return reduce(or_, (reach.leaves for reach in self.reach.values()), 0)
 
     def only(self, indices: Iterable[int]) -> SentMessage:
-        """Returns the message with some of its tensors."""
+        """Returns the message with some of its tensors; itself if these are all."""
         indices = list(indices)
+        if self.exits.keys() == set(indices):
+            return self
         return replace(
             self,
             exits={index: self.exits[index] for index in indices},
@@ -130,7 +132,7 @@ class ContextState:
             for message in messages
             for index, reach in message.reach.items()
         }
-        return Dependencies(self.tracer.arrived, sent)
+        return Dependencies(list(self.tracer.arrived), sent)
 
     def carried(self, sender: MemberId, send_id: int) -> Sources | None:
         """Returns what a received message says about its tensors, or None if that is not known.
