@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -204,3 +208,42 @@ def test_cancellations_race_with_new_room() -> None:
         assert found[0][0] is call
         assert len(peers.window) == 0
         assert peers.queued() == 0
+
+
+class Interruption(BaseException):
+    pass
+
+
+@contextlib.contextmanager
+def interruption_at(number: int) -> Iterator[None]:
+    """Raises in this thread at a call of a Python function, as the handler of a signal may."""
+    calls = itertools.count(1)
+
+    def trace(*_: Any) -> None:
+        if next(calls) == number:
+            raise Interruption
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("used", [0, 4 * KIB])
+def test_an_interruption_at_any_call_leaves_no_room_taken(used: int) -> None:
+    for number in itertools.count(1):
+        peers = Peers(10 * KIB)
+        if used:
+            peers.call(used - KIB)
+        call = entered_call(peers.calls, 1, LONG)
+        try:
+            with interruption_at(number):
+                peers.window.enter(call, None, KIB)
+        except Interruption:
+            assert call.cancel()
+            assert len(peers.window) == used
+        else:
+            break
+    assert number > 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
@@ -77,6 +77,7 @@ class Callee:
         self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
         self._ready: dict[int, WhenReady] = {}
+        self._hooked: Set[int] = frozenset()  # the tags of both
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
         """Runs handlers within the scopes of these hooks, once they are ready for them.
@@ -87,6 +88,7 @@ class Callee:
         self._ready = {each.tag: each.when_ready for each in waiting if each.tag is not None}
         scoped = overriding(MessageHooks, "request_scope", hooks)
         self._scopes = {each.tag: each.request_scope for each in scoped if each.tag is not None}
+        self._hooked = self._ready.keys() | self._scopes.keys()
 
     def on_call(self, request: Message) -> None:
         """Runs the function that a request asks for. In the I/O thread."""
@@ -103,10 +105,10 @@ class Callee:
         scope = request.scope or self.accept(request)
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
-        if not (request.attachments or profiler._is_profiler_enabled):
+        tags = request.attachments or ()
+        if self._hooked.isdisjoint(tags) and not profiler._is_profiler_enabled:
             self._run(Execution(sink, self._loop, self._run, scope, resolve))
             return
-        tags = list(request.attachments or ())
         begin = partial(self._run, self._execution_within(request, sink, resolve))
         for wait in [self._ready[tag] for tag in tags if tag in self._ready]:
             begin = partial(wait, request, begin)

@@ -155,9 +155,7 @@ class FlowControl:
         with self._lock:
             used = self._used.get(key, 0)
             if not used or (used + size <= self.limit and key not in self._waiting):
-                taken = self._let_in(call, key, size)
-                if taken:
-                    self._used[key] = used + taken
+                self._let_in(call, key, size, used)
                 return True
             if waiter is not None:
                 self._waiting.setdefault(key, deque()).append(waiter)
@@ -207,27 +205,31 @@ class FlowControl:
 
     def _free(self, key: _Key, size: int) -> None:
         """Frees bytes, and lets in the calls that fit now; the lock is held."""
-        used = self._used[key] - size
+        used = self._used[key] = self._used[key] - size
         waiting = self._waiting.get(key, ())
         while waiting and (not used or used + waiting[0].size <= self.limit):
             waiter = waiting.popleft()
-            used += self._let_in(waiter.call, key, waiter.size)
+            used = self._let_in(waiter.call, key, waiter.size, used)
             waiter.go()
         if not waiting:
             self._waiting.pop(key, None)
+        if not used:
+            self._used.pop(key, None)
+
+    def _let_in(self, call: PendingCall, key: _Key, size: int, used: int) -> int:
+        """Gives room to a call unless it is settled; returns the bytes in use. The lock is held."""
+        # First the room, then the look: the thread that settles it does this the other way round.
+        # Both entries without a call in between, at which a signal's handler might raise.
+        self._taken[call.call_id] = (key, size)
+        self._used[key] = used + size
+        if not call.settled:
+            return used + size
+        del self._taken[call.call_id]
         if used:
             self._used[key] = used
         else:
-            self._used.pop(key, None)
-
-    def _let_in(self, call: PendingCall, key: _Key, size: int) -> int:
-        """Gives room to a call; returns how much, 0 if it is settled. The lock is held."""
-        # First the room, then the look: the thread that settles it does this the other way round.
-        self._taken[call.call_id] = (key, size)
-        if call.settled:
-            del self._taken[call.call_id]
-            return 0
-        return size
+            del self._used[key]
+        return used
 
 
 class _Waiter(NamedTuple):

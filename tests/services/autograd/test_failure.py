@@ -215,8 +215,13 @@ def test_a_pass_after_one_that_failed_in_the_same_context(mesh: Mesh) -> None:
 
 @pytest.mark.system
 def test_many_failures_leave_no_threads_behind(mesh: Mesh) -> None:
-    def threads() -> Any:
-        return sum(t.name.startswith("zrpc-") for t in threading.enumerate())
+    """None that waits, and none beside the pools; these keep idle threads."""
+    agents = [mesh.agent(name) for name in mesh]
+    pools = [pool for agent in agents for pool in (agent.pool, agent.completions)]
+
+    def others() -> set[str]:
+        names = {thread.name for thread in threading.enumerate()}
+        return {name for name in names if not name.startswith(tuple(pool._name for pool in pools))}
 
     def fail() -> None:
         with pytest.raises(RuntimeError, match="Error on Node"):
@@ -225,11 +230,12 @@ def test_many_failures_leave_no_threads_behind(mesh: Mesh) -> None:
 
     fail()
     settle(mesh)
-    before = threads()
+    before = others()
     for _ in range(30):
         fail()
     settle(mesh)
-    until(lambda: threads() <= before + 6, "the threads of failed passes have ended")
+    until(lambda: not any(pool.active for pool in pools), "the jobs of failed passes have ended")
+    assert others() == before
     assert_usable(mesh)
 
 
