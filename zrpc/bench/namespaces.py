@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 
 __all__ = ["ADDRESSES", "CABLE", "NamespaceError", "enter", "two_namespaces"]
@@ -15,6 +16,7 @@ CABLE = "cable"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
 
 _COMMAND_SECONDS = 30.0
+_LINK_CHECK_SECONDS = 0.01
 
 
 class NamespaceError(Exception):
@@ -38,6 +40,8 @@ def two_namespaces() -> Iterator[list[str]]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", CABLE)
             for device in ("lo", CABLE):
                 _ip("-n", name, "link", "set", device, "up")
+        for name in names:
+            _await_link(name)
         yield names
     finally:
         for name in names:
@@ -60,11 +64,23 @@ def enter(name: str) -> None:
         os.close(fd)
 
 
-def _ip(*arguments: str) -> None:
+def _await_link(name: str) -> None:
+    """Waits until the cable works: Linux takes up to a second to say so.
+
+    torch's RPC passes by an interface that is not operational, and takes loopback without a word.
+    """
+    deadline = time.monotonic() + _COMMAND_SECONDS
+    while "UP" not in (state := _ip("-n", name, "-brief", "link", "show", "dev", CABLE)).split():
+        if time.monotonic() > deadline:
+            raise NamespaceError(f"expected {CABLE} to be up, found: {state.strip()}")
+        time.sleep(_LINK_CHECK_SECONDS)
+
+
+def _ip(*arguments: str) -> str:
     try:
-        subprocess.run(
+        return subprocess.run(
             ["ip", *arguments], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True
-        )
+        ).stdout
     except subprocess.CalledProcessError as error:
         raise NamespaceError(
             f"expected to make network namespaces, but `ip {' '.join(arguments)}` failed: "
