@@ -16,6 +16,7 @@ from tests.services.elastic.slow_handler import PATIENCE, entered, finish, slow
 from tests.support.pending import entered_call
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
+from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.rref.service import RRefService
@@ -92,18 +93,47 @@ def test_references_of_two_incarnations_differ(
         fresh = rpc.remote("w1", dict, (), {"of": "new"})
         assert fresh.to_here() == {"of": "new"}
         assert fresh != old
-        for use in (old.to_here, lambda: old.rpc_sync().get("of"), lambda: old.remote().get("of")):
+        uses = (
+            old.to_here,
+            old.local_value,
+            lambda: old.rpc_sync().get("of"),
+            lambda: old.remote().get("of"),
+        )
+        for use in uses:
             with pytest.raises(rpc.OwnerDied, match="w1"):
                 use()
         # Nor if another worker uses it, or the new worker itself, which has never heard of it.
         for to in ("w2", "w1"):
-            with pytest.raises(rpc.OwnerDied, match="w1"):
-                rpc.rpc_sync(to, lambda ref: ref.to_here(), (old,))
+            for there in (rpc.RRef.to_here, rpc.RRef.local_value):
+                with pytest.raises(rpc.OwnerDied, match="w1"):
+                    rpc.rpc_sync(to, there, (old,))
     # A value that the old one asked for, and one that the new one does.
     with new.as_current():
         theirs = [rpc.remote("w0", int, (i,)) for i in range(3)]
         assert [ref.to_here() for ref in theirs] == [0, 1, 2]
         assert "created_on=1, incarnation=1, local_id=0" in repr(theirs[0])
+
+
+@pytest.mark.system
+def test_an_optimizer_with_parameters_of_two_incarnations_fails_with_their_loss(
+    workers: list[Agent], restart: Callable[..., Agent]
+) -> None:
+    def make_parameter() -> rpc.RRef[torch.Tensor]:
+        return rpc.remote("w1", torch.ones, (2,), {"requires_grad": True})
+
+    with workers[0].as_current():
+        parameters = [make_parameter()]
+        parameters[0].to_here()
+        restart()
+        parameters.append(make_parameter())
+        assert parameters[0].owner() == parameters[1].owner()
+        with pytest.raises(rpc.OwnerDied, match="w1"):
+            DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+        with (
+            dist_autograd.context() as context_id,
+            pytest.raises(rpc.OwnerDied, match="w1"),
+        ):
+            clip_grad_norm_(context_id, parameters, 1.0)
 
 
 @pytest.mark.system

@@ -181,8 +181,10 @@ class RRef(Generic[T]):
 
         Raises:
             RuntimeError: this worker is not the owner.
+            OwnerDied: the owner is lost. This worker may have its name and rank.
         """
         if self._value is None:
+            self._check()
             raise RpcError(
                 f"For UserRRef(rref_id={self._rref_id}, fork_id={self._fork_id}), can't call "
                 "localValue() on user "
