@@ -19,11 +19,11 @@ See also ``torch.distributed.autograd``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 from torch.distributed import is_available as is_distributed_available
 
 from zrpc.agent.current import current_agent
@@ -95,7 +95,7 @@ def backward(
     if not isinstance(context_id, int) and roots is None:
         roots = context_id
         context_id = _service().contexts.current()
-    with record_function("torch::distributed::autograd::backward"):  # torch's name, for profiles
+    with _shown() if profiler._is_profiler_enabled else nullcontext():
         _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
@@ -108,6 +108,11 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         RuntimeError: there is no such context on this worker.
     """
     return _service().contexts.gradients(context_id)
+
+
+def _shown() -> AbstractContextManager[object]:
+    """Returns a context manager that shows a pass in profiles, under torch's name."""
+    return profiler.record_function("torch::distributed::autograd::backward")
 
 
 def _service() -> AutogradService:

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.grad_lock import GradLock, Use
+from zrpc.services.autograd.nodes import recorded
 from zrpc.services.autograd.state import ContextState
 
 __all__ = ["Accumulation"]
@@ -54,18 +55,21 @@ class Accumulation:
         self._reduced: list[_Loan] = []
         self._hooked: list[_Loan] = []
 
-    def begin_at(self, output: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor to run from instead of ``output``.
-
-        With its node, which belongs to this run alone, the run learns its graph task before it
-        reaches a leaf.
-        """
-        with torch.enable_grad():
-            begin = output.view_as(output)
-        begin.register_hook(self._begun)  # type: ignore[no-untyped-call]
+    def begin_at(self, root: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor to run from instead of ``root``, of which other runs may begin."""
+        begin = recorded(root.view_as, root)
+        self.begin_with(begin)
         return begin
 
-    def _begun(self, _: torch.Tensor) -> None:
+    def begin_with(self, begin: torch.Tensor) -> None:
+        """Has the run learn its graph task from a tensor that it begins with, before any leaf.
+
+        The tensor's node must belong to this run alone.
+        """
+        node: Any = begin.grad_fn
+        node.register_prehook(self._begun)
+
+    def _begun(self, _: Any) -> None:
         self._graph_task = torch._C._current_graph_task_id()
 
     def is_own(self) -> bool:

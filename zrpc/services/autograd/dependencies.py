@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,45 +141,39 @@ class Tracer:
         return 1 << bit
 
     def _walk(self, node: Any) -> None:
-        """Finds the sets of a node and of all nodes below it."""
-        sets = self._sets
-        stack = [(node, node.next_functions)]
-        while stack:
-            node, edges = stack[-1]
-            below, found = self._below(edges)
-            if below:
-                stack += below
-                continue
-            stack.pop()
-            if node not in sets:
-                sets[node] = found
+        """Finds the sets of a node and of all nodes below it, each of which has none yet."""
+        sets, leaves = self._sets, self._leaves
+        # The nodes above, each with the edges that are left, and with what the others lead to.
+        above: list[tuple[Any, Iterator[tuple[Any, int]], int, int]] = []
+        edges, arrived, found = iter(node.next_functions), 0, 0
+        while True:
+            for below, output in edges:
+                cls = below.__class__
+                if cls is ACCUMULATE_NODE:
+                    more, leaf = 0, 1 << leaves.setdefault(below, len(leaves))
+                elif cls is RECEIVE_NODE:
+                    more, leaf = self._output_of(below, output), 0
+                elif below in sets:
+                    more, leaf = sets[below]
+                elif below is None:
+                    continue
+                else:
+                    above.append((node, edges, arrived, found))
+                    node, edges, arrived, found = below, iter(below.next_functions), 0, 0
+                    break
+                # Most nodes lead to one other, and share its sets.
+                arrived = arrived | more if arrived else more
+                found = found | leaf if found else leaf
+            else:
+                sets[node] = Reach(arrived, found)
                 if not node._sequence_nr():
                     node._set_sequence_nr(1)
-
-    def _below(self, edges: Iterable[tuple[Any, int]]) -> tuple[list[Any], Reach]:
-        """Returns the nodes at the end of some edges that have no sets yet, or the edges' sets."""
-        sets, leaves = self._sets, self._leaves
-        below, found = [], _NOTHING
-        for node, output in edges:
-            if node is None:
-                continue
-            cls = node.__class__
-            if cls is ACCUMULATE_NODE:
-                reach = Reach(0, 1 << leaves.setdefault(node, len(leaves)))
-            elif cls is RECEIVE_NODE:
-                reach = Reach(self._output_of(node, output), 0)
-            elif node in sets:
-                reach = sets[node]
-            else:
-                below.append((node, node.next_functions))
-                continue
-            if below or reach is found:
-                continue
-            if found is _NOTHING:
-                found = reach  # most nodes lead to one other, and share its sets
-            else:
-                found = Reach(found.arrived | reach.arrived, found.leaves | reach.leaves)
-        return below, found
+                if not above:
+                    return
+                more, leaf = arrived, found
+                node, edges, arrived, found = above.pop()
+                arrived = arrived | more if arrived else more
+                found = found | leaf if found else leaf
 
 
 # A tensor's sources in a message: how many, then each with its bit, sender, message and place.

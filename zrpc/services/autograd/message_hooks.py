@@ -17,7 +17,7 @@ from zrpc.services.autograd import ddp
 from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
 from zrpc.services.autograd.dependencies import pack_sources
-from zrpc.services.autograd.nodes import Receive, Send
+from zrpc.services.autograd.nodes import Receive, Send, recorded
 from zrpc.services.autograd.state import ContextState, SentMessage
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
@@ -137,7 +137,7 @@ class Crossing(MessageHooks):
         exits, reach = {}, {}
         for index, tensor in enumerate(tensors):
             own = _alone(tensor)
-            exits[index] = Send.apply(own, self._take_gradient, send_id, index)  # type: ignore[no-untyped-call]
+            exits[index] = Send.apply(own, self._take_gradient, send_id, index)
             reach[index] = state.tracer.reach(exits[index])
         message = SentMessage(send_id, to, position, exits, reach)
         with state.lock:
@@ -171,7 +171,6 @@ class Crossing(MessageHooks):
             state.sources[key] = graph.sources
         tensors = [decoder.tensors[i].detach() for i in graph.indices]
         send_back = partial(self._send_gradients, state.context_id)
-        with torch.enable_grad():
-            received = Receive.apply(state.start, send_back, *key, tensors)  # type: ignore[no-untyped-call]
+        received = recorded(Receive.apply, state.start, send_back, *key, tensors)
         for i, tensor in zip(graph.indices, received, strict=True):
             decoder.tensors[i] = tensor

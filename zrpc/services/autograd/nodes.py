@@ -13,15 +13,15 @@ the lowest. So when it waits for gradients, everything that this worker can do f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "ACCUMULATE_NODE",
+    "NO_GRADIENT",
     "RECEIVE_NODE",
     "Gradients",
     "Receive",
@@ -29,26 +29,41 @@ __all__ = [
     "Turn",
     "append_turn",
     "new_token",
+    "recorded",
 ]
 
 Gradients = Sequence[torch.Tensor | None]
 
+T = TypeVar("T")
+
+
+def recorded(apply: Callable[..., T], *args: Any) -> T:
+    """Calls ``apply(*args)`` with grad enabled; almost always it is already."""
+    if torch.is_grad_enabled():
+        return apply(*args)
+    with torch.enable_grad():
+        return apply(*args)
+
 
 def new_token(requires_grad: bool = False) -> torch.Tensor:
-    """Returns a tensor that stands for the order of nodes; the thread's defaults don't matter.
-
-    It has one element, so that torch makes the gradient of a run's last token by itself. To compare
-    a given one with the token, torch imports sympy, which takes half a second.
-    """
+    """Returns a tensor that stands for the order of nodes; the thread's defaults don't matter."""
     return torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
 
 
 # The gradient of each token. Nothing writes to it: the engine adds in place only to what it alone
 # refers to.
-_NO_GRADIENT = new_token()
+NO_GRADIENT = new_token()
 
 
-class Send(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """A node of one graph only: its ``backward`` is not differentiated."""
+
+    # Without torch's Python around the C function, which looks for tensors of torch.func: these
+    # can't be sent.
+    apply = torch._C._FunctionBase.__dict__["apply"]
+
+
+class Send(_Node):
     """``(tensor, take, send_id, index) -> exit``: a tensor leaves this worker."""
 
     @staticmethod
@@ -66,13 +81,12 @@ class Send(torch.autograd.Function):
         return new_token()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Returns the gradient that the receiver has sent back."""
         return ctx.take(*ctx.place), None, None, None
 
 
-class Receive(torch.autograd.Function):
+class Receive(_Node):
     """``(start, send_back, sender, send_id, tensors) -> tensors``: tensors have come here.
 
     The tensors are not inputs of the node. So its outputs are not views of inputs, and may be
@@ -95,11 +109,10 @@ class Receive(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
         ctx.send_back(*ctx.origin, gradients)
-        return _NO_GRADIENT, None, None, None, None
+        return NO_GRADIENT, None, None, None, None
 
 
 RECEIVE_NODE: Any = Receive._backward_cls
@@ -111,7 +124,7 @@ Send._backward_cls.__name__ = "SendRpcBackward"
 RECEIVE_NODE.__name__ = "RecvRpcBackward"
 
 
-class Turn(torch.autograd.Function):
+class Turn(_Node):
     """``(token, wait, *exits) -> token``: whose gradients a pass waits for next."""
 
     @staticmethod
@@ -125,11 +138,10 @@ class Turn(torch.autograd.Function):
         return new_token()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Waits for the gradients; the `Send` nodes, which run next, take them."""
         ctx.wait()
-        return _NO_GRADIENT, None, *(None for _ in range(ctx.count))
+        return NO_GRADIENT, None, *(None for _ in range(ctx.count))
 
 
 def append_turn(
@@ -139,8 +151,7 @@ def append_turn(
 
     The gradients are those of ``exits``, the results of `Send`.
     """
-    with torch.enable_grad():
-        token = Turn.apply(token, wait, *exits)  # type: ignore[no-untyped-call]
+    token = recorded(Turn.apply, token, wait, *exits)
     node: Any = token.grad_fn
     node._set_sequence_nr(0)  # `Tracer` keeps all other nodes from having this number
     return token
