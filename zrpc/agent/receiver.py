@@ -99,7 +99,12 @@ class Receiver:
 
     # -- for other threads -----------------------------------------------------------------
 
-    def receive(self, gate: threading.Lock, timeout: float = -1) -> None:
+    def receive(
+        self,
+        gate: threading.Lock,
+        timeout: float = -1,
+        own_calls: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible.
 
         So no other thread need wake up. Not for long: then the I/O thread goes on.
@@ -107,6 +112,8 @@ class Receiver:
         Args:
             gate: opened by what is to be received.
             timeout: seconds; negative means without limit.
+            own_calls: the number of calls in flight whose answers this thread will soon wait for.
+                The I/O thread may go on resting meanwhile.
         """
         self._awaited = gate
         if not self._threads.resting or not hold_interrupts():
@@ -124,7 +131,7 @@ class Receiver:
                 self._waiter_spin.waited(now - begun)
             finally:
                 self._threads.leave()
-            if len(self._calls):  # this one, or those of other threads
+            if len(self._calls) > own_calls():  # this one, or those of other threads
                 self._threads.end_rest()
         finally:
             release_interrupts()

@@ -40,7 +40,7 @@ from zrpc.services.autograd.contexts import (
 from zrpc.services.autograd.dependencies import UsedTensors
 from zrpc.services.autograd.last_gradients import LastGradients
 from zrpc.services.autograd.nodes import Gradients, append_turn
-from zrpc.services.autograd.state import ContextState, Pass
+from zrpc.services.autograd.state import ContextState, Pass, Receive
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -189,7 +189,7 @@ class Passes:
                 leaves |= message.leaves
             with self._agent.span(f"backward {pass_name(state.context_id, pass_.pass_id)}"):
                 engine.run(roots, last, part.retain_graph, state, leaves)
-            pass_.wait_for_parts(self._agent.receiver.receive)
+            pass_.wait_for_parts(self._receive_for(pass_))
         except Exception as error:
             self._fail(state.context_id, pass_, error)
             pass_.check()
@@ -299,10 +299,14 @@ class Passes:
             pass_.check()
             if time.monotonic() > deadline:
                 raise _accelerator_stalled()
-        gradients = pass_.wait(send_id, self._agent.receiver.receive)
+        gradients = pass_.wait(send_id, self._receive_for(pass_))
         if isinstance(gradients, Message):
             gradients = self._agent.codec.unpack(gradients) if gradients.body else ()
         pass_.store(send_id, gradients)
+
+    def _receive_for(self, pass_: Pass) -> Receive:
+        """Returns what receives while a pass waits; between two waits, nobody else need receive."""
+        return partial(self._agent.receiver.receive, own_calls=pass_.parts_asked)
 
     def take_gradient(self, send_id: int, index: int) -> torch.Tensor | None:
         """Returns the gradient of a tensor that was sent; for a `Send` node."""

@@ -26,7 +26,7 @@ from zrpc.services.autograd.last_gradients import LastGradients
 from zrpc.services.autograd.nodes import new_token
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ContextState", "Pass", "SentMessage"]
+__all__ = ["ContextState", "Pass", "Receive", "SentMessage"]
 
 # See `zrpc.runtime.thread_pool.acquire`.
 Receive = Callable[[threading.Lock, float], None]
@@ -293,6 +293,10 @@ class Pass:
     def wait_for_parts(self, receive: Receive) -> None:
         """Waits until the parts of other workers have ended; raises if the pass fails meanwhile."""
         self._wait(_PARTS, lambda: bool(self._parts), receive)
+
+    def parts_asked(self) -> int:
+        """Returns how many workers were asked for their parts, and have not ended them."""
+        return len(self._parts) - len(self.openings)
 
     def _wait(self, key: int, missing: Callable[[], bool], receive: Receive) -> None:
         with self._lock:
