@@ -1,8 +1,9 @@
-"""What a turn of the receiving thread takes in before it runs a handler."""
+"""What a turn of the receiving thread takes in, and when the I/O thread must receive again."""
 
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections import deque
 from typing import Any
 
@@ -45,11 +46,22 @@ class Pool:
             self.times.took(seconds)
 
 
-class NoCalls:
+class Calls:
+    """A number of calls in flight, none of which expires."""
+
     earliest = NEVER
 
+    def __init__(self, number: int) -> None:
+        self._number = number
+
     def __len__(self) -> int:
-        return 0
+        return self._number
+
+
+def start(receiver: Receiver, messages: Any, calls: Any) -> None:
+    """Starts a receiver without its threads."""
+    receiver._threads.start = lambda: None  # type: ignore[method-assign]
+    receiver.start(messages, calls, lambda now: None, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +74,38 @@ def test_other_messages_wait_for_quick_handlers_only(seconds: float, left: int) 
     receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
     messages.receiver = receiver
     receiver._threads.take = lambda pool, job: True  # type: ignore[method-assign]
-    calls: Any = NoCalls()
-    receiver._threads.start = lambda: None  # type: ignore[method-assign]
-    receiver.start(messages, calls, lambda now: None, lambda: None)
+    start(receiver, messages, Calls(0))
     receiver._lead()
     assert len(messages.left) == left
+
+
+class Answer(Messages):
+    """A network that brings what opens a gate."""
+
+    def __init__(self, gate: threading.Lock) -> None:
+        super().__init__("answer")
+        self._gate = gate
+
+    def dispatch(self, message: str) -> None:
+        self._gate.release()
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "own", "rests"),
+    [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)],
+    ids=["no call", "a call of another thread", "a call of this thread", "calls of both"],
+)
+def test_the_io_thread_rests_unless_another_thread_waits_for_an_answer(
+    in_flight: int, own: int, rests: bool
+) -> None:
+    gate = threading.Lock()
+    gate.acquire()
+    messages: Any = Answer(gate)
+    pool: Any = Pool(1e-6)
+    receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
+    start(receiver, messages, Calls(in_flight))
+    woken = []
+    receiver._threads.end_rest = lambda: woken.append(True)  # type: ignore[method-assign]
+    receiver.receive(gate, own_calls=lambda: own)
+    assert not gate.locked()
+    assert woken == ([] if rests else [True])
