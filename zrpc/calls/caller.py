@@ -49,7 +49,8 @@ from zrpc.wire.message import Message
 __all__ = ["Caller", "Receiver", "wait_until_settled"]
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
-_SENDING, _LEFT, _REMOTE, _ERROR = Stage.SENDING, Stage.LEFT, Kind.REMOTE, Kind.ERROR
+_NEW, _SENDING, _LEFT = Stage.NEW, Stage.SENDING, Stage.LEFT
+_REMOTE, _ERROR = Kind.REMOTE, Kind.ERROR
 
 
 class Receiver(Protocol):
@@ -265,8 +266,8 @@ class Caller:
             self._abandon(call)
             raise
         finally:
-            if admission is not LATER:
-                self._undo_unsent(call)
+            if call.stage is _NEW and admission is not LATER:
+                self._undo(call)
 
     def _admit(self, call: PendingCall, message: Message) -> Admission:
         """Waits until flow control has room for a call, or has it sent when there is."""
@@ -291,7 +292,8 @@ class Caller:
         except Exception as error:
             call.fail(error)
         finally:
-            self._undo_unsent(call)
+            if call.stage is _NEW:
+                self._undo(call)
 
     def _issue(self, call: PendingCall, message: Message, delayed: bool) -> None:
         """Sends a call for which there is room; ``delayed`` if it has waited for that."""
@@ -304,7 +306,7 @@ class Caller:
             if marks is not None:
                 marks.sending = time.monotonic()
             if call.settled:
-                call.stage = Stage.NEW  # cancelled, by a thread that looks at the stage afterwards
+                call.stage = _NEW  # cancelled, by a thread that looks at the stage afterwards
                 return
             try:
                 self._outbox.request(call.peer, message, partial(self._on_not_sent, call))
@@ -314,7 +316,7 @@ class Caller:
             except (zmq.ZMQError, MemoryError) as error:
                 lack = exhausted(error)
                 if lack is not None:
-                    call.stage = Stage.NEW
+                    call.stage = _NEW
                     raise lack from error
                 # The peer's mailbox is closed when it is lost, and all are at the end.
                 if call.peer not in lost:
@@ -397,12 +399,8 @@ class Caller:
             reason.executed = False
         # Not by the stage: the thread that has handed the call over may just now set it to `LEFT`.
         self._undo(call)
-        call.stage = Stage.NEW
+        call.stage = _NEW
         call.fail(reason)
-
-    def _undo_unsent(self, call: PendingCall) -> None:
-        if not call.sent:
-            self._undo(call)
 
     def _undo(self, call: PendingCall) -> None:
         # What went to a member that is lost is undone by the services.

@@ -206,13 +206,14 @@ class FlowControl:
     def _free(self, key: _Key, size: int) -> None:
         """Frees bytes, and lets in the calls that fit now; the lock is held."""
         used = self._used[key] = self._used[key] - size
-        waiting = self._waiting.get(key, ())
-        while waiting and (not used or used + waiting[0].size <= self.limit):
-            waiter = waiting.popleft()
-            used = self._let_in(waiter.call, key, waiter.size, used)
-            waiter.go()
-        if not waiting:
-            self._waiting.pop(key, None)
+        waiting = self._waiting.get(key)
+        if waiting is not None:
+            while waiting and (not used or used + waiting[0].size <= self.limit):
+                waiter = waiting.popleft()
+                used = self._let_in(waiter.call, key, waiter.size, used)
+                waiter.go()
+            if not waiting:
+                del self._waiting[key]
         if not used:
             self._used.pop(key, None)
 

@@ -37,6 +37,7 @@ VERSION = 2
 _HEADER = struct.Struct("<BBHIIfQQ")
 _pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from
 _EXTENSION = struct.Struct("<BI")
+_EXTENSION_SIZE = _EXTENSION.size
 HEADER_SIZE = _HEADER.size
 _NEVER = float("inf")
 
@@ -111,9 +112,7 @@ class Message:
         extensions = b""
         if self.extensions:
             extensions = b"".join(
-                part
-                for tag, data in self.extensions
-                for part in (_EXTENSION.pack(tag, len(data)), data)
+                [_EXTENSION.pack(tag, len(data)) + data for tag, data in self.extensions]
             )
         header = _pack_header(
             VERSION, self.kind, 0, len(extensions), len(self.table), self.deadline, self.call_id, 0
@@ -177,13 +176,14 @@ def parse_head(first: Buffer, sender: MemberId = NOBODY) -> Message:
 
 def _parse_extensions(view: memoryview) -> Extensions:
     extensions = []
-    while view:
-        if len(view) < _EXTENSION.size:
-            raise ProtocolError(f"expected an extension, found {len(view)} bytes")
-        tag, size = _EXTENSION.unpack_from(view)
-        end = _EXTENSION.size + size
-        if end > len(view):
+    end, length = 0, len(view)
+    while end < length:
+        start = end + _EXTENSION_SIZE
+        if start > length:
+            raise ProtocolError(f"expected an extension, found {length - end} bytes")
+        tag, size = _EXTENSION.unpack_from(view, end)
+        end = start + size
+        if end > length:
             raise ProtocolError(f"extension {tag} promises {size} bytes, more than there are")
-        extensions.append((tag, bytes(view[_EXTENSION.size : end])))
-        view = view[end:]
+        extensions.append((tag, bytes(view[start:end])))
     return tuple(extensions)
