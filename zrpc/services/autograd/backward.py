@@ -53,6 +53,9 @@ __all__ = ["Passes"]
 # report that before this thread returns.
 _ACCELERATOR_SECONDS = 60.0
 
+# A gradient with gaps is sent without them if it has at most this number of elements.
+_MAX_FILLED = 4096
+
 # The pass whose engine this thread runs, and its context.
 _current_pass: contextvars.ContextVar[tuple[int, Pass] | None] = contextvars.ContextVar(
     "zrpc_autograd_pass", default=None
@@ -211,7 +214,7 @@ class Passes:
             self._agent.caller.call_notify(
                 self._agent.membership.infos[peer],
                 Kind.BACKWARD,
-                [part, list(gradients)],
+                [part, _filled(gradients)],
                 0,
                 (Tag.PASS, PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)),
                 _PartAsked(self, context_id, pass_),
@@ -259,7 +262,7 @@ class Passes:
             return
         send_id, gradients = held or (0, ())
         data = PASS_LAYOUT.pack(context_id, pass_id, send_id)
-        self._agent.callee.answer(request, list(gradients), (Tag.PASS, data))
+        self._agent.callee.answer(request, _filled(gradients), (Tag.PASS, data))
 
     def _run_for(
         self, beginner: MemberId, state: ContextState, pass_: Pass, part: Part
@@ -342,7 +345,7 @@ class Passes:
         if any(gradient is not None for gradient in gradients):
             token = current_id.set(None)  # outside of contexts
             try:
-                self._agent.codec.encoder(peer).pack(list(gradients), message)
+                self._agent.codec.encoder(peer).pack(_filled(gradients), message)
             finally:
                 current_id.reset(token)
         data = PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)
@@ -420,6 +423,19 @@ def _accelerator_stalled() -> BackwardError:
         "seconds, found none: look for an error or a long computation in this worker's part of "
         "the pass"
     )
+
+
+def _filled(gradients: Gradients) -> list[torch.Tensor | None]:
+    """Returns gradients to send, the small ones without gaps: so they need no tensor table.
+
+    That of a sum, say, is one element of memory, which all elements of the gradient share.
+    """
+    return [
+        each.contiguous()
+        if each is not None and each.layout is torch.strided and each.numel() <= _MAX_FILLED
+        else each
+        for each in gradients
+    ]
 
 
 def _pass_of_thread() -> Pass:
