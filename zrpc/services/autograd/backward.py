@@ -6,7 +6,7 @@ worker, its sender is asked (DEPENDENCIES). Then it asks each worker that has se
 lead to the roots to take part, and says which (BACKWARD). Each runs its engine once, over what
 leads to the roots and nothing else, and answers when that is done.
 
-A `Receive` node sends the gradients of its tensors back (GRADIENT), and a `Turn` node waits for
+A `Receive` node sends the gradients of its tensors back (GRADIENT), and a turn waits for
 them; see `zrpc.services.autograd.nodes`. The first gradients to a worker travel with BACKWARD if
 it needs them before all others, and its last ones with its answer.
 """
@@ -293,8 +293,8 @@ class Passes:
     # The nodes call the next three. Nodes know the context's id and not its state, which refers to
     # them by way of the graph: the collector can't see a cycle through objects of C++.
 
-    def _await_gradients(self, send_id: int, position: int) -> None:
-        """Waits for the gradients of tensors that were sent; for a `Turn` node."""
+    def _await_gradients(self, send_id: int, position: int, _: Any) -> None:
+        """Waits for the gradients of tensors that were sent; for a turn."""
         pass_ = _pass_of_thread()
         deadline = time.monotonic() + _ACCELERATOR_SECONDS
         # Without an accelerator, all that is needed was received before this was sent.

@@ -85,7 +85,7 @@ class Tracer:
 
     It walks over each node once, until `forget`. The bits stay the same after that.
 
-    It also sees to it that no node has the sequence number of the `Turn` nodes, which the first
+    It also sees to it that no node has the sequence number of the turns, which the first
     node of each thread has.
     """
 

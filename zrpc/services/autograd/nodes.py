@@ -4,10 +4,11 @@ A `Send` node hangs above each tensor that this worker has sent, and a `Receive`
 tensors of each message that it has received. Nothing leads from a `Receive` to a `Send`: of what
 was sent, a pass runs only what leads to its roots.
 
-So the order needs nodes of its own. `Turn` nodes are made for one pass: one for each message whose
-gradients it needs, each leading to the one before and to the `Send` nodes of its message. torch's
-engine runs a node with a lower sequence number only if no other node is ready, and a `Turn` has
-the lowest. So when it waits for gradients, everything that this worker can do first is done.
+So the order needs nodes of its own, the *turns*. These are made for one pass: one for each message
+whose gradients it needs, each leading to the one before and to the `Send` nodes of its message. A
+turn is the node of an addition, with a hook that waits for the gradients. torch's engine runs a
+node with a lower sequence number only if no other node is ready, and a turn has the lowest. So when
+it waits, everything that this worker can do first is done.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ __all__ = [
     "Gradients",
     "Receive",
     "Send",
-    "Turn",
     "append_turn",
     "new_token",
     "recorded",
@@ -124,34 +124,20 @@ Send._backward_cls.__name__ = "SendRpcBackward"
 RECEIVE_NODE.__name__ = "RecvRpcBackward"
 
 
-class Turn(_Node):
-    """``(token, wait, *exits) -> token``: whose gradients a pass waits for next."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, token: torch.Tensor, wait: Callable[[], None], *exits: torch.Tensor
-    ) -> torch.Tensor:
-        """Returns the next token."""
-        ctx.wait = wait
-        ctx.count = len(exits)
-        ctx.set_materialize_grads(False)
-        return new_token()
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor | None) -> Any:
-        """Waits for the gradients; the `Send` nodes, which run next, take them."""
-        ctx.wait()
-        return NO_GRADIENT, None, *(None for _ in range(ctx.count))
-
-
 def append_turn(
-    token: torch.Tensor, wait: Callable[[], None], exits: Sequence[torch.Tensor]
+    token: torch.Tensor, wait: Callable[[Any], None], exits: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Returns the token of a pass that waits with ``wait`` before it runs what leads to ``token``.
 
-    The gradients are those of ``exits``, the results of `Send`.
+    Args:
+        token: that of the turn before, or the start of the context.
+        wait: waits for the gradients of ``exits``; it is a hook of the turn's node.
+        exits: the results of `Send` for the tensors of one message.
     """
-    token = recorded(Turn.apply, token, wait, *exits)
-    node: Any = token.grad_fn
+    for each in exits:
+        token = recorded(torch.add, token, each)
+        node: Any = token.grad_fn
+        node._set_sequence_nr(1)
     node._set_sequence_nr(0)  # `Tracer` keeps all other nodes from having this number
+    node.register_prehook(wait)
     return token
