@@ -1,10 +1,10 @@
-"""When a thread spins: if messages have been arriving soon, and never for long."""
+"""When a thread spins: if messages have been arriving soon and nobody wants its core; not long."""
 
 from __future__ import annotations
 
 import pytest
 
-from zrpc.runtime.adaptive_spin import MAX_SPIN_SECONDS, AdaptiveSpin
+from zrpc.runtime.adaptive_spin import MAX_SPIN_SECONDS, AdaptiveSpin, WantedCore
 
 
 @pytest.fixture
@@ -44,3 +44,42 @@ def test_a_long_pause_is_forgotten_as_fast_as_a_short_one(spin: AdaptiveSpin, pa
     wait(spin, pause, 100)
     wait(spin, MAX_SPIN_SECONDS / 10, 20)
     assert spin.seconds == MAX_SPIN_SECONDS
+
+
+SLICE_SECONDS = 0.003
+
+
+def lose(core: WantedCore, now: float) -> float:
+    """Loses the core for a time slice; returns when threads may poll again."""
+    now += SLICE_SECONDS
+    assert not core.polled(now - SLICE_SECONDS, now)
+    assert not core.may_spin(now)
+    until = now
+    while not core.may_spin(until):
+        until += 0.001
+    return until
+
+
+def test_a_core_that_nobody_wants_is_polled_on() -> None:
+    core = WantedCore()
+    assert core.may_spin(0.0)
+    assert all(core.polled(now, now + 5e-6) for now in range(100))
+    assert core.may_spin(100.0)
+
+
+def test_each_loss_of_the_core_soon_after_the_last_one_doubles_the_pause() -> None:
+    core, now = WantedCore(), 50.0
+    pauses = []
+    for _ in range(10):
+        again = lose(core, now)
+        pauses.append(again - now - SLICE_SECONDS)
+        now = again + 0.01
+    assert pauses == pytest.approx([0.01 * 2**i for i in range(7)] + [1.0] * 3, abs=0.0015)
+
+
+def test_a_loss_long_after_the_last_one_costs_a_short_pause() -> None:
+    core, now = WantedCore(), 50.0
+    for _ in range(10):
+        now = lose(core, now) + 0.01
+    now += 5.0
+    assert lose(core, now) - now - SLICE_SECONDS == pytest.approx(0.01, abs=0.0015)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,20 @@ def test_a_receiver_that_spins_gets_its_message(pair: Pair, there: bool) -> None
     identity, message, _ = first.receive(SOON, spin=0.02)
     assert (identity, message) == (b"z1", b"message")
     sender.join()
+
+
+def test_a_receiver_does_not_spin_if_another_program_wants_its_core(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yields: list[None] = []
+    monkeypatch.setattr("zrpc.transport.inbox._yield", lambda: yields.append(None))
+    network = pair.networks[0]
+    assert network.receive(0.0, spin=0.01) is None
+    assert yields
+    yields.clear()
+    network._inbox._core.polled(0.0, time.perf_counter() + 60)  # it is lost until then
+    assert network.receive(0.01, spin=0.01) is None
+    assert not yields
 
 
 def test_a_receiver_that_spins_returns_after_its_timeout(pair: Pair) -> None:

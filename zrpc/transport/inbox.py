@@ -12,6 +12,7 @@ from typing import Any
 
 import zmq
 
+from zrpc.runtime.adaptive_spin import WantedCore
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
@@ -74,6 +75,7 @@ class Inbox:
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
         # socket must be read until it is empty.
         self._unread = True
+        self._core = WantedCore()
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
@@ -170,7 +172,8 @@ class Inbox:
         Afterwards `_unread` tells whether the ROUTER socket has one.
         """
         now = time.perf_counter()
-        awake, deadline = now + spin, now + timeout
+        awake = now + spin if self._core.may_spin(now) else now
+        deadline = now + timeout
         if self._unread:
             self._unread = self._has_unread()
         while True:
@@ -184,7 +187,9 @@ class Inbox:
                 self._unread = self._has_unread()
             if self._unread or self._messages:
                 return True
-            now = time.perf_counter()
+            begun, now = now, time.perf_counter()
+            if begun < awake and not self._core.polled(begun, now):
+                awake = now
             if now >= deadline and now >= awake:
                 return False
 
@@ -250,9 +255,13 @@ class Inbox:
 
     def _spin(self, seconds: float) -> None:
         """Polls the ROUTER socket until it has a message, or the time is over."""
-        end = time.perf_counter() + seconds
-        while not self._has_unread() and time.perf_counter() < end:
+        now = time.perf_counter()
+        end = now + seconds if self._core.may_spin(now) else now
+        while now < end and not self._has_unread():
             _yield()
+            begun, now = now, time.perf_counter()
+            if not self._core.polled(begun, now):
+                break
 
     def answer(self, routing_id: bytes, frames: Sequence[bytes]) -> None:
         """Sends a message by the connection that a peer has made, if there is one.
