@@ -124,7 +124,7 @@ def run_phase(phase: Phase) -> Tally:
         client.start()
     _join(clients, until + _STUCK_SECONDS)
     if any(client.is_alive() for client in clients):
-        tally.violations.append(f"{me} is stuck:\n{outstanding_work()}")
+        tally.violations.append(f"{me} is stuck:\n{outstanding_work()}\n{_stacks()}")
         _join(clients, until + _STOP_SECONDS)
     for client in clients:
         if client.is_alive():
@@ -155,6 +155,10 @@ def _caused_by_death(text: str, doomed: str | None) -> bool:
 def _stack(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else "it has stopped"
+
+
+def _stacks() -> str:
+    return "\n".join(f"{thread.name}:\n{_stack(thread)}" for thread in threading.enumerate())
 
 
 class _DoomedCalls:
