@@ -190,7 +190,9 @@ class Passes:
                 wait = partial(self._await_gradients, message.send_id, message.position)
                 last = append_turn(last, wait, list(message.exits.values()))
                 leaves |= message.leaves
-            with self._agent.span(f"backward {pass_name(state.context_id, pass_.pass_id)}"):
+            # Only if it is needed: to make it takes longer than to record it.
+            name = pass_name(state.context_id, pass_.pass_id) if self._agent.recorder else ""
+            with self._agent.span(f"backward {name}"):
                 engine.run(roots, last, part.retain_graph, state, leaves)
             pass_.wait_for_parts(self._receive_for(pass_))
         except Exception as error:

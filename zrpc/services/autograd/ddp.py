@@ -50,6 +50,8 @@ def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     That includes parameters that are not among the leaves: DDP gives them a gradient if another
     process has used them.
     """
+    if not in_use():
+        return []
     with _lock:
         modules = {module for leaf in leaves if leaf in _modules for module in _modules[leaf]}
     parameters = (parameter for module in modules for parameter in module.parameters())
