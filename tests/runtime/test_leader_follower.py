@@ -293,3 +293,70 @@ def test_the_old_leader_does_not_take_the_wake_up_of_the_new_one(
         time.sleep(0.001)
     slow.clear()
     settled(desk)
+
+
+class PausingLock:
+    """A lock that stops a thread once, as it leaves the lock after it has passed its gate."""
+
+    def __init__(self, lock: threading.Lock, thread: threading.Thread) -> None:
+        self.lock, self.thread = lock, thread
+        self.passed = False
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def pass_gate(self, gate: threading.Lock, timeout: float) -> bool:
+        found = gate.acquire(timeout=timeout)
+        self.passed = True
+        return found
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+        if self.passed and threading.current_thread() is self.thread and not self.reached.is_set():
+            self.reached.set()
+            assert self.go_on.wait(LONG)
+
+
+class PausingGate:
+    """The gate of the thread that a `PausingLock` stops."""
+
+    def __init__(self, gate: threading.Lock, lock: PausingLock) -> None:
+        self.gate, self.lock = gate, lock
+        self.locked, self.release = gate.locked, gate.release
+
+    def acquire(self, timeout: float) -> bool:
+        return self.lock.pass_gate(self.gate, timeout)
+
+
+def test_a_leader_takes_no_job_while_the_other_thread_is_in_one(desk: Desk) -> None:
+    """The follower was promoted between two of its checks, and later gave the lead back."""
+    settled(desk)
+    until(lambda: any(desk.io._asleep))
+    follower = desk.io._asleep.index(True)
+    lock = desk.io._lock = PausingLock(desk.io._lock, desk.io._threads[follower])
+    # It sleeps at the gate itself, and will pass this one later.
+    desk.io._gates[follower] = PausingGate(desk.io._gates[follower], lock)
+    lock.passed = True
+    closed = threading.Lock()
+    closed.acquire()
+
+    def promote_follower() -> None:  # this job has woken it
+        assert lock.reached.wait(LONG)
+        acquire(closed, 1e-6)
+        lock.go_on.set()
+
+    desk.do(promote_follower)
+    until(lambda: desk.io._ready[1 - follower])
+    ran_in = set()
+
+    def wait() -> None:
+        ran_in.add(threading.current_thread())
+        acquire(closed, LONG)
+
+    desk.put(wait)
+    try:
+        ran_in.add(desk.do(lambda: None))
+    finally:
+        closed.release()
+    assert ran_in != set(desk.io._threads)

@@ -273,12 +273,12 @@ class LeaderFollower:
         pause = _CHECK_SECONDS
         while True:
             with self._lock:
-                jobs = self._job_count
-                asleep = checks >= _CHECKS_BEFORE_SLEEP and not self._busy
-                if self._leader == me or self._stopping:
+                # Also if it was promoted between two checks: it does not follow as it leads.
+                self._ready[me] = self._leader != me and not self._stopping
+                if not self._ready[me]:
                     return
-                self._asleep[me] = asleep
-                self._ready[me] = True
+                jobs = self._job_count
+                asleep = self._asleep[me] = checks >= _CHECKS_BEFORE_SLEEP and not self._busy
             woken = self._gates[me].acquire(timeout=-1 if asleep else pause)
             with self._lock:
                 self._asleep[me] = False
@@ -286,9 +286,6 @@ class LeaderFollower:
                     self._leader, self._busy = me, False
                     if self._job_times is not None:
                         self._job_times.overran()
-                if self._leader == me or self._stopping:
-                    self._ready[me] = False
-                    return
                 checks = checks + 1 if self._job_count == jobs else 0
             pause = _CHECK_SECONDS if asleep else min(2 * pause, _MAX_CHECK_SECONDS)
 
