@@ -20,14 +20,9 @@ from tests.support.records import peer_record
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.exchange import exchange
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import (
-    RendezvousTiming,
-    StoreLost,
-    _digest,
-    exchange,
-    meet,
-)
+from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, digest_of, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -121,7 +116,7 @@ class PlayedHost:
         for other in self.records:
             if other.rank != 1:
                 self.entries.set(f"record/{other.rank}", other.dump())
-        self.digest = _digest(self.records)
+        self.digest = digest_of(self.records)
         self.outcome = start(
             lambda: dist.TCPStore("127.0.0.1", port, is_master=False), self.records[1:2], 3 * SOON
         )
@@ -231,7 +226,7 @@ def start_and_take_part_by_hand(
     records = [record(rank, 2, name=name) for rank, name in enumerate(names)]
     finish = start(connect, records[:1], timing=timing, check=refuse)
     store = connect()
-    entries, digest = SignedStore(store, None), _digest(records)
+    entries, digest = SignedStore(store, None), digest_of(records)
     entries.set("record/1", records[1].dump())
     entries.set(f"{digest}/1", "met")
     store.wait([f"zrpc/{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
@@ -287,7 +282,7 @@ def test_one_rank_twice_of_which_the_first_is_slow(
 ) -> None:
     """Rank 0 has confirmed the first of the two, and meets the second one in its place."""
     host, first, second = record(0, 2), record(1, 2), record(1, 2)
-    slow_key = f"{_digest([host, first])}/1"
+    slow_key = f"{digest_of([host, first])}/1"
     reached, go_on = threading.Event(), threading.Event()
     write = SignedStore.set
 
@@ -314,7 +309,7 @@ def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
 ) -> None:
     """All go on, or none: its time is over just when the others have seen that it is there."""
     records = [record(0, 2), record(1, 2)]
-    key = f"{_digest(records)}/1"
+    key = f"{digest_of(records)}/1"
     check = SignedStore.check
     met: list[Any] = []
 
@@ -382,6 +377,24 @@ def test_a_worker_that_gives_no_value_is_named(connect: Connect) -> None:
     records = [record(rank, 3) for rank in range(3)]
     with pytest.raises(RendezvousError, match=r"within 0.1 s .*\[WorkerInfo\(id=1.*id=2"):
         exchange(connect(), records, 0, "value", 0.1)
+
+
+@pytest.mark.system
+def test_rank_0_stays_until_the_others_have_read_what_is_wrong_with_a_value(
+    connect: Connect,
+) -> None:
+    def check(values: list[str]) -> None:
+        raise RendezvousError(f"{values} don't do")
+
+    records = [record(rank, 2) for rank in range(2)]
+    entries, digest = SignedStore(connect(), None), digest_of(records)
+    entries.set(f"{digest}/value/1", "=there")
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(exchange, connect(), records, 0, "here", SOON, check=check)
+        assert not wait([outcome], 0.2).done
+        entries.set(f"{digest}/1/refused", "1")
+        with pytest.raises(RendezvousError, match=r"\['here', 'there'\] don't do"):
+            outcome.result(SOON)
 
 
 def test_exchanges_of_two_meshes_do_not_meet(connect: Connect) -> None:

@@ -18,8 +18,9 @@ from tests.membership.test_rendezvous import record
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.exchange import exchange
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import RendezvousTiming, exchange, meet
+from zrpc.membership.rendezvous import RendezvousTiming, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 

@@ -16,7 +16,8 @@ from tests.support.records import peer_record
 from tests.support.waiting import SOON, until
 from zrpc.errors import RendezvousError
 from zrpc.launch import Task
-from zrpc.membership.rendezvous import exchange, meet
+from zrpc.membership.exchange import exchange
+from zrpc.membership.rendezvous import meet
 from zrpc.membership.signed_store import SignedStore
 from zrpc.services.elastic.join import claim
 from zrpc.services.elastic.limits import DEFAULT_LIMITS

@@ -20,9 +20,9 @@ import zmq
 from torch.distributed import Store
 
 from zrpc.errors import AuthenticationError, RpcError
+from zrpc.membership.exchange import exchange
 from zrpc.membership.init_method import master_host
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import exchange
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
@@ -261,16 +261,19 @@ def _exchange_tcp(
         with contextlib.suppress(RpcError):
             give(str(error), timeout=min(timeout, _FAILURE_SECONDS), failed=True)
         raise
-    found = give(mine, timeout=timeout)
-    for record, endpoint in zip(records, found, strict=True):
+    found = give(mine, timeout=timeout, check=partial(_check_reachable, records))
+    announce_endpoint(membership.info, mine, curve is not None)
+    return found
+
+
+def _check_reachable(records: Sequence[PeerRecord], endpoints: Sequence[str]) -> None:
+    for record, endpoint in zip(records, endpoints, strict=True):
         if is_loopback(endpoint) and _networks(records) > 1:
             raise RpcError(
                 f"{record.info} listens on {endpoint}, which other hosts and containers can't "
                 f"reach: set {_IFACE} there to the name or the address of the network interface "
                 "that leads to them (the master's name may mean loopback in its /etc/hosts)"
             )
-    announce_endpoint(membership.info, mine, curve is not None)
-    return found
 
 
 def listen_on(network: Network, interface: str, curve: Curve | None, ports: range | None) -> str:

@@ -38,9 +38,17 @@ from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
-from zrpc.wire.member_id import MemberId
 
-__all__ = ["RendezvousTiming", "StoreLost", "exchange", "meet", "store_errors"]
+__all__ = [
+    "TIMING",
+    "RendezvousTiming",
+    "StoreLost",
+    "await_readers",
+    "digest_of",
+    "meet",
+    "store_errors",
+    "wait_for",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +59,6 @@ _PAUSE_SECONDS = (0.001, 0.05)
 # What the workers agree on, see above.
 _MET = "met"
 _ABANDONED = "abandoned"
-# What the value of a worker begins with in `exchange`.
-_GIVEN = "="
-_FAILED = "!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class RendezvousTiming:
     read_seconds_per_rank: float = 0.02
 
 
-_TIMING = RendezvousTiming()
+TIMING = RendezvousTiming()
 
 
 class StoreLost(RendezvousError):
@@ -82,7 +87,7 @@ def meet(
     record: PeerRecord,
     timeout: float,
     secret: ClusterSecret | None = None,
-    timing: RendezvousTiming = _TIMING,
+    timing: RendezvousTiming = TIMING,
     check: Callable[[list[PeerRecord]], None] = lambda _: None,
 ) -> list[PeerRecord]:
     """Exchanges peer records with all other ranks; returns those of all, by rank.
@@ -162,14 +167,14 @@ class _Rendezvous:
         self._entries.set(self._keys[self._record.rank], self._record.dump())
         while True:
             records = self._gather()
-            digest = _digest(records)
+            digest = digest_of(records)
             if self._confirmed(digest, records):
                 try:
                     _check(records, self._record)
                     check(records)
                 except RpcError:
                     self._shorten_deadline(self._timing.failure_read_seconds)
-                    _await_readers(self._entries, records, self._record.rank, self._deadline)
+                    await_readers(self._entries, records, self._record.rank, self._deadline)
                     raise
                 return records
             self._await_change(records)
@@ -359,10 +364,10 @@ class _Rendezvous:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _wait_for(self, done: Callable[[], bool]) -> bool:
-        return _wait_for(done, self._deadline)
+        return wait_for(done, self._deadline)
 
 
-def _wait_for(done: Callable[[], bool], deadline: float) -> bool:
+def wait_for(done: Callable[[], bool], deadline: float) -> bool:
     """Waits until ``done()``; returns False at the deadline."""
     pause, longest = _PAUSE_SECONDS
     while not done():
@@ -377,7 +382,8 @@ def _protest_key(against: str, by: str) -> str:
     return f"protest/{against}/{by}"
 
 
-def _digest(records: Iterable[PeerRecord]) -> str:
+def digest_of(records: Iterable[PeerRecord]) -> str:
+    """Returns what stands for these records in the store's keys."""
     return hashlib.sha256("".join(record.dump() for record in records).encode()).hexdigest()
 
 
@@ -394,56 +400,16 @@ def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
             )
 
 
-def _await_readers(
+def await_readers(
     entries: SignedStore, records: Sequence[PeerRecord], own_rank: int, deadline: float
 ) -> None:
     """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
 
     Rank 0 may host the store, and a failure here often ends its program.
     """
-    digest = _digest(records)
+    digest = digest_of(records)
     keys = [f"{digest}/{record.rank}/refused" for record in records]
     with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
         entries.set(keys[own_rank], "1")
         if own_rank == 0:
-            _wait_for(lambda: entries.check(keys), deadline)
-
-
-def exchange(
-    store: Store,
-    records: Sequence[PeerRecord],
-    own_id: MemberId,
-    value: str,
-    timeout: float,
-    secret: ClusterSecret | None = None,
-    failed: bool = False,
-) -> list[str]:
-    """Runs a second round among workers that have met: each gives a value and gets those of all.
-
-    A worker that has ``failed`` gives the reason instead, so that the others don't wait for it.
-
-    Raises:
-        AuthenticationError: a value is not from the worker that it claims to be from.
-        RendezvousError: some gave none within ``timeout`` seconds, or have failed; the store fails.
-    """
-    deadline = time.monotonic() + timeout
-    with SignedStore(store, secret, deadline) as entries, store_errors(records):
-        keys = [f"{_digest(records)}/value/{record.rank}" for record in records]
-        entries.set(keys[own_id], (_FAILED if failed else _GIVEN) + value)
-        if not _wait_for(lambda: entries.check(keys), deadline):
-            by_key = zip(keys, records, strict=True)
-            missing = [record.info for key, record in by_key if not entries.check([key])]
-            raise RendezvousError(
-                f"expected all workers to publish within {timeout:g} s where they listen, but "
-                f"{missing} did not: find out what became of them"
-            )
-        values = entries.get_all(keys)
-        for record, text in zip(records, values, strict=True):
-            if text.startswith(_FAILED):
-                until = min(deadline, time.monotonic() + _TIMING.failure_read_seconds)
-                _await_readers(entries, records, own_id, until)
-                raise RendezvousError(
-                    f"expected all workers to publish where they listen, but {record.info} on "
-                    f"{record.host} failed: {text.removeprefix(_FAILED)}"
-                )
-        return [text.removeprefix(_GIVEN) for text in values]
+            wait_for(lambda: entries.check(keys), deadline)
