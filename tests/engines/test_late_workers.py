@@ -13,17 +13,19 @@ from tests.support.warm import warm_commands
 pytestmark = pytest.mark.system
 # The last of two workers comes three times as late as a call may take.
 WORKER = """
-import os, sys, time
+import os, threading, time
 import zrpc as rpc
 
 rank = int(os.environ["RANK"])
 if rank == 1:
     time.sleep(3)
 rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.ZmqRpcBackendOptions(rpc_timeout=1))
-while len(rpc.get_worker_infos()) < 2:  # of an elastic mesh
-    time.sleep(0.01)
+joined = threading.Event()  # workers of an elastic mesh don't wait for one another
+rpc.on_worker_joined(lambda worker: joined.set())
+assert joined.wait(100)
 other = rpc.rpc_sync(f"worker{1 - rank}", os.getenv, args=("RANK",), timeout=30)
 print(f"rank {other}")  # in one piece: torchrun has Python write each piece at once
+rpc.barrier(["worker0", "worker1"], timeout=30)  # nor would they before they leave
 rpc.shutdown()
 """
 LAUNCH = ("-m", "zrpc.cli", "launch")
