@@ -46,7 +46,9 @@ _PLOT = click.option(
 @click.option(
     "--rows",
     metavar="REGEX",
-    help="Measure only rows with matching names. [default: all but the starts of many workers]",
+    multiple=True,
+    help="Measure only rows with matching names; can be repeated. "
+    "[default: all but the starts of many workers]",
 )
 @click.option("--list", "only_list", is_flag=True, help="Print the names of the rows and exit.")
 @click.option("--tcp", is_flag=True, help="Measure over loopback TCP, without faster transports.")
@@ -71,7 +73,7 @@ def command(
     ctx: click.Context,
     against: str,
     rounds: int,
-    rows: str | None,
+    rows: tuple[str, ...],
     only_list: bool,
     tcp: bool,
     seconds: float,

@@ -36,16 +36,24 @@ def test_workloads_exist(measured: Row | Limit) -> None:
 
 
 def test_rows_that_start_many_workers_are_not_selected_by_default() -> None:
-    names = [row.name for group in select(None) for row in group.rows]
+    names = [row.name for group in select() for row in group.rows]
     assert "empty call" in names
     assert not [name for name in names if "start and stop" in name or "launch" in name]
 
 
 def test_rows_are_selected_by_a_part_of_their_name() -> None:
-    groups = select("EMPTY call|32 workers")
+    groups = select(["EMPTY call|32 workers"])
     assert [[row.name for row in group.rows] for group in groups] == [
         ["empty call"],
         ["start and stop of 32 workers"],
+    ]
+
+
+def test_several_patterns_select_what_any_of_them_matches() -> None:
+    groups = select(["nested", "^rref method$", "nested calls"])
+    assert [row.name for group in groups for row in group.rows] == [
+        "nested calls, 8 hops",
+        "RRef method",
     ]
 
 
@@ -62,12 +70,12 @@ def test_a_row_that_only_zrpc_can_measure() -> None:
 
 def test_a_pattern_that_matches_nothing_lists_the_rows() -> None:
     with pytest.raises(ValueError, match=r"no row matches 'nothing'; the rows are:\n  empty call"):
-        select("nothing")
+        select(["empty call", "nothing"])
 
 
 def test_an_invalid_pattern_is_refused() -> None:
     with pytest.raises(ValueError, match="is not a regular expression"):
-        select("(")
+        select(["("])
 
 
 class _Meshes:

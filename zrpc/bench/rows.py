@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from zrpc.bench.row import Group, Limit, Row, Unit
@@ -197,29 +198,34 @@ def all_rows() -> list[Row]:
     return [row for group in GROUPS for row in group.rows]
 
 
-def select(pattern: str | None) -> list[Group]:
+def select(patterns: Collection[str] = ()) -> list[Group]:
     """Returns the groups that contain selected rows, with only those rows.
 
     Args:
-        pattern: a regular expression that is searched for in the names of the rows, ignoring
-            case; None for the default rows.
+        patterns: regular expressions. A row is selected if one of them is found in its name,
+            ignoring case. Without any, the default rows are selected.
 
     Raises:
-        ValueError: the expression is not valid, or no row matches.
+        ValueError: an expression is not valid, or matches no row.
     """
-    if pattern is None:
+    chosen = {name for pattern in patterns for name in _matching(pattern)}
+    if not patterns:
         chosen = {row.name for row in all_rows() if row.default}
-    else:
-        try:
-            wanted = re.compile(pattern, re.IGNORECASE)
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
-        chosen = {row.name for row in all_rows() if wanted.search(row.name)}
-        if not chosen:
-            names = "\n  ".join(row.name for row in all_rows())
-            raise ValueError(f"no row matches {pattern!r}; the rows are:\n  {names}")
     groups = [
         replace(group, rows=tuple(row for row in group.rows if row.name in chosen))
         for group in GROUPS
     ]
     return [group for group in groups if group.rows]
+
+
+def _matching(pattern: str) -> list[str]:
+    """Returns the names of the rows that a pattern matches, at least one."""
+    try:
+        wanted = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    names = [row.name for row in all_rows()]
+    matching = [name for name in names if wanted.search(name)]
+    if not matching:
+        raise ValueError(f"no row matches {pattern!r}; the rows are:\n  " + "\n  ".join(names))
+    return matching
