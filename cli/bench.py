@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,13 +19,17 @@ if TYPE_CHECKING:
     from zrpc.bench.row import Group
     from zrpc.bench.settings import Settings
 
-_AGAINST = click.option(
-    "--against",
-    type=click.Choice(["torch", "nothing"]),
-    default="torch",
-    show_default=True,
-    help="The library to compare with.",
-)
+
+def _against(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return click.option(
+        "--against",
+        type=click.Choice([*names, "nothing"]),
+        default="torch",
+        show_default=True,
+        help="The library to compare with.",
+    )
+
+
 _JSON = click.option(
     "--json", "data_file", type=FILE, help="Write the results to this file, as JSON."
 )
@@ -35,7 +41,7 @@ _PLOT = click.option(
 @click.group(
     invoke_without_command=True, short_help="Compare the speed of zrpc and torch.distributed.rpc."
 )
-@_AGAINST
+@_against("torch", "ray", "monarch")
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
@@ -93,6 +99,7 @@ def command(
     if ctx.invoked_subcommand is not None:
         _check_no_options(ctx, ctx.invoked_subcommand)
         return
+    from zrpc.bench.library import ACTOR_LIBRARIES
     from zrpc.bench.rows import all_rows, select
     from zrpc.bench.sampling import Sampling
     from zrpc.bench.settings import Settings
@@ -101,9 +108,12 @@ def command(
         click.echo("\n".join(row.name for row in all_rows()))
         return
     try:
-        groups = select(rows)
+        groups = select(rows, against)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--rows") from error
+    _check_installed(against)
+    if tcp and against in ACTOR_LIBRARIES:
+        raise click.UsageError(f"--tcp compares with torch: {against} has no such option")
     _check_files(data_file, plot_file)
     if plot_file is not None and against == "nothing":
         raise click.UsageError("--plot draws a comparison: remove --against nothing")
@@ -126,6 +136,15 @@ def _check_no_options(ctx: click.Context, subcommand: str) -> None:
                 f"{param.opts[0]} before `{subcommand}` has no effect on it: see "
                 f"`{ctx.command_path} {subcommand} --help` for its own options"
             )
+
+
+def _check_installed(against: str) -> None:
+    from zrpc.bench.library import ACTOR_LIBRARIES
+
+    if against in ACTOR_LIBRARIES and find_spec(against) is None:
+        raise click.UsageError(
+            f"--against {against} needs {against}: pip install '{ACTOR_LIBRARIES[against]}'"
+        )
 
 
 def _check_files(data_file: Path | None, plot_file: Path | None) -> None:
@@ -206,7 +225,7 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> li
     help="Also compute the costs of meshes of these sizes from those measured.",
 )
 @click.option("--keys", is_flag=True, help="Connect by loopback TCP with encryption, as hosts do.")
-@_AGAINST
+@_against("torch")
 @click.option(
     "--deadline",
     type=POSITIVE,

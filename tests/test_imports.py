@@ -142,6 +142,7 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.drop_in": {"", "check"},
     "zrpc.testing": {"", "procfs", "startup", "watchdog"},
     "zrpc.bench": {
+        "library",
         "link",
         "machine",
         "namespaces",

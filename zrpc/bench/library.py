@@ -1,4 +1,4 @@
-"""The two libraries behind one interface. They differ only in how a worker joins."""
+"""The RPC libraries behind one interface. They differ only in how a worker joins."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["LIBRARIES", "Library", "current", "load"]
+__all__ = ["ACTOR_LIBRARIES", "LIBRARIES", "Library", "current", "load"]
 
 LIBRARIES = ("torch", "zrpc")
+# Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
+ACTOR_LIBRARIES = {"ray": "torch-zrpc[ray]", "monarch": "torch-zrpc[monarch]"}
 _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
     "zrpc": ("zrpc", "zrpc.autograd"),
@@ -22,7 +24,7 @@ class Library:
     """An RPC library in a process that measures it.
 
     Attributes:
-        name: one of `LIBRARIES`.
+        name: one of `LIBRARIES` or `ACTOR_LIBRARIES`.
         rpc: its module with ``rpc_sync``, ``rpc_async`` and ``remote``.
         autograd: its module with ``context`` and ``backward``.
     """

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.namespaces import CABLE
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.worker import WorkerSettings
@@ -99,7 +100,9 @@ class Mesh:
         # The starter removes the directory if this process is killed.
         self._directory = Path(self._starter.make_directory())
         try:
-            for rank in range(self._workers):
+            # A library of actors starts the other processes itself.
+            count = 1 if self._participant in ACTOR_LIBRARIES else self._workers
+            for rank in range(count):
                 self._start_process(rank)
             before = time.perf_counter()
             self._join()

@@ -65,7 +65,7 @@ class Participant:
     def _row_or_limit(self, row: Row) -> Row | Limit | None:
         if self.name == LIMIT:
             return row.limit_of(self._settings.tcp)
-        return row if row.only in (None, self.name) else None
+        return row if row.measured_by(self.name) else None
 
     def _started_mesh(self) -> Mesh:
         if self._start_failed is not None:  # it would fail again, after as long a wait

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from zrpc.bench.library import ACTOR_LIBRARIES
+
 __all__ = ["Group", "Limit", "Row", "Unit"]
 
 
@@ -50,7 +52,8 @@ class Row:
         tcp_limit: the limit over tcp; None if it is the same.
         above_limit: whether the limit is subtracted before the libraries are compared.
         default: whether it is measured without ``--rows``.
-        only: the only library that can measure it; None if all can.
+        actors: whether libraries of actors can measure it too.
+        only: the only library that can measure it; None if all others can.
         deadline: the seconds after which it has failed; None for the deadline of the run.
     """
 
@@ -62,8 +65,15 @@ class Row:
     tcp_limit: Limit | None = None
     above_limit: bool = False
     default: bool = True
+    actors: bool = False
     only: str | None = None
     deadline: float | None = None
+
+    def measured_by(self, library: str) -> bool:
+        """Whether the library of that name can measure it."""
+        if self.only is not None:
+            return library == self.only
+        return self.actors or library not in ACTOR_LIBRARIES
 
     def limit_of(self, tcp: bool) -> Limit | None:
         """Returns the limit for the transport in use."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
+from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.row import Group, Limit, Row, Unit
 
 __all__ = ["GROUPS", "all_rows", "select"]
@@ -49,6 +50,7 @@ def _tensor_rows() -> tuple[Row, ...]:
                 (size,),
                 limit=_copies(size, 1) if by_copy else one_way,
                 tcp_limit=one_way,
+                actors=True,
             ),
             Row(
                 f"echo, {name}",
@@ -56,10 +58,17 @@ def _tensor_rows() -> tuple[Row, ...]:
                 (size,),
                 limit=_copies(size, 2) if by_copy else round_trip,
                 tcp_limit=round_trip,
+                actors=True,
             ),
         ]
     rows.append(
-        Row("echo, 100 tensors of 1 KiB", "tensors:echo_many", (100, _KIB), limit=_zmq(100 * _KIB))
+        Row(
+            "echo, 100 tensors of 1 KiB",
+            "tensors:echo_many",
+            (100, _KIB),
+            limit=_zmq(100 * _KIB),
+            actors=True,
+        )
     )
     return tuple(rows)
 
@@ -100,9 +109,9 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "calls",
         (
-            Row("empty call", "calls:empty", limit=_zmq()),
+            Row("empty call", "calls:empty", limit=_zmq(), actors=True),
             Row("recorded call", "calls:recorded", limit=_zmq()),
-            Row("call with a small tensor", "calls:small_tensor", limit=_zmq()),
+            Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), actors=True),
             Row("torch operator", "calls:torch_operator", limit=_zmq()),
             Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
         ),
@@ -110,8 +119,21 @@ GROUPS: tuple[Group, ...] = (
     Group(
         "calls at once",
         (
-            Row("pipelined calls per second", "calls:pipelined", unit=Unit.RATE, limit=_RATE),
-            Row("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, limit=_RATE),
+            Row(
+                "pipelined calls per second",
+                "calls:pipelined",
+                unit=Unit.RATE,
+                limit=_RATE,
+                actors=True,
+            ),
+            Row(
+                "calls of 8 threads per second",
+                "calls:threads",
+                (8,),
+                Unit.RATE,
+                limit=_RATE,
+                actors=True,
+            ),
             Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
         ),
     ),
@@ -125,6 +147,7 @@ GROUPS: tuple[Group, ...] = (
                 (_MIB,),
                 limit=_copies(_MIB, 7),
                 tcp_limit=_zmq(_MIB, 7),
+                actors=True,
             ),
         ),
         workers=8,
@@ -145,7 +168,7 @@ GROUPS: tuple[Group, ...] = (
         "references",
         (
             Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
-            Row("RRef method", "references:method", limit=_zmq()),
+            Row("RRef method", "references:method", limit=_zmq(), actors=True),
             Row(
                 "RRefs made and dropped per second",
                 "references:made_and_dropped",
@@ -198,19 +221,21 @@ def all_rows() -> list[Row]:
     return [row for group in GROUPS for row in group.rows]
 
 
-def select(patterns: Collection[str] = ()) -> list[Group]:
+def select(patterns: Collection[str] = (), against: str | None = None) -> list[Group]:
     """Returns the groups that contain selected rows, with only those rows.
 
     Args:
         patterns: regular expressions. A row is selected if one of them is found in its name,
             ignoring case. Without any, the default rows are selected.
+        against: the library to compare with; the default rows are those that it can measure.
 
     Raises:
         ValueError: an expression is not valid, or matches no row.
     """
     chosen = {name for pattern in patterns for name in _matching(pattern)}
     if not patterns:
-        chosen = {row.name for row in all_rows() if row.default}
+        rows = [row for row in all_rows() if row.default]
+        chosen = {row.name for row in rows if row.actors or against not in ACTOR_LIBRARIES}
     groups = [
         replace(group, rows=tuple(row for row in group.rows if row.name in chosen))
         for group in GROUPS

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zrpc.bench.library import LIBRARIES, Library, load
+from zrpc.bench.library import ACTOR_LIBRARIES, LIBRARIES, Library, load
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.session import Session
 
@@ -101,6 +101,11 @@ class _Worker:
             from zrpc.bench.namespaces import enter
 
             enter(settings.namespace)
+        if settings.participant in ACTOR_LIBRARIES:
+            from zrpc.bench.actors import start
+
+            self._library = start(settings.participant, settings.workers, settings.directory)
+            return
         if settings.participant not in LIBRARIES:
             self._open_raw()
             return

@@ -1,0 +1,99 @@
+"""Tests of the comparison with libraries of actors."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from zrpc.cli import main
+
+from tests.bench.test_run import is_running, pids_of
+from zrpc.bench.actors import ActorLibrary, Peer, _Rpc
+from zrpc.bench.library import ACTOR_LIBRARIES
+from zrpc.bench.mesh import Mesh
+from zrpc.bench.row import Group, Row
+from zrpc.bench.rows import GROUPS, all_rows, select
+from zrpc.bench.sampling import Sampling
+from zrpc.bench.session import Session
+from zrpc.launch import Starter
+
+ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.actors]
+SHOWN_ROWS = ("empty call", "one way, 64 KiB", "RRef method")
+
+
+class _Threads:
+    """Peers that are objects of this process, each with a thread that runs their methods."""
+
+    def __init__(self, workers: int) -> None:
+        names = [f"worker{rank}" for rank in range(1, workers)]
+        self._peers = {name: (Peer(), ThreadPoolExecutor(1)) for name in names}
+
+    def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
+        actor, thread = self._peers[peer]
+        return thread.submit(getattr(actor, method), *args).result
+
+    def stop(self) -> None:
+        for _, thread in self._peers.values():
+            thread.shutdown()
+
+
+@pytest.mark.parametrize(("group", "row"), ACTOR_ROWS, ids=lambda each: each.name)
+def test_actors_can_do_what_the_workload_calls(group: Group, row: Row, tiny: Sampling) -> None:
+    actors = _Threads(group.workers)
+    library = ActorLibrary("threads", _Rpc(actors), None, actors)
+    module, _, name = row.workload.partition(":")
+    workload = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
+    session = Session("threads", tiny, group.workers, _library=library)
+    try:
+        assert workload(session, *row.arguments).value > 0
+    finally:
+        library.leave()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("name", ACTOR_LIBRARIES)
+def test_a_mesh_of_actors_leaves_nothing_behind(
+    name: str, starter: Starter, tiny: Sampling
+) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}: pip install -e '.[{name}]'")
+    with Mesh(starter, name, 3) as mesh:
+        pids, directory = pids_of(mesh), mesh._directory
+        assert len(pids) == 1
+        rows = {row.name: row for row in all_rows()}
+        for row in map(rows.__getitem__, SHOWN_ROWS):
+            assert mesh.measure(row.workload, row.arguments, tiny, 60).value > 0
+    assert mesh.shutdown_errors == []
+    assert not directory.exists()
+    assert not any(map(is_running, pids))
+
+
+def test_the_default_rows_are_those_that_actors_have() -> None:
+    names = [row.name for group in select(against="ray") for row in group.rows]
+    assert names == [row.name for _, row in ACTOR_ROWS]
+
+
+def test_a_chosen_row_that_actors_do_not_have_is_measured_without_them() -> None:
+    (group,) = select(["nested"], "monarch")
+    (row,) = group.rows
+    assert row.measured_by("zrpc")
+    assert not row.measured_by("monarch")
+
+
+def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zrpc.cli.bench.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["bench", "--against", "ray"])
+    assert result.exit_code == 2
+    assert "--against ray needs ray: pip install 'torch-zrpc[ray]'" in result.output
+
+
+def test_actors_have_no_choice_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zrpc.cli.bench.find_spec", lambda name: object())
+    result = CliRunner().invoke(main, ["bench", "--against", "monarch", "--tcp"])
+    assert result.exit_code == 2
+    assert "--tcp compares with torch: monarch has no such option" in result.output

@@ -1,0 +1,169 @@
+"""Libraries of actors, behind what the workloads use of an RPC module.
+
+Such a library starts the processes of its actors itself. So one process of the benchmark is enough:
+the one that calls them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from zrpc.bench import targets
+from zrpc.bench.library import Library
+
+__all__ = ["ActorLibrary", "start"]
+
+
+class Peer:
+    """An actor. Its methods are named as the functions and methods that the workloads call."""
+
+    def reset(self) -> None:
+        """Makes the counter of `increment`."""
+        self._counter = targets.Counter()
+
+    def nothing(self) -> None:
+        """See `zrpc.bench.targets.nothing`."""
+        targets.nothing()
+
+    def add(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """See `zrpc.bench.targets.add`."""
+        return targets.add(one, other)
+
+    def echo(self, value: Any) -> Any:
+        """See `zrpc.bench.targets.echo`."""
+        return targets.echo(value)
+
+    def take(self, tensor: torch.Tensor) -> float:
+        """See `zrpc.bench.targets.take`."""
+        return targets.take(tensor)
+
+    def increment(self) -> int:
+        """See `zrpc.bench.targets.Counter.increment`."""
+        return self._counter.increment()
+
+
+class _Actors(Protocol):
+    """The peers ``worker1``, ``worker2``, ... of one library."""
+
+    def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
+        """Begins to call a method; returns what waits for its result."""
+
+    def stop(self) -> None:
+        """Stops all actors and everything that was started for them."""
+
+
+class _Ray:
+    def __init__(self, workers: int, directory: str) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        import ray
+
+        ray.init(
+            num_cpus=workers,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=directory,
+        )
+        self._ray = ray
+        actor = ray.remote(num_cpus=0)(Peer)
+        self._peers = {f"worker{rank}": actor.remote() for rank in range(1, workers)}
+
+    def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
+        reference = getattr(self._peers[peer], method).remote(*args)
+        return lambda: self._ray.get(reference)
+
+    def stop(self) -> None:
+        self._ray.shutdown()
+
+
+class _Monarch:
+    def __init__(self, workers: int) -> None:
+        from monarch.actor import Actor, endpoint, this_host
+
+        methods = {k: endpoint(v) for k, v in vars(Peer).items() if not k.startswith("_")}
+        actor = type("MonarchPeer", (Peer, Actor), methods)
+        self._processes = this_host().spawn_procs(per_host={"peers": workers - 1})
+        actors = self._processes.spawn("peers", actor)
+        self._peers = {f"worker{rank}": actors.slice(peers=rank - 1) for rank in range(1, workers)}
+
+    def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
+        wait: Callable[[], Any] = getattr(self._peers[peer], method).call_one(*args).get
+        return wait
+
+    def stop(self) -> None:
+        from monarch.actor import shutdown_context
+
+        self._processes.stop().get()
+        shutdown_context().get()
+
+
+_KINDS: dict[str, Callable[[int, str], _Actors]] = {
+    "ray": _Ray,
+    "monarch": lambda workers, directory: _Monarch(workers),
+}
+
+
+@dataclass(frozen=True)
+class _Future:
+    wait: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """Refers to an actor, as an RRef does to an object."""
+
+    _rpc: _Rpc
+    _peer: str
+
+    def rpc_sync(self) -> Any:
+        return self
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args: self._rpc.begin(self._peer, method, args)()
+
+
+class _Rpc:
+    """The functions of an RPC module. A call of a function is one of the method of that name."""
+
+    def __init__(self, actors: _Actors) -> None:
+        self.begin = actors.begin
+
+    def rpc_sync(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return self.begin(to, func.__name__, args)()
+
+    def rpc_async(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> _Future:
+        return _Future(self.begin(to, func.__name__, args))
+
+    def remote(self, to: str, func: type[targets.Counter]) -> _Reference:
+        self.begin(to, "reset", ())()
+        return _Reference(self, to)
+
+
+@dataclass
+class ActorLibrary(Library):
+    """A library of actors, in the process that calls them."""
+
+    _actors: _Actors = field(repr=False)
+
+    def leave(self) -> None:
+        """Stops all actors."""
+        self._actors.stop()
+
+
+def start(name: str, workers: int, directory: str) -> ActorLibrary:
+    """Starts actors as ``worker1``, ``worker2``, ...; returns when all of them can be called.
+
+    Args:
+        name: one of `zrpc.bench.library.ACTOR_LIBRARIES`.
+        workers: the number of workers, with this process as the first.
+        directory: where Ray keeps its files; the caller removes it. Monarch has a place of its own.
+    """
+    actors = _KINDS[name](workers, directory)
+    for wait in [actors.begin(f"worker{rank}", "nothing", ()) for rank in range(1, workers)]:
+        wait()
+    return ActorLibrary(name, _Rpc(actors), None, actors)
