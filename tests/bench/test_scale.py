@@ -14,6 +14,8 @@ def point(workers: int, failed: str | None = None, library: str = "zrpc") -> Poi
         "descriptors": 20.0 + 5 * workers,
         "threads": 6.0,
         "memory": 1e7 + 1e5 * workers,
+        "push": 0.001,
+        "all-to-all": 0.001,
     }
     return Point(library, workers, values, failed)
 

@@ -15,6 +15,8 @@ _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
     "zrpc": ("zrpc", "zrpc.autograd"),
 }
+# Loaded when they are used: torch's takes a while.
+_OPTIMIZERS = {"torch": "torch.distributed.optim", "zrpc": "zrpc.optim"}
 # The library that this process has joined a mesh with; set once, in the main thread.
 _current: Library | None = None
 
@@ -71,6 +73,11 @@ class Library:
             rpc_backend_options=options(**arguments),
         )
         _current = self
+
+    @property
+    def optim(self) -> Any:
+        """Its module with ``DistributedOptimizer``."""
+        return importlib.import_module(_OPTIMIZERS[self.name])
 
     def leave(self) -> None:
         """Leaves the mesh, together with all other workers."""

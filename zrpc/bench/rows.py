@@ -189,6 +189,24 @@ GROUPS: tuple[Group, ...] = (
             for width in (16, 512)
         ),
     ),
+    Group(
+        "programs",
+        (
+            Row(
+                "parameter server, updates of 3 trainers per second",
+                "programs:parameter_server",
+                unit=Unit.RATE,
+            ),
+            Row("RNN with remote tables, training step", "programs:rnn"),
+            Row("pipeline of 3 stages, training step", "programs:pipeline"),
+            Row(
+                "agent with 3 observers, steps per second",
+                "programs:reinforcement",
+                unit=Unit.RATE,
+            ),
+        ),
+        workers=4,
+    ),
     Group("costs", _cost_rows()),
     Group(
         "memory",

@@ -32,6 +32,7 @@ _PRELOAD = (
     "zrpc.autograd",
     "zrpc.bench.calls",
     "zrpc.bench.baselines",
+    "zrpc.bench.programs",
     "zrpc.bench.worker",
     "zrpc.bench.raw_zmq",
     "zrpc.bench.references",

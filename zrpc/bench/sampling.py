@@ -35,6 +35,10 @@ class Sample:
             sum(sample.repeats for sample in samples),
         )
 
+    def divided(self, number: int) -> Sample:
+        """Returns the share of each of that many operations, which were measured together."""
+        return Sample(self.value / number, self.worst / number, self.repeats)
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from zrpc.bench.mesh import HungError, Mesh, MeshError
@@ -22,8 +23,27 @@ MEASURES = {
     "descriptors": "descriptors of worker 0, all peers called",
     "threads": "threads of worker 0, all peers called",
     "memory": "private memory of worker 0, all peers called",
+    "push": "1 MiB from all others at once to worker 0, and back; for each of them",
+    "all-to-all": "1 MiB from each worker to each other one; for each of these tensors",
 }
-_UNITS = {"init": Unit.SECONDS, "call": Unit.SECONDS, "memory": Unit.BYTES}
+_UNITS = {
+    "init": Unit.SECONDS,
+    "call": Unit.SECONDS,
+    "memory": Unit.BYTES,
+    "push": Unit.SECONDS,
+    "all-to-all": Unit.SECONDS,
+}
+# The units of the plots, and their sizes.
+_SCALES = {
+    "init": (1, "s"),
+    "call": (1e-6, "µs"),
+    "memory": (2**20, "MiB"),
+    "push": (1e-6, "µs"),
+    "all-to-all": (1e-6, "µs"),
+}
+_MIB = 2**20
+# These depend on the number of processors.
+_NOT_COMPUTED = ("call", "push", "all-to-all")
 
 
 @dataclass
@@ -90,13 +110,15 @@ def _measure(
     mesh = Mesh(starter, point.library, point.workers, tcp=keys, keys=keys, timeout=deadline)
     with mesh:
         point.values["init"] = mesh.join_seconds
-        for name, workload in (
-            ("call", "calls:each_peer"),
-            ("descriptors", "memory:descriptors"),
-            ("threads", "memory:threads"),
-            ("memory", "memory:private_memory"),
+        for name, workload, arguments in (
+            ("call", "calls:each_peer", ()),
+            ("descriptors", "memory:descriptors", ()),
+            ("threads", "memory:threads", ()),
+            ("memory", "memory:private_memory", ()),
+            ("push", "tensors:many_clients", (_MIB,)),
+            ("all-to-all", "tensors:all_to_all", (_MIB,)),
         ):
-            point.values[name] = mesh.measure(workload, (), sampling, deadline).value
+            point.values[name] = mesh.measure(workload, arguments, sampling, deadline).value
     if mesh.shutdown_errors:
         point.failed = "; ".join(mesh.shutdown_errors)
 
@@ -106,8 +128,9 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
 
     What worker 0 uses grows by the same amount with each peer, so a straight line is drawn through
     the two largest meshes of a library. The start of all workers on this machine, of which each
-    meets all others, is taken to grow with the square of their number. Calls are left out, as they
-    depend on the number of processors. A library with less than two meshes has no points.
+    meets all others, is taken to grow with the square of their number. Calls and tensors are left
+    out, as they depend on the number of processors. A library with less than two meshes has no
+    points.
     """
     found = []
     for library in dict.fromkeys(point.library for point in points):
@@ -119,7 +142,7 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
             values = {
                 name: _extended(name, small, large, workers)
                 for name in MEASURES
-                if name != "call" and name in small.values and name in large.values
+                if name not in _NOT_COMPUTED and name in small.values and name in large.values
             }
             found.append(Point(library, workers, values, computed=True))
     return found
@@ -174,19 +197,18 @@ def plot(points: Sequence[Point], caption: str, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = Figure(figsize=(9, 9), layout="constrained")
     FigureCanvasAgg(figure)
-    grid: Any = figure.subplots(2, 3)
-    grid.flat[-1].set_visible(len(MEASURES) == grid.size)
+    grid: Any = figure.subplots(3, 3)
+    for axes in grid.flat[len(MEASURES) :]:
+        axes.set_visible(False)
     for axes, (name, meaning) in zip(grid.flat, MEASURES.items(), strict=False):
-        factor, unit = {"init": (1, "s"), "call": (1e-6, "µs"), "memory": (2**20, "MiB")}.get(
-            name, (1, "")
-        )
+        factor, unit = _SCALES.get(name, (1, ""))
         for library in dict.fromkeys(point.library for point in points):
             found = [p for p in points if p.library == library and name in p.values]
             x = [point.workers for point in found]
             axes.plot(x, [p.values[name] / factor for p in found], marker="o", label=library)
-        axes.set_title(meaning, loc="left", fontsize=9)
+        axes.set_title(fill(meaning, 34), loc="left", fontsize=9)
         axes.set_xlabel("workers", fontsize=8)
         axes.set_ylabel(unit, fontsize=8)
         axes.set_ylim(bottom=0)

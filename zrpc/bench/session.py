@@ -45,6 +45,12 @@ class Session:
         return self._library.autograd
 
     @property
+    def optim(self) -> Any:
+        """The library's module with ``DistributedOptimizer``."""
+        assert self._library is not None
+        return self._library.optim
+
+    @property
     def raw(self) -> RawPeer:
         """The bare ZeroMQ connection to the peer, in a mesh that measures limits."""
         assert self._raw is not None

@@ -30,6 +30,7 @@ __all__ = [
     "processor_time",
     "push",
     "resident",
+    "send_to_others",
     "stop_burning",
     "take",
     "things",
@@ -100,6 +101,16 @@ def accumulate(tensor: torch.Tensor) -> torch.Tensor:
         if count not in _sums:
             _sums[count] = torch.zeros(count)
         return _sums[count].add_(tensor)
+
+
+def send_to_others(rank: int, workers: int, count: int) -> int:
+    """On that worker: sends a tensor of that many elements to each other one; how many arrived.
+
+    All workers do this at once, and each begins with the next one.
+    """
+    rpc_sync, tensor = library.current().rpc.rpc_sync, torch.ones(count)
+    others = [f"worker{(rank + step) % workers}" for step in range(1, workers)]
+    return sum(int(rpc_sync(other, take, args=(tensor,))) for other in others)
 
 
 def hop(here: int, left: int) -> int:

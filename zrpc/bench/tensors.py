@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,7 +13,15 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["echo", "echo_many", "fan_out", "first_large", "one_way"]
+__all__ = [
+    "all_to_all",
+    "echo",
+    "echo_many",
+    "fan_out",
+    "first_large",
+    "many_clients",
+    "one_way",
+]
 
 _ELEMENT = 7.0
 
@@ -70,13 +80,42 @@ def first_large(session: Session, size: int) -> Sample:
     It is measured once, in a mesh that has not sent anything large.
     """
     count = session.sampling.scaled(size // 4)
-    rpc_async = session.rpc.rpc_async
-    others = [f"worker{rank}" for rank in range(1, session.workers)]
-    for future in [rpc_async(each, targets.prepare_push, args=(count,)) for each in others]:
-        future.wait()
+    _on_all_others(session, targets.prepare_push, (count,))
     begun = time.perf_counter()
-    futures = [rpc_async(each, targets.push, args=("worker0", count)) for each in others]
-    last = max(future.wait() for future in futures)
+    last = max(_on_all_others(session, targets.push, ("worker0", count)))
     seconds = time.perf_counter() - begun
-    check("the sum of all", last, float(len(others)))
+    check("the sum of all", last, float(session.workers - 1))
     return Sample(seconds, seconds, 1)
+
+
+def many_clients(session: Session, size: int) -> Sample:
+    """Does the same repeatedly, as the clients of a parameter server; the time of each client."""
+    count = session.sampling.scaled(size // 4)
+    _on_all_others(session, targets.prepare_push, (count,))
+    sample = session.sampling.time(
+        lambda: _on_all_others(session, targets.push, ("worker0", count))
+    )
+    return sample.divided(session.workers - 1)
+
+
+def all_to_all(session: Session, size: int) -> Sample:
+    """Has each worker send a tensor to each other one; the time of each tensor."""
+    count, workers = session.sampling.scaled(size // 4), session.workers
+
+    def once() -> None:
+        futures = [
+            session.rpc.rpc_async(f"worker{rank}", targets.send_to_others, (rank, workers, count))
+            for rank in range(1, workers)
+        ]
+        found = [targets.send_to_others(0, workers, count), *(each.wait() for each in futures)]
+        check("the numbers of tensors", found, [workers - 1] * workers)
+
+    return session.sampling.time(once).divided(workers * (workers - 1))
+
+
+def _on_all_others(
+    session: Session, function: Callable[..., Any], args: tuple[object, ...]
+) -> list[Any]:
+    others = [f"worker{rank}" for rank in range(1, session.workers)]
+    futures = [session.rpc.rpc_async(each, function, args=args) for each in others]
+    return [future.wait() for future in futures]
