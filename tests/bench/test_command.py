@@ -19,6 +19,7 @@ from zrpc.cli.data_file import write_data
 from tests.support.warm import warm_commands
 from zrpc.bench import plot
 from zrpc.bench.rows import all_rows
+from zrpc.bench.scale import MEASURES
 
 
 def invoke(*arguments: str) -> Result:
@@ -58,8 +59,7 @@ def test_scale_end_to_end(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     points = json.loads(data_file.read_text())["points"]
     assert [(point["library"], point["workers"]) for point in points] == [("zrpc", 2), ("zrpc", 3)]
-    names = {"init", "call", "descriptors", "threads", "memory"}
-    assert all(set(point["values"]) == names for point in points)
+    assert all(set(point["values"]) == set(MEASURES) for point in points)
     assert not any(point["computed"] for point in points)
     assert plot_file.stat().st_size > 1000
 

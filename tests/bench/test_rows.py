@@ -121,6 +121,13 @@ def test_row_can_be_measured(row: Row, meshes: _Meshes, tiny: Sampling) -> None:
     assert sample.repeats >= 1
 
 
+def test_torch_runs_the_same_programs(meshes: _Meshes, tiny: Sampling) -> None:
+    (programs,) = (group for group in GROUPS if group.name == "programs")
+    mesh = meshes.get("torch", programs.workers, tcp=False)
+    for row in programs.rows:
+        assert mesh.measure(row.workload, row.arguments, tiny, 60).value > 0
+
+
 def test_messages_are_counted_for_both_workers(meshes: _Meshes) -> None:
     """A call is two: the request and the answer. A step also has its end, and four gradients."""
     mesh = meshes.get("zrpc", workers=2, tcp=False)
