@@ -108,7 +108,8 @@ class ContextState:
         with self.lock:
             self.sends.clear()
             self.gradients.clear()
-            self.tracer = Tracer()
+            # Not replaced: a thread that sends just now has sets of it.
+            self.tracer.forget()
             passes = list(self.passes.values())
         for pass_ in passes:
             pass_.fail(lambda: RpcError("the autograd context ended during a backward pass"))
