@@ -89,7 +89,9 @@ def command(
 ) -> None:
     """Compare the speed of zrpc and torch.distributed.rpc on this machine, in one run.
 
-    Each round starts fresh processes for torch, for zrpc, and for the lower limit: raw ZeroMQ, or
+    Or that of zrpc and the actors of Ray or Monarch, in the rows that these can do.
+
+    Each round starts fresh processes for either library, and for the lower limit: raw ZeroMQ, or
     memcpy for large tensors. The table shows the median of each over the rounds, and how many
     times faster zrpc is: the median, minimum and maximum over the rounds.
 

@@ -135,10 +135,9 @@ def peer_busy(session: Session) -> Sample:
 def each_peer(session: Session) -> Sample:
     """Makes empty calls to all other workers in rotation."""
     rpc_sync = session.rpc.rpc_sync
-    peers = [f"worker{rank}" for rank in range(1, session.workers)]
-    for peer in peers:
+    for peer in session.others:
         rpc_sync(peer, targets.nothing)  # connects
-    turn = itertools.cycle(peers)
+    turn = itertools.cycle(session.others)
     return session.sampling.time(lambda: rpc_sync(next(turn), targets.nothing))
 
 

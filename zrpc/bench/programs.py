@@ -36,7 +36,7 @@ def parameter_server(session: Session) -> Sample:
 
     def batch() -> None:
         expected = server.updates + updates * (session.workers - 1)
-        _on_all_others(session, _train, (reference, updates))
+        session.call_others(_train, (reference, updates))
         check("the number of updates", server.updates, expected)
 
     return session.sampling.rate(batch, updates * (session.workers - 1))
@@ -64,8 +64,8 @@ def pipeline(session: Session) -> Sample:
     """Trains a network in stages, in four pieces, as ``examples/pipeline_parallel.py``."""
     rpc = session.rpc
     stages = [
-        rpc.remote(f"worker{rank}", _Stage, args=(rank, session.workers - 1))
-        for rank in range(1, session.workers)
+        rpc.remote(other, _Stage, args=(rank, session.workers - 1))
+        for rank, other in enumerate(session.others, 1)
     ]
     parameters = [each for stage in stages for each in stage.rpc_sync().parameters()]
     images = torch.randn(_PIECES * _PIECE, 1, _PIXELS, _PIXELS)
@@ -91,16 +91,10 @@ def reinforcement(session: Session) -> Sample:
 
     def episodes() -> None:
         expected = agent.rewards + steps * (session.workers - 1)
-        _on_all_others(session, _play, (reference, steps))
+        session.call_others(_play, (reference, steps))
         check("the number of rewards", agent.rewards, expected)
 
     return session.sampling.rate(episodes, steps * (session.workers - 1))
-
-
-def _on_all_others(session: Session, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    others = [f"worker{rank}" for rank in range(1, session.workers)]
-    for future in [session.rpc.rpc_async(each, function, args=args) for each in others]:
-        future.wait()
 
 
 def _time_steps(

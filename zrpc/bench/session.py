@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,16 @@ class Session:
     workers: int
     _library: Library | None = field(default=None, repr=False)
     _raw: RawPeer | None = field(default=None, repr=False)
+
+    @property
+    def others(self) -> list[str]:
+        """The names of all other workers."""
+        return [f"worker{rank}" for rank in range(1, self.workers)]
+
+    def call_others(self, function: Callable[..., Any], args: tuple[object, ...] = ()) -> list[Any]:
+        """Calls a function on all other workers at once, and returns their results."""
+        futures = [self.rpc.rpc_async(each, function, args=args) for each in self.others]
+        return [future.wait() for future in futures]
 
     @property
     def rpc(self) -> Any:

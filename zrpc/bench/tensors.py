@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -62,15 +60,12 @@ def echo_many(session: Session, count: int, size: int) -> Sample:
 
 def fan_out(session: Session, size: int) -> Sample:
     """Sends one tensor to all other workers at once."""
-    rpc_async = session.rpc.rpc_async
     tensor = _tensor(size)
-    peers = [f"worker{rank}" for rank in range(1, session.workers)]
 
     def once() -> list[float]:
-        futures = [rpc_async(peer, targets.take, args=(tensor,)) for peer in peers]
-        return [future.wait() for future in futures]
+        return session.call_others(targets.take, (tensor,))
 
-    check("the last elements", once(), [_ELEMENT] * len(peers))
+    check("the last elements", once(), [_ELEMENT] * (session.workers - 1))
     return session.sampling.time(once)
 
 
@@ -80,9 +75,9 @@ def first_large(session: Session, size: int) -> Sample:
     It is measured once, in a mesh that has not sent anything large.
     """
     count = session.sampling.scaled(size // 4)
-    _on_all_others(session, targets.prepare_push, (count,))
+    session.call_others(targets.prepare_push, (count,))
     begun = time.perf_counter()
-    last = max(_on_all_others(session, targets.push, ("worker0", count)))
+    last = max(session.call_others(targets.push, ("worker0", count)))
     seconds = time.perf_counter() - begun
     check("the sum of all", last, float(session.workers - 1))
     return Sample(seconds, seconds, 1)
@@ -91,10 +86,8 @@ def first_large(session: Session, size: int) -> Sample:
 def many_clients(session: Session, size: int) -> Sample:
     """Does the same repeatedly, as the clients of a parameter server; the time of each client."""
     count = session.sampling.scaled(size // 4)
-    _on_all_others(session, targets.prepare_push, (count,))
-    sample = session.sampling.time(
-        lambda: _on_all_others(session, targets.push, ("worker0", count))
-    )
+    session.call_others(targets.prepare_push, (count,))
+    sample = session.sampling.time(lambda: session.call_others(targets.push, ("worker0", count)))
     return sample.divided(session.workers - 1)
 
 
@@ -104,18 +97,10 @@ def all_to_all(session: Session, size: int) -> Sample:
 
     def once() -> None:
         futures = [
-            session.rpc.rpc_async(f"worker{rank}", targets.send_to_others, (rank, workers, count))
-            for rank in range(1, workers)
+            session.rpc.rpc_async(other, targets.send_to_others, (rank, workers, count))
+            for rank, other in enumerate(session.others, 1)
         ]
         found = [targets.send_to_others(0, workers, count), *(each.wait() for each in futures)]
         check("the numbers of tensors", found, [workers - 1] * workers)
 
     return session.sampling.time(once).divided(workers * (workers - 1))
-
-
-def _on_all_others(
-    session: Session, function: Callable[..., Any], args: tuple[object, ...]
-) -> list[Any]:
-    others = [f"worker{rank}" for rank in range(1, session.workers)]
-    futures = [session.rpc.rpc_async(each, function, args=args) for each in others]
-    return [future.wait() for future in futures]
