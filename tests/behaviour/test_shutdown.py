@@ -246,6 +246,35 @@ def test_from_several_threads_at_once(mesh: Mesh) -> None:
     assert errors == []
 
 
+def test_a_thread_begins_it_while_another_ends_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = mesh.agent(0)
+    errors: list[BaseException] = []
+    begins, ended = threading.Event(), threading.Event()
+    in_io_thread = agent.receiver.in_io_thread
+
+    def late(errand: Callable[[], None]) -> None:
+        begins.set()
+        assert ended.wait(SOON)
+        in_io_thread(errand)
+
+    def leave() -> None:
+        try:
+            agent.shutdown()
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(agent.receiver, "in_io_thread", late)
+    thread = threading.Thread(target=leave)
+    thread.start()
+    assert begins.wait(SOON)
+    agent.shutdown(graceful=False)
+    ended.set()
+    thread.join(SOON)
+    assert errors == []
+
+
 def test_calls_after_it(mesh: Mesh) -> None:
     agents = [mesh.agent(rank) for rank in (0, 1)]
     mesh.run_all(rpc.shutdown)

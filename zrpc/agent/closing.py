@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
+
+import zmq
 
 from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Quiescence, Shutdown
@@ -92,7 +95,8 @@ class Closing:
             self.close()
 
     def _wait_to_leave(self, timeout: float) -> None:
-        self._agent.receiver.in_io_thread(self._shutdown.begin)
+        with contextlib.suppress(zmq.ZMQError):  # another thread has closed the agent meanwhile
+            self._agent.receiver.in_io_thread(self._shutdown.begin)
         if not self._shutdown.wait(timeout):
             missing = [rank_of(member) for member in self._shutdown.missing]
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
