@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from zrpc.launch import LaunchError, ServerDied, Task, forkserver
+from zrpc.launch.channel import Channel
 from zrpc.launch.forkserver import ForkServer
 
 DEADLINE = 30.0
@@ -119,6 +121,26 @@ def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) ->
             exits = server.exits(timeout=DEADLINE)
             assert exits
             found.update(each.pid for each in exits)
+
+
+@pytest.mark.parametrize("interrupted_by", ["timeout", "ctrl-c"])
+def test_no_reply_is_taken_for_that_to_another_request(
+    marked: Any, monkeypatch: pytest.MonkeyPatch, interrupted_by: str
+) -> None:
+    """A request whose reply does not come in time, or past an interrupt, is the last one."""
+    with ForkServer(preload=(), env=marked.env) as server:
+        os.kill(server.pid, signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            if interrupted_by == "timeout":
+                patched.setattr(forkserver, "_REPLY_SECONDS", 0.01)
+            else:
+                patched.setattr(Channel, "receive", lambda _: signal.raise_signal(signal.SIGINT))
+            with pytest.raises((LaunchError, KeyboardInterrupt)):
+                server.spawn(Task.function("time:sleep", 1000))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGCONT)
+        with pytest.raises(LaunchError):
+            print("not a directory:", server.make_directory())
 
 
 def test_module_beside_the_script_wins_over_a_preloaded_one(

@@ -387,3 +387,21 @@ def test_output_that_is_read_late_is_complete(
     until(lambda: select.select([launched.process.stdout], [], [], 0)[0], "it has written")
     code, out, _ = launched.finish()
     assert (code, len(out)) == (0, 4 + 100 + 4 + 100_001)
+
+
+@pytest.mark.parametrize("stop", ["signal", "timeout"])
+def test_workers_are_stopped_although_nobody_reads_the_output(
+    start: Start, write: Write, marked: Any, until: Callable[..., Any], stop: str
+) -> None:
+    script = write("while True: print('x' * 1000)")
+    launched = start(script, nprocs=2, **({"timeout": 2.0} if stop == "timeout" else {}))
+    writing = os.open(f"/proc/self/fd/{launched.process.stdout.fileno()}", os.O_WRONLY)
+    until(lambda: not select.select([], [writing], [], 0)[1], "the launcher waits for its reader")
+    os.close(writing)
+    if stop == "signal":
+        launched.process.send_signal(signal.SIGTERM)
+    until(lambda: marked.pids() == [launched.process.pid], "only the launcher is left")
+    code, out, err = launched.finish()
+    assert code == (143 if stop == "signal" else 124)
+    assert out.count("x\n") > 60
+    assert "stopping 2 workers" in err

@@ -144,10 +144,15 @@ class ForkServer(Starter):
         with self._lock:
             if self._channel is None:
                 raise LaunchError("the fork server isn't running; use it in a with statement")
+            if self._channel.fileno() < 0:
+                raise ServerDied("the fork server was stopped, as a request to it was broken off")
             try:
                 self._channel.send(request, fds)
             except ConnectionError as error:
                 raise ServerDied("the fork server has exited; was it killed?") from error
+            except (TimeoutError, KeyboardInterrupt):
+                self._channel.close()
+                raise
             return self._reply(_REPLY_SECONDS)
 
     def _reply(self, timeout: float) -> Any:
@@ -156,10 +161,15 @@ class ForkServer(Starter):
         self._control.settimeout(timeout)
         try:
             (kind, value), _ = self._channel.receive()
-        except TimeoutError as error:
-            raise LaunchError(f"the fork server did not answer within {timeout:g} s") from error
         except EOFError as error:
             raise ServerDied("the fork server has exited; its own output may show why") from error
+        except BaseException as error:
+            # The reply would be taken for that to the next request. This ends the server, too.
+            self._channel.close()
+            if isinstance(error, TimeoutError):
+                text = f"the fork server did not answer within {timeout:g} s"
+                raise LaunchError(text) from error
+            raise
         if kind == "failed":
             raise LaunchError(f"the fork server could not carry out a request: {value}")
         return value

@@ -204,7 +204,7 @@ class _Run:
                 return  # a signal came, which `watch` handles
             first = found
         if job.elastic and not job.join:
-            self._console.notice(f"zrpc launch: the mesh can be joined at {address}")
+            self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
         self._environment = EnvironmentTemplate(
             job.nprocs,
             job.name_prefix,
@@ -281,7 +281,7 @@ class _Run:
         text = f"rank {worker.rank} failed ({worker.describe_end()})"
         if worker.restarts < self._job.max_restarts:
             count = f"restart {worker.restarts + 1} of {self._job.max_restarts}"
-            self._console.notice(f"zrpc launch: {text}; starting it again ({count})")
+            self._output.notice(f"zrpc launch: {text}; starting it again ({count})")
             self._start_worker(worker.rank, worker.restarts + 1)
             return
         self._first_failed = worker
@@ -311,7 +311,7 @@ class _Run:
         self._deadline = float("inf")
         if alive := len(self._alive()):
             workers = "worker" if alive == 1 else "workers"
-            self._console.notice(f"zrpc launch: {reason}; stopping {alive} {workers}")
+            self._output.notice(f"zrpc launch: {reason}; stopping {alive} {workers}")
 
     def _on_time(self, now: float) -> None:
         if now >= self._deadline:

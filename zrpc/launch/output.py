@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ class Output:
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
         self._tails: dict[int, deque[bytes]] = {}
+        self._notices: _Notices | None = None
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -67,19 +69,29 @@ class Output:
         self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
         return writing
 
+    def notice(self, text: str) -> None:
+        """Shows lines of the launcher itself, without waiting for a slow reader."""
+        if self._notices is None:
+            self._notices = _Notices(self._console)
+        self._notices.queue.put(text)
+
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
         return last_traceback(list(self._tails[rank]))
 
     def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until every stream has ended and was shown; returns whether all have.
+        """Waits until every stream has ended and was shown, and notices; returns whether all have.
 
         A stray process may hold streams open for ``timeout`` seconds. Time in which a slow reader
         of the launcher's own output blocks it doesn't count. ``cancelled`` is polled: the wait ends
         when it returns true.
         """
         deadline = time.monotonic() + timeout
-        for stream in self._streams:
+        threads: list[threading.Thread] = [*self._streams]
+        if self._notices is not None:
+            self._notices.queue.put(None)
+            threads.insert(0, self._notices)
+        for stream in threads:
             while stream.is_alive():
                 stream.join(0.05)
                 if self._console.blocked:
@@ -87,6 +99,20 @@ class Output:
                 if time.monotonic() > deadline or cancelled():
                     return False
         return True
+
+
+class _Notices(threading.Thread):
+    """Shows notices, so that no other thread waits for the reader; None ends it."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(name="zrpc-notices", daemon=True)
+        self.queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._console = console
+        self.start()
+
+    def run(self) -> None:
+        while (text := self.queue.get()) is not None:
+            self._console.notice(text)
 
 
 class _Stream(threading.Thread):
