@@ -222,6 +222,15 @@ def test_ipc_between_hosts_is_refused() -> None:
         assert all("transport='ipc' needs all workers on one" in str(error) for error in outcomes)
 
 
+@pytest.mark.usefixtures("hosts")
+def test_all_learn_why_one_of_them_gives_up_before_it_listens() -> None:
+    """At once: they don't wait for it until the init timeout."""
+    with Started({}, {"transport": "ipc"}) as outcomes:
+        assert "transport='ipc' needs all workers on one" in str(outcomes[1])
+        assert "WorkerInfo(id=1, name=w1) on" in str(outcomes[0])
+        assert "failed: transport='ipc' needs all workers on one" in str(outcomes[0])
+
+
 # -- interfaces ----------------------------------------------------------------------------
 
 

@@ -135,22 +135,20 @@ def find_endpoints(
         RpcError: a worker can't be reached.
     """
     records = list(membership.records.values())
-    neighbours = [
-        record
-        for record in records
-        if record.member_id != membership.own_id and membership.reaches_by_ipc(record.member_id)
-    ]
-    for record in neighbours:
-        check_private(Path(record.directory))
-    check_descriptors(membership.info, len(neighbours))
     endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
     if _all_by_ipc(records):
+        _check_neighbours(membership)
         return endpoints
-    if meeting.options.transport == "ipc":
-        raise RpcError(
-            "transport='ipc' needs all workers on one host with one directory for sockets, "
-            f"but they are on {_hosts(records)} hosts, or see different ones"
-        )
+    try:
+        _check_neighbours(membership)
+        if meeting.options.transport == "ipc":
+            raise RpcError(
+                "transport='ipc' needs all workers on one host with one directory for sockets, "
+                f"but they are on {_hosts(records)} hosts, or see different ones"
+            )
+    except RpcError as error:
+        _tell_failure(membership, meeting, error)
+        raise
     peers = [PeerKey(record.public_key, record.identity) for record in records]
     curve = None if keys is None else Curve(keys, peers)
     tcp = _exchange_tcp(network, membership, meeting, curve)
@@ -158,6 +156,18 @@ def find_endpoints(
         endpoints[record.rank] if membership.reaches_by_ipc(record.member_id) else tcp[record.rank]
         for record in records
     ]
+
+
+def _check_neighbours(membership: Membership) -> None:
+    """Checks that this worker may and can talk to all that it reaches by Unix sockets."""
+    neighbours = [
+        record
+        for member, record in membership.records.items()
+        if member != membership.own_id and membership.reaches_by_ipc(member)
+    ]
+    for record in neighbours:
+        check_private(Path(record.directory))
+    check_descriptors(membership.info, len(neighbours))
 
 
 def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
@@ -253,17 +263,38 @@ def _exchange_tcp(
 ) -> list[str]:
     """Listens on tcp; returns the endpoints of all workers."""
     records = list(membership.records.values())
-    timeout = meeting.options.init_timeout
-    give = partial(exchange, meeting.store, records, membership.own_id, secret=meeting.secret)
     try:
         mine = listen_on(network, choose_interface(meeting.init_method), curve, meeting.ports)
     except RpcError as error:
-        with contextlib.suppress(RpcError):
-            give(str(error), timeout=min(timeout, _FAILURE_SECONDS), failed=True)
+        _tell_failure(membership, meeting, error)
         raise
-    found = give(mine, timeout=timeout, check=partial(_check_reachable, records))
+    found = exchange(
+        meeting.store,
+        records,
+        membership.own_id,
+        mine,
+        meeting.options.init_timeout,
+        meeting.secret,
+        check=partial(_check_reachable, records),
+    )
     announce_endpoint(membership.info, mine, curve is not None)
     return found
+
+
+def _tell_failure(membership: Membership, meeting: Meeting, error: RpcError) -> None:
+    """Tells the others, which wait for this worker's address, why there will be none."""
+    records = list(membership.records.values())
+    timeout = min(meeting.options.init_timeout, _FAILURE_SECONDS)
+    with contextlib.suppress(RpcError):
+        exchange(
+            meeting.store,
+            records,
+            membership.own_id,
+            str(error),
+            timeout,
+            meeting.secret,
+            failed=True,
+        )
 
 
 def _check_reachable(records: Sequence[PeerRecord], endpoints: Sequence[str]) -> None:
