@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ import zmq
 import zrpc
 from tests.transport.arrivals import SOON, received, spy_on_senders
 from zrpc.testing import local_mesh
+from zrpc.transport.address import private_directories
+from zrpc.transport.inbox import Inbox
 from zrpc.transport.network import Network
 from zrpc.wire.message import Message
 
@@ -139,6 +143,30 @@ def test_wake_ends_a_receive(pair: Pair) -> None:
     assert identity[:1] == b"w"  # not a member's
 
 
+@pytest.fixture
+def pair_with_poller(no_leaks: None) -> Iterator[Pair]:
+    """Workers that also listen for direct connections, and talk by tcp."""
+    pair = Pair(ipc=True)
+    pair.connect([network.listen_tcp("127.0.0.1", None) for network in pair.networks])
+    yield pair
+    pair.close()
+
+
+def test_no_message_is_overlooked_that_comes_before_heartbeats_are_answered(
+    pair_with_poller: Pair,
+) -> None:
+    """A send by the inbox's socket takes note of what has come, and so clears its event."""
+    first, second = pair_with_poller.networks
+    first.send(1, b"before")
+    assert received(second)[1] == b"before"
+    assert second.receive(0.01) is None
+    event = second._inbox._socket.getsockopt(zmq.FD)
+    first.send(1, b"message")
+    assert select.select([event], [], [], SOON)[0]  # it has come after the last look
+    second.answer_heartbeats(b"hnobody", b"a notice")  # as when a worker is declared dead
+    assert received(second)[1] == b"message"
+
+
 def test_sent_messages_are_counted(pair: Pair) -> None:
     first, second = pair.networks
     assert first.sent([0, 1]) == 0
@@ -228,6 +256,22 @@ def test_close_leaves_no_descriptors_and_no_files(tmp_path: Path) -> None:
         pair.close()
         assert not any(path.exists() for path in paths)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize("step", ["__init__", "bind_ipc"])
+def test_a_network_that_cannot_be_made_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """As if no descriptors were left."""
+
+    def refuse(*_: Any) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(Inbox, step, refuse)
+    before = sorted(os.listdir("/proc/self/fd"), key=int), private_directories()
+    with pytest.raises(zmq.ZMQError):
+        Network(b"z0", 0, 2, ipc=True)
+    assert (sorted(os.listdir("/proc/self/fd"), key=int), private_directories()) == before
 
 
 # -- strangers -----------------------------------------------------------------------------

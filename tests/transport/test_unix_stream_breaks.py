@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.transport.arrivals import received
+from tests.transport.arrivals import SOON, received
 from tests.transport.numbered import all_there, break_connections, fill, numbered, numbers_of
 from zrpc.testing import Mesh
 from zrpc.transport.mailbox import Mailbox
@@ -134,6 +134,25 @@ def test_a_connection_that_cannot_be_watched_for_room_is_replaced(
     assert sorted(numbers_of(networks[1], count)) == list(range(count))
     assert networks[0].sent([1]) == count
     assert networks[1].receive(0.02) is None
+
+
+@pytest.mark.parametrize("found_by", ["receiver", "close"])
+def test_queued_messages_go_by_zeromq_if_the_connection_breaks_before_the_end(
+    networks: list[Network], monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    count = fill(networks[0], 1)
+    queued = len(networks[0]._mailboxes[1]._queue)
+    assert all_there(networks[1]) == list(range(count - queued))
+    break_connections(networks[1])
+    if found_by == "receiver":  # which can't replace it, as no descriptors are left
+        with monkeypatch.context() as patched:
+            patched.setattr(networks[0], "_replace", lambda *_: None)
+            assert networks[0].receive(0) is None
+    closing = threading.Thread(target=networks[0].close, args=(SOON, ()))
+    closing.start()
+    assert numbers_of(networks[1], queued) == list(range(count - queued, count))
+    closing.join(SOON)
+    assert not closing.is_alive()
 
 
 # -- processes -----------------------------------------------------------------------------

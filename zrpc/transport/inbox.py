@@ -268,6 +268,9 @@ class Inbox:
 
         Never waits: ZeroMQ drops the message if the peer reads nothing.
         """
+        # To send is to process what ZeroMQ's thread has reported: a message may have come, and the
+        # descriptor no longer shows it.
+        self._unread = True
         self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
 
     def close(self) -> None:

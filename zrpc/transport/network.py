@@ -64,9 +64,6 @@ class Network:
         self._own_id = own_id
         # First, since this may be refused, and nothing has to be closed yet.
         self.directory = PrivateDirectory() if supports_ipc() else None
-        self._context: zmq.Context[Any] = zmq.Context()
-        # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
-        self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
         # Guards the opening and closing of mailboxes.
         self._lock = threading.Lock()
         self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed
@@ -79,15 +76,23 @@ class Network:
         self._hidden = False  # whether the Unix socket is hidden from new peers
         self._curve: Curve | None = None
         self._gatekeeper: Gatekeeper | None = None
-        self._inbox = Inbox(self._context)
-        # See `Inbox`; without the cost of another call.
-        self.receive = self._inbox.receive
-        self.at_hand = self._inbox.at_hand
-        self.heartbeats = Heartbeats(self._context, identity)
-        self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
-        if ipc and self.directory is not None:
-            self._inbox.bind_ipc(self.directory.socket_path)
-        reserve.add_user()
+        with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
+            if self.directory is not None:
+                undo.callback(self.directory.remove)
+            self._context: zmq.Context[Any] = zmq.Context()
+            undo.callback(self._context.destroy, linger=0)
+            # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
+            self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
+            self._inbox = Inbox(self._context)
+            # See `Inbox`; without the cost of another call.
+            self.receive = self._inbox.receive
+            self.at_hand = self._inbox.at_hand
+            self.heartbeats = Heartbeats(self._context, identity)
+            self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
+            if ipc and self.directory is not None:
+                self._inbox.bind_ipc(self.directory.socket_path)
+            reserve.add_user()
+            undo.pop_all()
 
     def listen_tcp(self, address: str, curve: Curve | None, ports: range | None = None) -> str:
         """Also listens on one interface; returns the endpoint. See `Inbox.bind_tcp`."""
@@ -253,14 +258,17 @@ class Network:
                 return
             self._closed = True
             # ZeroMQ's mailboxes linger by themselves, so all have the same time.
-            direct = []
+            direct = {}
             for peer, mailbox in (*self._bulk.items(), *self._mailboxes.items()):
                 if isinstance(mailbox, DirectMailbox) and peer not in lost:
-                    direct.append(mailbox)
+                    direct[peer] = mailbox
                 else:
                     mailbox.close(0 if peer in lost else linger)
-            drain(direct, linger)
-            for mailbox in direct:
+            drain(direct.values(), linger)
+            for peer, mailbox in direct.items():
+                if mailbox.broken:
+                    with contextlib.suppress(zmq.ZMQError, MemoryError):  # none are left
+                        self._by_zeromq(peer, mailbox).close(linger)
                 mailbox.close(0)
         self.heartbeats.close()
         self._waker.close(0)
@@ -303,16 +311,24 @@ class Network:
         with self._lock:
             mailbox = self._mailboxes.get(peer)
             if mailbox is broken and isinstance(broken, DirectMailbox) and not self._closed:
-                endpoint = self._endpoints[peer]
-                mailbox = _with_reserve(partial(Mailbox, self._context, self._identity, endpoint))
-                for first, buffers in broken.abandon():
-                    mailbox.transmit(first, buffers, counted=False)
+                mailbox = self._by_zeromq(peer, broken)
                 mailbox.sent += broken.sent
                 self._mailboxes[peer] = mailbox
                 self._sent_before[peer, broken.way] += broken.sent_bytes
                 self.reconnects += 1
         if mailbox is None or mailbox is broken:
             raise zmq.ZMQError(zmq.ENOTSOCK)
+        return mailbox
+
+    def _by_zeromq(self, peer: int, broken: DirectMailbox) -> Mailbox:
+        """Returns a new mailbox, with the queued messages of a direct connection that has broken.
+
+        The lock is held.
+        """
+        endpoint = self._endpoints[peer]
+        mailbox = _with_reserve(partial(Mailbox, self._context, self._identity, endpoint))
+        for first, buffers in broken.abandon():
+            mailbox.transmit(first, buffers, counted=False)
         return mailbox
 
     def _resend_queue(self, peer: int, broken: DirectMailbox) -> None:

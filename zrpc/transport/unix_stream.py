@@ -192,6 +192,11 @@ class DirectMailbox:
         self._unwatch()
         return True
 
+    @property
+    def broken(self) -> bool:
+        """Whether messages are queued that this connection can no longer send."""
+        return bool(self._queue) and not self._watched
+
     def abandon(self) -> list[Unpacked]:
         """Closes the socket at once.
 
