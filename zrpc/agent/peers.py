@@ -106,8 +106,8 @@ class Peers:
         member = record.member_id
         self._membership.introduce(record)
         self._dispatcher.introduce(member)
-        self._liveness.add(member)
         self._network.introduce(member, endpoint, PeerKey(record.public_key, record.identity))
+        self._liveness.add(member)
 
     def admit(self, member: MemberId) -> None:
         """Makes a worker that was introduced a member, which can be found."""

@@ -77,6 +77,8 @@ class LivenessMonitor:
         self.expected: set[MemberId] = set()
         self.missed = self.reconnects = 0
         self._probes: dict[MemberId, ListenerProbe] = {}
+        # Members of other hosts whose ports later members have: their processes have ended.
+        self._displaced: set[MemberId] = set()
         # Why workers are gone, and a description of that: written before the membership marks them
         # as lost.
         self._losses: dict[MemberId, tuple[Reason, str]] = {}
@@ -89,10 +91,14 @@ class LivenessMonitor:
         network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
 
     def add(self, member: MemberId) -> None:
-        """Adds a worker that was introduced."""
-        self._counted[member] = 0
+        """Adds a worker that was introduced, also to the network."""
         if self._is_neighbour(member):
             self._neighbours.append(member)
+        endpoint = self._network.endpoint(member)
+        if endpoint.startswith("tcp://"):
+            at_it = {other for other in self._counted if self._network.endpoint(other) == endpoint}
+            self._displaced |= at_it - set(self._neighbours)
+        self._counted[member] = 0
 
     def reason(self, member: MemberId) -> Reason | None:
         """Why a worker is gone; None if that was not found here. From any thread."""
@@ -227,6 +233,8 @@ class LivenessMonitor:
                 (count or everyone or member in self.expected or self._network.knows(member))
                 and member != self._membership.own_id
                 and not self._detector.monitors(member)
+                # Else first its predecessor at that port must be declared lost.
+                and self._network.heartbeats.peer_at(self._network.endpoint(member)) is None
             ):
                 try:
                     self._network.watch(member)
@@ -245,8 +253,11 @@ class LivenessMonitor:
         for member in self._detector.to_check(self._neighbours):
             directory = Path(self._membership.records[member].directory)
             self._detector.checked(member, is_alive(directory), now)
+        for member in self._displaced:
+            self._detector.checked(member, False, now)
+        checked = self._displaced.union(self._neighbours)
         for member in self._membership.living:
-            if self._detector.suspects(member) and member not in self._neighbours:
+            if self._detector.suspects(member) and member not in checked:
                 self._probe(member, now)
 
     def _probe(self, member: MemberId, now: float) -> None:
@@ -286,6 +297,7 @@ class LivenessMonitor:
         self._losses[loss.member] = (loss.reason, f"{why}; {last}")
         self._deferred_leaves.pop(loss.member, None)
         self._counted.pop(loss.member, None)
+        self._displaced.discard(loss.member)
         self._membership.mark_lost(loss.member)
         if loss.member in self._neighbours:
             self._neighbours.remove(loss.member)

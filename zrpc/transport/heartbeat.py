@@ -73,6 +73,8 @@ class Heartbeats:
     ) -> None:
         """Begins to send heartbeats to a peer, at the endpoint of its inbox; see `Mailbox`.
 
+        No other peer at this endpoint may be watched: the events of both look the same.
+
         Raises:
             zmq.ZMQError: there are no descriptors left.
         """
@@ -88,6 +90,10 @@ class Heartbeats:
         self._endpoints[peer] = endpoint
         self._peers[endpoint] = peer
         self._routing_ids[socket.routing_id] = peer
+
+    def peer_at(self, endpoint: str) -> int | None:
+        """Returns the peer that is watched at an endpoint; None if there is none."""
+        return self._peers.get(endpoint)
 
     def forget(self, peer: int) -> None:
         """Stops the heartbeats to a peer, if it is watched."""

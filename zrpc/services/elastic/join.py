@@ -11,7 +11,7 @@ from pathlib import Path
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
-from zrpc.membership.endpoints import Meeting, announce_endpoint
+from zrpc.membership.endpoints import Meeting, announce_endpoint, is_loopback
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import store_errors
 from zrpc.membership.signed_store import SignedStore
@@ -137,6 +137,9 @@ def _is_alive(other: PeerRecord, record: PeerRecord, limits: ElasticLimits) -> b
         return is_alive(Path(other.directory))
     if not other.endpoint:
         return None
+    if record.endpoint == other.endpoint:  # this worker listens there now, which it would find
+        near = record.network_key == other.network_key or not is_loopback(other.endpoint)
+        return False if near else None
     with contextlib.closing(ListenerProbe(other.endpoint)) as probe:
         deadline = time.monotonic() + limits.refused_seconds
         while probe.listening() is None and probe.pending and time.monotonic() < deadline:
