@@ -109,3 +109,33 @@ def test_the_io_thread_rests_unless_another_thread_waits_for_an_answer(
     receiver.receive(gate, own_calls=lambda: own)
     assert not gate.locked()
     assert woken == ([] if rests else [True])
+
+
+class LateCalls(Calls):
+    """Calls whose deadlines have passed."""
+
+    earliest = 0.0
+    expired = False
+
+    def expire(self, now: float) -> None:
+        self.expired = True
+        self.earliest = NEVER
+
+
+def test_deadlines_hold_though_what_is_due_now_and_then_fails() -> None:
+    pool: Any = Pool(1e-6)
+    messages: Any = Messages()
+    receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
+    calls: Any = LateCalls(1)
+    ticks: list[None] = []
+
+    def tick() -> None:
+        ticks.append(None)
+        raise LookupError
+
+    receiver._threads.start = lambda: None  # type: ignore[method-assign]
+    receiver.start(messages, calls, lambda now: None, tick)
+    for _ in range(3):
+        receiver._lead()
+    assert calls.expired
+    assert len(ticks) == 1

@@ -222,3 +222,55 @@ def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh: 
 def test_a_negative_limit_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="max_bytes_in_flight must be 0"):
         rpc.ZmqRpcBackendOptions(max_bytes_in_flight=value)
+
+
+def note_the_rest_of_the_time() -> None:
+    call = rpc.current_call()
+    times_left.append(call.time_remaining())
+
+
+times_left: list[float | None] = []
+
+
+@pytest.mark.parametrize("in_event_loop", [False, True])
+def test_room_that_comes_at_the_deadline(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, in_event_loop: bool
+) -> None:
+    """A deadline of 0 in the request would mean that there is none."""
+    times_left.clear()
+    caller = mesh.agent(0).caller
+    window = caller.flow_control
+    with mesh.agent(0).as_current():
+        filling = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
+        until(lambda: len(mesh.agent(1).callee.requests), "the window is full")
+        # The I/O thread is late, and so is the thread that gets room: both go on after it.
+        monkeypatch.setattr(caller.calls, "expire", lambda now: None)
+        issue = caller._issue
+
+        def issue_late(call: Any, *args: Any, **kwargs: Any) -> None:
+            until(lambda: not call.remaining(), "the deadline has passed")
+            issue(call, *args, **kwargs)
+
+        monkeypatch.setattr(caller, "_issue", issue_late)
+
+        async def call_in_a_loop() -> Any:
+            return await rpc.rpc_async(1, note_the_rest_of_the_time, timeout=0.3)
+
+        def call() -> Any:
+            with mesh.agent(0).as_current():
+                if in_event_loop:
+                    return asyncio.run(call_in_a_loop())
+                return rpc.rpc_sync(1, note_the_rest_of_the_time, timeout=0.3)
+
+        with ThreadPoolExecutor(1) as pool:
+            calling = pool.submit(call)
+            until(lambda: window._waiting, "a call waits for room")
+            gate.set()
+            filling.wait()
+            with pytest.raises(rpc.RpcTimeoutError):
+                calling.result(30)
+        monkeypatch.undo()
+        rpc.rpc_sync(1, abs, (-1,))  # what was sent before has come
+        until(lambda: not len(mesh.agent(1).callee.requests), "all handlers have ended")
+    assert None not in times_left
+    until_empty(window)

@@ -16,9 +16,11 @@ import pytest
 import zmq
 
 import zrpc as rpc
+from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
+from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
 
 MakeMesh = Callable[..., Mesh]
@@ -288,6 +290,42 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
 
 
 # -- hooks -----------------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3)
+def test_an_error_about_one_loss_leaves_no_other_unsaid(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers are found lost at once, as if their host were gone."""
+    agent = mesh.agent(0)
+    detector, tell = agent.liveness._detector, agent._on_member_lost
+    tick, lost = detector.tick, [rpc.WorkerInfo("worker1", 1), rpc.WorkerInfo("worker2", 2)]
+
+    def lose_both(now: float) -> list[Any]:
+        members = [lost.pop(0).member_id for _ in range(len(lost))]
+        found = [detector.declare_lost(member, Reason.ENDED, now) for member in members]
+        return [*found, *tick(now)]
+
+    def fail_to_tell(member: Any) -> None:
+        if member == 1:
+            raise RuntimeError("dictionary changed size during iteration")
+        tell(member)
+
+    monkeypatch.setattr(agent.peers, "_on_member_lost", fail_to_tell)
+    with Gate() as gate, agent.as_current():
+        waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
+        gate.await_entry()
+        monkeypatch.setattr(detector, "tick", lose_both)
+        until(waiting.done, "it is known that the callee is gone")
+        with pytest.raises(rpc.WorkerDied):
+            waiting.wait()
+        # The I/O thread still finds what is too late.
+        endless = rpc.rpc_async(0, gate.wait_inside, timeout=0.05)
+        until(endless.done, "its deadline is noticed")
+        with pytest.raises(rpc.RpcTimeoutError):
+            endless.wait()
+    for rank in range(3):  # they don't agree about who is lost
+        mesh.run(rank, rpc.shutdown, graceful=False)
 
 
 @pytest.mark.zrpc(workers=3)

@@ -247,3 +247,47 @@ def test_an_interruption_at_any_call_leaves_no_room_taken(used: int) -> None:
         else:
             break
     assert number > 3
+
+
+class TellingGate:
+    """The gate of a call, which tells when a thread begins to wait for its outcome."""
+
+    def __init__(self, waits: threading.Event) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        self.release, self.locked = gate.release, gate.locked
+        self._acquire, self._waits = gate.acquire, waits
+
+    def acquire(self) -> bool:
+        self._waits.set()
+        return self._acquire()
+
+
+def test_a_call_that_another_thread_is_about_to_fail_is_not_sent() -> None:
+    """Both find that its deadline has passed; the one that took it settles it a moment later."""
+    peers = Peers(10 * KIB)
+    first, _ = peers.call(9 * KIB, timeout=0)
+    call: Any = entered_call(peers.calls, 1, 0.02)
+    taken, go_on = threading.Event(), threading.Event()
+    call.gate = TellingGate(go_on)
+
+    class Marks:
+        """Pauses the thread that settles the call, once it has taken it from the table."""
+
+        def on_settled(self, *_: Any) -> None:
+            taken.set()
+            assert go_on.wait(LONG)
+
+    call.marks = Marks()
+    io_thread = threading.Thread(
+        target=peers.calls.expire, args=(time.monotonic() + LONG,), daemon=True
+    )
+    io_thread.start()
+    assert taken.wait(LONG)
+    admission = peers.window.enter(call, None, KIB)
+    go_on.set()
+    io_thread.join(LONG)
+    assert admission is Admission.SETTLED
+    peers.answer(first)
+    assert len(peers.window) == 0
+    assert peers.queued() == 0

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import signal
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.pending import entered_call
 from zrpc.calls.caller import wait_until_settled
+from zrpc.calls.future import Future
 from zrpc.calls.pending_calls import NEVER, PendingCalls
 from zrpc.errors import RpcTimeoutError, WorkerDied
 
@@ -237,3 +244,101 @@ def test_a_race_for_one_call_has_one_winner(calls: Any) -> None:
         for thread in threads:
             thread.join()
         assert len(winners) == 1
+
+
+@contextlib.contextmanager
+def ctrl_c_at(number: int) -> Iterator[None]:
+    """Sends SIGINT to this process at a call of a Python function in this thread."""
+    numbers = itertools.count(1)
+
+    def trace(*_: Any) -> None:
+        if next(numbers) == number:
+            signal.raise_signal(signal.SIGINT)
+
+    before = sys.gettrace()
+    gc.disable()  # what the collector calls can't be interrupted
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+ENDS = {
+    "cancel": lambda call: call.cancel(),
+    "withdraw": lambda call: call.withdraw(),
+    "fail": lambda call: call.fail(RpcTimeoutError("late")),
+    "wait": wait_until_settled,
+    "fail all": lambda call: call._calls.fail(lambda _: RpcTimeoutError("lost")),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_ctrl_c_leaves_no_call_that_is_taken_and_not_settled(end: Any) -> None:
+    for number in itertools.count(1):
+        settled = []
+        calls = PendingCalls(on_settled=settled.append)
+        call = entered_call(calls, peer=0, timeout=1e-6)
+        try:
+            with ctrl_c_at(number):
+                end(call)
+        except KeyboardInterrupt:
+            in_table = calls.get(call.call_id) is call
+            assert settled == ([] if in_table else [call])
+            assert call.settled is not in_table
+        else:
+            break
+    assert number > 3
+
+
+class SlowCompletions:
+    """Waits until another thread settles the call; what a third one must do is done later."""
+
+    def __init__(self, call: Any) -> None:
+        self.jobs: list[Any] = []
+        self.complete = self.jobs.append
+        self._waits, self._settled = threading.Lock(), threading.Lock()
+        self._waits.acquire()
+        self._settled.acquire()
+        self._io_thread = threading.Thread(target=self._settle, args=(call,))
+        self._io_thread.start()
+
+    def _settle(self, call: Any) -> None:
+        self._waits.acquire()
+        call._calls.pop(call.call_id).settle("outcome")
+        self._settled.release()
+
+    def wait(self, call: Any) -> None:
+        call.waiters = (threading.get_ident(),)
+        self._waits.release()
+        self._settled.acquire()
+        call.waiters = ()  # it notes this thread again
+        wait_until_settled(call)
+
+    def decode(self, outcome: Any) -> Any:
+        return outcome
+
+    def end(self) -> None:
+        if self._waits.locked():
+            self._waits.release()
+        self._io_thread.join()
+        for job in self.jobs:
+            job()
+
+
+def test_ctrl_c_in_a_wait_leaves_no_future_that_nobody_completes() -> None:
+    for number in itertools.count(1):
+        call = entered_call(PendingCalls(), peer=0, timeout=0)
+        calling = SlowCompletions(call)
+        future: Any = Future.of_call(call, calling)
+        try:
+            with ctrl_c_at(number):
+                future.wait()
+        except KeyboardInterrupt:
+            calling.end()
+            assert torch.futures.Future.done(future), f"interrupted at call {number}"
+        else:
+            break
+    calling.end()
+    assert number > 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
 from typing import Any
 
@@ -162,3 +164,39 @@ def test_the_worker_leaves(table: Any) -> None:
     messages[0].scope.begin()
     table.close()
     assert all(message.scope.cancelled for message in messages)
+
+
+class Ending:
+    """Garbage: when it is collected, another thread ends a request. Leaves the like behind."""
+
+    def __init__(self, table: Any, requests: list[Message]) -> None:
+        self._cycle = self
+        self._table, self._requests = table, requests
+
+    def __del__(self) -> None:
+        if self._requests:
+            ending = threading.Thread(target=self._table.end, args=(self._requests.pop(),))
+            ending.start()
+            ending.join()
+            Ending(self._table, self._requests)
+
+
+@pytest.mark.parametrize("how", ["on_member_lost", "expire", "close"])
+def test_requests_may_end_while_all_are_gone_through(table: Any, how: str) -> None:
+    """The garbage collector may run at any allocation, and a finalizer lets other threads run."""
+    requests = [request(n, deadline=1e-6) for n in range(500)]
+    for each in requests:
+        table.accept(each, CALLER)
+        each.scope.begin()
+    kept = requests[0]
+    args = {"on_member_lost": (0,), "expire": (time.monotonic() + 1,), "close": ()}[how]
+    before = gc.get_threshold()
+    gc.collect()  # frees the tuples that Python keeps: making one of these is no allocation
+    Ending(table, requests)
+    gc.set_threshold(1)
+    try:
+        getattr(table, how)(*args)
+    finally:
+        gc.set_threshold(*before)
+        requests.clear()
+    assert kept.scope.cancelled

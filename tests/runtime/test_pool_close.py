@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from tests.runtime.pool_jobs import SOON, Jobs, MakePool, admitted, until
+from zrpc.runtime.thread_pool import acquire
 
 
 def test_close_waits_for_jobs_and_drops_those_queued(make_pool: MakePool, jobs: Jobs) -> None:
@@ -74,6 +75,32 @@ def test_a_job_can_close_its_pool_and_finish_queued_jobs(
     pool, found, done = make_pool(1), [], threading.Event()
 
     def end() -> None:
+        for each in range(3):
+            pool.submit(partial(found.append, each))
+        pool.close(SOON, finish=True)
+        done.set()
+
+    if as_guest:
+        pool.run_as_guest(admitted(pool), [end])
+    else:
+        pool.submit(end)
+    assert done.wait(SOON)
+    assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize("as_guest", [True, False])
+def test_an_idle_thread_finishes_queued_jobs_if_a_job_closes_its_pool(
+    make_pool: MakePool, as_guest: bool
+) -> None:
+    pool, found, done = make_pool(1), [], threading.Event()
+
+    def end() -> None:
+        # Another thread runs meanwhile, and is idle afterwards.
+        gate = threading.Lock()
+        gate.acquire()
+        pool.submit(gate.release)
+        assert acquire(gate, SOON)
+        until(lambda: pool._idle)
         for each in range(3):
             pool.submit(partial(found.append, each))
         pool.close(SOON, finish=True)

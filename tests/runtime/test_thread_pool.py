@@ -276,6 +276,19 @@ def test_a_job_waits_if_no_thread_can_be_started(
     assert MAX_THREADS > 1000
 
 
+def test_a_job_that_was_refused_its_thread_runs_though_no_other_job_comes(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, ran = make_pool(2), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr("zrpc.runtime.thread_pool.MAX_THREADS", 0)
+        pool.submit(ran.set)
+        pool.relieve()
+        assert not ran.is_set()
+    pool.relieve()
+    assert ran.wait(SOON)
+
+
 def test_many_submitters(make_pool: MakePool) -> None:
     pool, count, lock = make_pool(4), [0], threading.Lock()
 

@@ -93,7 +93,7 @@ class Peers:
             identity = self._membership.records[MemberId(peer)].identity
             self._dispatcher.dispatch(identity, first, ())
         for loss in self._liveness.tick(self._shutdown.waits_for_all):
-            self._drop(loss)
+            self._drop_or_log(loss)
         before = time.monotonic() - _SEND_SECONDS
         for member in [m for m, told in self._told_dead.items() if told < before]:
             del self._told_dead[member]
@@ -196,6 +196,14 @@ class Peers:
         loss = self._liveness.leave(message.sender, reason, said.sent, said.tried)
         if loss is not None:
             self._drop(loss)
+
+    def _drop_or_log(self, loss: Loss) -> None:
+        """Drops a member; logs an error, so that the losses found with this one are dealt with."""
+        try:
+            self._drop(loss)
+        except Exception:
+            lost = self._membership.infos[loss.member]
+            logger.exception("%s: not all is done about %s", self._membership.info, lost)
 
     def _drop(self, loss: Loss) -> None:
         """Drops a member that is lost, as the membership knows already."""

@@ -192,8 +192,8 @@ class Receiver:
             self._after_turn(now)
             # Before calls expire: a service may postpone their deadlines.
             if now >= self._next_tick:
+                self._next_tick = now + _TICK_SECONDS  # first: also if an error ends the tick
                 self._tick()
-                self._next_tick = now + _TICK_SECONDS
             if now >= self._calls.earliest:
                 self._calls.expire(now)
         except Exception:

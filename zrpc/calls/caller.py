@@ -17,7 +17,7 @@ import zmq
 
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
-from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl
+from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl, no_room
 from zrpc.calls.future import Future
 from zrpc.calls.open_telemetry import CallSpan, configured
 from zrpc.calls.outbox import Outbox, exhausted
@@ -255,6 +255,9 @@ class Caller:
                 to = self._membership.infos[call.peer].name
                 call.span = CallSpan(call, message, to, self.complete)
             self.calls.enter(call)
+            # After that: an agent that closes does this the other way round.
+            if self._outbox.closed:
+                raise has_shut_down()
             scope = current_scope()
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and message.kind != _REMOTE:
@@ -299,6 +302,9 @@ class Caller:
         """Sends a call for which there is room; ``delayed`` if it has waited for that."""
         if delayed and call.timeout:
             message.deadline = call.remaining()
+            if not message.deadline:  # which would mean that there is none
+                call.fail(no_room(call, self.flow_control.limit))
+                return
         lost = self._membership.lost
         if call.peer not in lost:
             call.stage = _SENDING

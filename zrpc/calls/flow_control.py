@@ -23,7 +23,7 @@ from zrpc.wire.member_id import MemberId
 if TYPE_CHECKING:
     from zrpc.calls.pending_calls import PendingCall
 
-__all__ = ["DELAYED", "LATER", "NOW", "SETTLED", "Admission", "FlowControl", "Window"]
+__all__ = ["DELAYED", "LATER", "NOW", "SETTLED", "Admission", "FlowControl", "Window", "no_room"]
 
 # To which peer, and from which kind of caller.
 _Key = tuple[MemberId, Hashable]
@@ -107,6 +107,9 @@ class FlowControl:
                 if call.remaining():
                     continue  # its deadline was postponed meanwhile
                 call.fail(no_room(call, self.limit))
+                # If another thread has taken the call from the table, it settles the call at once.
+                call.gate.acquire()
+                call.gate.release()
                 break
         except BaseException:
             call.fail(no_room(call, self.limit))  # Ctrl-C: the call is never sent

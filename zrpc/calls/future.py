@@ -17,6 +17,7 @@ from zrpc.calls import trampoline
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_calls import PendingCall
 from zrpc.errors import CallbackError, RpcCancelledError
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.thread_pool import acquire
 
 __all__ = ["Future"]
@@ -121,12 +122,12 @@ class Future(torch.futures.Future[T]):
         if call is not None:
             try:
                 self._calling.wait(call)
+                self._complete(call)
             except BaseException:
                 # Interrupted. If the call was settled just now, another thread must complete it.
                 if call.settled:
-                    self.on_settled(call)
+                    self._calling.complete(functools.partial(self._complete, call))
                 raise
-            self._complete(call)
         acquire(self._gate)
         self._gate.release()
         return super().wait()
@@ -313,23 +314,33 @@ class Future(torch.futures.Future[T]):
 
     def _complete(self, call: PendingCall) -> None:
         """Makes the value from the call's outcome, in the first thread that asks."""
-        outcome = call.claim()
-        if outcome is None:
-            return
-        self._cancelled = isinstance(outcome, RpcCancelledError)
-        decode = functools.partial(self._calling.decode, outcome)
-        self._claim()
+        held = hold_interrupts()  # an outcome that is claimed may not be lost
         try:
-            value = decode()
-        except Exception as error:
-            self._fail(Failure(decode, without_frames(error)))
-        except BaseException:  # Ctrl-C during the unpickling
-            self._fail(Failure(decode, KeyboardInterrupt()))
-            raise
-        else:
-            self._set(value)
+            outcome = call.claim()
+            if outcome is None:
+                return
+            self._cancelled = isinstance(outcome, RpcCancelledError)
+            decode = functools.partial(self._calling.decode, outcome)
+            self._claim()
+            try:
+                if held:
+                    held = False
+                    release_interrupts()
+                value = decode()
+            except Exception as error:
+                self._fail(Failure(decode, without_frames(error)))
+            except BaseException:  # Ctrl-C during the unpickling
+                self._fail(Failure(decode, KeyboardInterrupt()))
+                raise
+            else:
+                self._set(value)
+            finally:
+                self._call = None
+                if not super().done():  # Ctrl-C after the unpickling
+                    self._fail(Failure(decode, KeyboardInterrupt()))
         finally:
-            self._call = None
+            if held:
+                release_interrupts()
 
 
 def _check_callback(method: str, callback: object) -> None:

@@ -13,6 +13,7 @@ import zmq
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.recorder import Recorder
+from zrpc.errors import RpcCancelledError
 from zrpc.membership.view import Membership
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
@@ -77,7 +78,8 @@ class Outbox:
         Args:
             member: to which member.
             message: the message.
-            on_failed: called in the I/O thread with what is raised there, if that thread sends it.
+            on_failed: called in the I/O thread with what is raised there, if that thread sends it;
+                or in this one, if it is interrupted before.
 
         Raises:
             zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
@@ -188,8 +190,15 @@ class Outbox:
         A signal handler of the program's own may raise at any point of the current thread. The
         buffers are copied, since the caller may change its tensors as soon as the message is sent.
         """
-        message.copy_buffers()
-        self._handed_over.append((member, partial(put, member, message), on_failed))
+        try:
+            message.copy_buffers()
+            handed_over = (member, partial(put, member, message), on_failed)
+        except MemoryError:
+            raise
+        except BaseException:  # of a signal handler
+            on_failed(RpcCancelledError("the thread was interrupted before it sent the message"))
+            raise
+        self._handed_over.append(handed_over)
         self._in_io_thread(self.put_handed_over)
 
     def put_handed_over(self) -> None:

@@ -6,17 +6,19 @@ an answer, a deadline, or the loss of the peer; or the caller, if its own wait r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
@@ -82,6 +84,17 @@ def _name_of_builtin(function: BuiltinFunctionType) -> str:
         if getattr(module, function.__name__, None) is function:
             _builtin_names[function] = name
     return name
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Defers Ctrl-C: a call may not be taken from the table and then not be settled."""
+    held = hold_interrupts()
+    try:
+        yield
+    finally:
+        if held:
+            release_interrupts()
 
 
 class Follower(Protocol):
@@ -245,18 +258,20 @@ class PendingCall:
 
     def fail(self, error: Exception) -> None:
         """Settles the call with an error, unless it is settled or about to be."""
-        if self._calls.pop(self.call_id) is self:
-            self.settle(error)
+        with _uninterrupted():
+            if self._calls.pop(self.call_id) is self:
+                self.settle(error)
 
     def cancel(self) -> bool:
         """Settles the call with an error and has the callee told; False if it is settled."""
-        if self._calls.pop(self.call_id) is not self:
-            return False
-        self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
-        # First the outcome, then the check: the sending thread does this the other way round.
-        if self.sent:
-            self._calls.on_cancelled(self)
-        return True
+        with _uninterrupted():
+            if self._calls.pop(self.call_id) is not self:
+                return False
+            self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
+            # First the outcome, then the check: the sending thread does this the other way round.
+            if self.sent:
+                self._calls.on_cancelled(self)
+            return True
 
     def take_back(self) -> None:
         """Undoes what was done for the message, once."""
@@ -270,11 +285,12 @@ class PendingCall:
         Returns:
             False if it is settled, or about to be.
         """
-        if self._calls.pop(self.call_id) is not self:
-            return False
-        self.follower = None
-        self.settle(None)
-        return True
+        with _uninterrupted():
+            if self._calls.pop(self.call_id) is not self:
+                return False
+            self.follower = None
+            self.settle(None)
+            return True
 
     def remaining(self) -> float:
         """Returns the seconds until its deadline, as `thread_pool.acquire` takes them."""
@@ -389,8 +405,8 @@ class PendingCalls:
             self.earliest = NEVER
         calls = list(self._calls.values())
         for call in calls:
-            if call.deadline <= now and self.pop(call.call_id) is call:
-                call.settle(call.timed_out())
+            if call.deadline <= now:
+                call.fail(call.timed_out())
         rest = [call.deadline for call in calls if call.deadline > now]
         with self._lock:
             self.earliest = min([self.earliest, *rest])
@@ -409,5 +425,5 @@ class PendingCalls:
     def fail(self, error: Callable[[PendingCall], Exception], peer: MemberId | None = None) -> None:
         """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
         for call in list(self._calls.values()):
-            if peer in (None, call.peer) and self.pop(call.call_id) is call:
-                call.settle(error(call))
+            if peer in (None, call.peer):
+                call.fail(error(call))

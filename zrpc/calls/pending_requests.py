@@ -45,6 +45,8 @@ class PendingRequests:
 
     def all(self) -> list[Message]:
         """Returns the requests in the table."""
+        # Atomic. To list the items is not: it makes a tuple of each, and whenever anything is made,
+        # the garbage collector of Python 3.11 may run a finalizer, which lets other threads run.
         return list(self._requests.values())
 
     def has(self, sender: MemberId, call_id: int) -> bool:
@@ -63,7 +65,7 @@ class PendingRequests:
                 self._earliest = min(self._earliest, scope.deadline)
         if key in self._early_cancels:
             self._early_cancels.pop(key, None)
-            self._drop(key, request)
+            self._drop(request)
         return scope
 
     def end(self, request: Message) -> None:
@@ -86,7 +88,7 @@ class PendingRequests:
         key = (sender, call_id)
         request = self._requests.get(key)
         if request is not None:
-            self._drop(key, request)
+            self._drop(request)
             return
         self._early_cancels[key] = None
         if len(self._early_cancels) > _MAX_EARLY_CANCELS:
@@ -94,9 +96,9 @@ class PendingRequests:
 
     def on_member_lost(self, member: MemberId) -> None:
         """Drops the requests of a caller that is gone."""
-        for key, request in list(self._requests.items()):
-            if key[0] == member:
-                self._drop(key, request)
+        for request in self.all():
+            if request.sender == member:
+                self._drop(request)
         for key in [key for key in list(self._early_cancels) if key[0] == member]:
             self._early_cancels.pop(key, None)
 
@@ -111,12 +113,12 @@ class PendingRequests:
             with self._lock:
                 self._earliest = NEVER
             earliest = NEVER
-            for key, request in list(self._requests.items()):
+            for request in self.all():
                 scope: CancelScope = request.scope
                 if scope.deadline > now:
                     earliest = min(earliest, scope.deadline)
                 else:
-                    self._drop(key, request)
+                    self._drop(request)
             with self._lock:
                 self._earliest = min(self._earliest, earliest)
         dropped, self._dropped = self._dropped, False
@@ -124,15 +126,15 @@ class PendingRequests:
 
     def postpone(self, seconds: float) -> None:
         """Gives all requests this much more time."""
-        for request in list(self._requests.values()):
+        for request in self.all():
             request.scope.deadline += seconds
 
     def close(self) -> None:
         """Drops all requests: this worker leaves."""
-        for key, request in list(self._requests.items()):
-            self._drop(key, request)
+        for request in self.all():
+            self._drop(request)
 
-    def _drop(self, key: _Key, request: Message) -> None:
+    def _drop(self, request: Message) -> None:
         scope: CancelScope = request.scope
         if not scope.cancel():
             # Its future may never be done, so no shutdown waits for that. A worker that waits for
@@ -140,7 +142,7 @@ class PendingRequests:
             if scope.deferred:
                 self.end(request)
             return
-        self._requests.pop(key, None)
+        self._requests.pop((request.sender, request.call_id), None)
         self._dropped = True
         # Frees the message, which the queued job refers to. Nothing of it was unpickled.
         request.body = request.table = b""

@@ -270,7 +270,9 @@ class HandlerPool:
             self._backlog = deque(job for job in self._backlog if not useless(job))
 
     def relieve(self) -> None:
-        """Starts threads in place of those that wait unseen. Must be called periodically.
+        """Starts threads in place of those that wait unseen, and one that the system has refused.
+
+        Must be called periodically.
 
         If jobs are queued and none was begun since the last call, every thread that used no
         processor time since then is assumed to be waiting.
@@ -286,7 +288,9 @@ class HandlerPool:
         )
         self._cpu_before = cpu
         with self._lock:
-            for _ in range(min(waiting, len(self._backlog))):
+            # Fewer run than may if the system has refused a thread: nothing else tries again.
+            count = max(waiting, self._running < self._size)
+            for _ in range(min(count, len(self._backlog))):
                 self._start_next()
 
     def _at_work(self) -> set[int]:
@@ -310,14 +314,14 @@ class HandlerPool:
             self._closed = True
             if not finish:
                 self._backlog.clear()
+            here = threading.current_thread()
+            if self._backlog and not self._threads.difference(self._idle, {here}):
+                # The backlog waits for the current thread, or for a guest that won't come back.
+                self._start_next()
             for thread in self._idle:
                 thread.gate.release()
             self._idle.clear()
-            threads = self._threads - {threading.current_thread()}
-            if self._backlog and not threads:
-                # The backlog waits for the current thread, or for a guest that won't come back.
-                self._start_next()
-                threads = self._threads - {threading.current_thread()}
+            threads = self._threads - {here}
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
