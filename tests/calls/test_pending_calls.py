@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.pending import entered_call
-from zrpc.calls.caller import wait_until_settled
 from zrpc.calls.future import Future
 from zrpc.calls.pending_calls import NEVER, PendingCalls
+from zrpc.calls.settling import wait_until_settled
 from zrpc.errors import RpcTimeoutError, WorkerDied
 
 SOON = 5.0

@@ -9,8 +9,8 @@ from typing import Any
 import zrpc as rpc
 from tests.support.pending import entered_call
 from tests.support.waiting import SOON
-from zrpc.calls.caller import wait_until_settled
 from zrpc.calls.pending_calls import PendingCall, PendingCalls
+from zrpc.calls.settling import wait_until_settled
 
 
 class Calling:

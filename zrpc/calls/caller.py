@@ -33,6 +33,7 @@ from zrpc.calls.pending_calls import (
 )
 from zrpc.calls.profiling import begin_profile, end_profile, profiler
 from zrpc.calls.recorder import CallMarks, Recorder
+from zrpc.calls.settling import wait_until_settled
 from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
@@ -40,13 +41,13 @@ from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice
-from zrpc.runtime.thread_pool import acquire, in_handler
+from zrpc.runtime.thread_pool import in_handler
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Caller", "Receiver", "wait_until_settled"]
+__all__ = ["Caller", "Receiver"]
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _NEW, _SENDING, _LEFT = Stage.NEW, Stage.SENDING, Stage.LEFT
@@ -197,12 +198,21 @@ class Caller:
         timeout: float,
         extension: tuple[int, bytes],
         follower: Follower,
+        *,
+        holds: Any = None,
+        undo: Callable[[], None] | None = None,
     ) -> None:
-        """Sends a request; ``follower`` is told of the outcome, in the I/O thread or this one."""
+        """Sends a request; ``follower`` is told of the outcome, in the I/O thread or this one.
+
+        ``holds`` lives until the call is settled, and ``undo`` is called if the request is not sent
+        after all, or the callee has read nothing of it; maybe after that.
+        """
         shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
         try:
-            call, message = self._pack(to, kind, obj, timeout, extension)
+            call, message = self._pack(to, kind, obj, timeout, extension, holds)
             call.follower = follower
+            if undo is not None:
+                call.undo = undo if call.undo is None else partial(_call_both, call.undo, undo)
             self._submit(call, message)
         finally:
             if shown is not None:
@@ -428,24 +438,6 @@ class Caller:
             self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
 
 
-def wait_until_settled(
-    call: PendingCall, receive: Callable[[threading.Lock, float], None] | None = None
-) -> None:
-    """Waits until a call is settled; at its deadline the current thread settles it.
-
-    If an exception (Ctrl-C) interrupts the wait, this thread is no longer one of the `waiters`.
-    For ``receive``, see `zrpc.runtime.thread_pool.acquire`.
-    """
-    ident = threading.get_ident()
-    call.waiters = (*call.waiters, ident)
-    try:
-        while not acquire(call.gate, call.remaining(), receive):
-            if not call.remaining():  # or its deadline was postponed meanwhile
-                call.fail(call.timed_out())
-                # If another thread has taken the call from the table, it settles the call at once.
-                call.gate.acquire()
-                break
-        call.gate.release()
-    except BaseException:
-        call.waiters = tuple(each for each in call.waiters if each != ident)
-        raise
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

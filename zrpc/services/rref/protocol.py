@@ -85,6 +85,7 @@ class _Held:
     owner: MemberId
     handles: int = 1  # more if the message with the fork came twice
     listed: bool = False  # the owner has confirmed it
+    unmade: bool = False  # the message that makes its value, and lists it, never came to the owner
     children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
 
 
@@ -214,8 +215,20 @@ class References:
         self._held[fork_id] = _Held(rref_id, owner)
 
     def cancel_create(self, fork_id: ForkId) -> None:
-        """Undoes `create`: the message is not sent after all."""
+        """Undoes `create`: the message is not sent after all, and nobody has the fork."""
         del self._held[fork_id]
+
+    def on_not_made(self, rref_id: RRefId, fork_id: ForkId, owner: MemberId) -> None:
+        """Notes, once, that the message of `create` never comes to the owner.
+
+        The fork may have ended, or have children, which name it as their parent. So the owner must
+        list it all the same: it does on ADD, by which the fork says that it comes from itself.
+        """
+        held = self._held.get(fork_id)
+        if held is None:  # its DELETE has been sent
+            self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
+        else:
+            held.unmade = True
 
     def drop(self, fork_id: ForkId) -> None:
         """Counts one handle of a fork less."""
@@ -242,6 +255,8 @@ class References:
             self._ended[fork_id] = None
             if len(self._ended) > _ENDED_REMEMBERED:
                 del self._ended[next(iter(self._ended))]
+            if held.unmade:
+                self._send(held.owner, Verb.ADD, held.rref_id, fork_id, self._own_id, fork_id)
             self._send(held.owner, Verb.DELETE, held.rref_id, fork_id)
 
     # -- forks in messages ---------------------------------------------------------------

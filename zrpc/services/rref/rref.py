@@ -22,7 +22,9 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.message import Message
 from zrpc.wire.pickling import decoder, encoder, register_reducer
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
@@ -74,7 +76,8 @@ class RRef(Generic[T]):
     _fork_id: ForkId | None  # None at the owner
     _owner: WorkerInfo
     _value: OwnedValue | None  # None at a user
-    _failure: Exception | None  # of the call that was to make the value
+    # Of the call that was to make the value; a message if the owner has sent it.
+    _failure: Exception | Message | None
     _methods: frozenset[str]  # names that the value is known to have
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -84,6 +87,7 @@ class RRef(Generic[T]):
         owned = service.retain_value(rref_id)
         owned.begun = True
         owned.set(value)
+        self._failure = None
         self._fill(service, rref_id, None, agent.worker_info, owned)
 
     def _fill(
@@ -99,7 +103,6 @@ class RRef(Generic[T]):
         self._fork_id = fork_id
         self._owner = owner
         self._value = value
-        self._failure = None
         self._methods = frozenset()
 
     @classmethod
@@ -107,24 +110,31 @@ class RRef(Generic[T]):
         """Makes the handle of a fork that has arrived; the service has counted it already."""
         rref: RRef[Any] = cls.__new__(cls)
         owner = service.agent.membership.infos[fork.owner]
+        rref._failure = None
         rref._fill(service, fork.rref_id, fork.fork_id if value is None else None, owner, value)
         return rref
 
     @classmethod
     def _create(
-        cls, agent: Agent, to: WorkerInfo, body: Any, timeout: float, subject: RRefId | None = None
+        cls,
+        agent: Agent,
+        to: WorkerInfo,
+        body: Any,
+        timeout: float,
+        subject: RRef[Any] | None = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns; see `RRefService.create`."""
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
+        rref._failure = None  # before the call, which may fail at any time
         rref_id, fork_id, value = service.create(to, body, timeout, subject, weakref.ref(rref))
-        failure = getattr(rref, "_failure", None)  # the call may have failed already
         rref._fill(service, rref_id, fork_id, to, value)
-        rref._failure = failure
         return rref
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception | Message) -> None:
         """Notes that the call that was to make the value has failed; in any thread.
+
+        A message has the error in it: it is not unpickled here, which may be the I/O thread.
 
         :meta private:
         """
@@ -264,7 +274,7 @@ class RRef(Generic[T]):
         if name not in self._methods:
             agent.caller.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
             self._methods |= {name}
-        return self._create(agent, self._owner, (name, args, kwargs), timeout, self._rref_id)
+        return self._create(agent, self._owner, (name, args, kwargs), timeout, self)
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
@@ -279,6 +289,8 @@ class RRef(Generic[T]):
             error = OwnerDied(*failure.args)
             error.executed = failure.executed
             raise error
+        if isinstance(failure, Message):
+            raise load_exception(failure.body)
         if failure is not None:
             raise raised_again(failure)
         if self._value is None:

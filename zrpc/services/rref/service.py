@@ -8,7 +8,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import OwnedValue
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Mapping
 
-    from zrpc.calls.callee import Callee
-    from zrpc.calls.pending_calls import PendingCall
     from zrpc.services.rref.rref import RRef
 
 __all__ = ["BackwardOfValue", "RRefService"]
@@ -41,6 +39,10 @@ _MAX_BATCH_LENGTH = 256
 # A handler begins after this time at the latest, even if a fork in its arguments is not listed yet:
 # the message that lists it may be lost.
 _LISTING_SECONDS = 5.0
+
+# A worker remembers this many of the values that it has freed: the caller of a method may give
+# up its call, and then its RRef, before the call arrives.
+_FREED_REMEMBERED = 4096
 
 # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
 _ID = struct.Struct("<IQ")
@@ -54,59 +56,6 @@ class BackwardOfValue(ABC):
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
         """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
-
-
-@dataclass(slots=True, eq=False)
-class Creation:
-    """Follows a call of this worker that makes a value, here or elsewhere.
-
-    The fork is this worker's; the owner has none. For the handle see `RRefService.create`.
-    ``retains`` tells whether the call still counts as a handle of a value that is made here; it is
-    guarded by the service's lock.
-    """
-
-    service: RRefService
-    rref_id: RRefId
-    fork_id: ForkId | None
-    handle: weakref.ref[RRef[Any]]
-    retains: bool = True
-
-    def on_settled(self, call: PendingCall) -> None:
-        """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
-        outcome = call.claim()
-        failed = isinstance(outcome, Exception)
-        if self.fork_id is None:
-            self.service.release_creation(self)
-        elif not failed:
-            self.service.on_created(self.fork_id)
-        if failed and (handle := self.handle()) is not None:  # it may be gone by now
-            handle.fail(outcome)
-
-
-@dataclass(slots=True, eq=False)
-class ValueSink:
-    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
-
-    _callee: Callee
-    request: Message
-    _value: OwnedValue
-
-    def defer(self) -> None:
-        """Notes that the outcome comes later."""
-        self._callee.sink_for(self.request).defer()
-
-    def value(self, value: Any) -> None:
-        """Takes what the function has returned."""
-        self._callee.count(self.request)  # before anyone has the value
-        self._value.set(value)
-        self._callee.answer(self.request, None)
-
-    def error(self, error: BaseException) -> None:
-        """Takes what the function has raised."""
-        self._callee.report_failure(error)
-        self._callee.count(self.request, error)
-        self._value.set(error=error)
-        self._callee.answer(self.request, None)
 
 
 class ListedFirst(MessageHooks):
@@ -150,6 +99,7 @@ class RRefService(Service):
         self._references = References(self.member)
         # A message about a value may come before the call that makes it.
         self._values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
+        self._freed: dict[RRefId, None] = {}  # the latest ones
         self._closed = False
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -209,10 +159,10 @@ class RRefService(Service):
         owner: WorkerInfo,
         body: Any,
         timeout: float,
-        subject: RRefId | None,
+        subject: RRef[Any] | None,
         handle: weakref.ref[RRef[Any]],
     ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
-        """Has a value made by a call of a function, or of a method of the value ``subject``.
+        """Has a value made by a call of a function, or of a method of the value of ``subject``.
 
         The body is the function (or the method's name), args and kwargs. The handle gets the error
         if the call fails, but not what the function raises. Returns the ids of the value and of our
@@ -229,16 +179,25 @@ class RRefService(Service):
                 value = self._values[rref_id]
             else:
                 self._references.create(rref_id, fork_id, owner.member_id)
-        ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject]
-        creation = Creation(self, rref_id, None if local else fork_id, handle)
+        ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject._rref_id]
+        creation = Creation(self, rref_id, None if local else fork_id, handle, owner.member_id)
         try:
             self.caller.call_notify(
-                owner, Kind.REMOTE, body, timeout, self.subject_extension(*ids), creation
+                owner,
+                Kind.REMOTE,
+                body,
+                timeout,
+                self.subject_extension(*ids),
+                creation,
+                holds=subject,  # its end must not overtake the call
+                undo=creation.on_not_made,
             )
         except BaseException:
             with self._lock:
                 if local:
                     self._references.release(rref_id)
+                elif creation.settled and not creation.unmade:
+                    self._references.drop(fork_id)  # interrupted when the message had been sent
                 else:
                     self._references.cancel_create(fork_id)
             if local:
@@ -251,6 +210,15 @@ class RRefService(Service):
         """Notes that the owner lists a fork of ours, which was made with its value."""
         with self._lock:
             self._references.on_listed(fork_id)
+
+    def on_not_made(self, creation: Creation) -> None:
+        """Notes that the message that makes a value never comes to its owner."""
+        assert creation.fork_id is not None
+        with self._lock:
+            known, creation.unmade = creation.unmade, True
+            if not known:
+                self._references.on_not_made(creation.rref_id, creation.fork_id, creation.owner)
+        self._settle_references()
 
     def release_creation(self, creation: Creation) -> None:
         """Drops, once, the handle that a call counts as while it makes a value here."""
@@ -344,7 +312,8 @@ class RRefService(Service):
 
     def begin_when_listed(self, request: Message, begin: Callable[[], None]) -> None:
         """Calls ``begin()`` when the owners have listed the forks that came with a request."""
-        handles: list[RRef[Any]] = request.attachment(Tag.FORKS)
+        # Nothing is left of a request that was dropped just now; then its handler does not begin.
+        handles: list[RRef[Any]] = (request.attachments or {}).get(Tag.FORKS, [])
         forks = [rref._fork_id for rref in handles if rref._fork_id is not None]
         with self._lock:
             deadline = time.monotonic() + _LISTING_SECONDS
@@ -410,6 +379,7 @@ class RRefService(Service):
         creator = rref_id.created_on
         with self._lock:
             gone = creator == self.member or creator in self.agent.membership.lost
+            gone = gone or rref_id in self._freed
             if rref_id in self._values or not gone:
                 return self._values[rref_id]
         value = OwnedValue()
@@ -424,6 +394,9 @@ class RRefService(Service):
         with self._lock:
             ready, references.ready = references.ready, []
             freed = [self._values.pop(i, None) for i in self._references.freed]
+            self._freed.update(dict.fromkeys(self._references.freed))
+            while len(self._freed) > _FREED_REMEMBERED:
+                del self._freed[next(iter(self._freed))]
             self._references.freed.clear()
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.

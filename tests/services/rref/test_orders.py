@@ -1,0 +1,251 @@
+"""Orders of events that are rare: each test makes one of them happen."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.rref.tracked import (
+    SOON,
+    Value,
+    assert_empty,
+    assert_kept,
+    is_freed,
+    rest,
+)
+from tests.support.gates import Gate
+from tests.support.waiting import until
+from zrpc.services.shm.service import SharedMemoryService
+from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind
+
+
+class Held:
+    """Messages of one kind that a worker has sent, and that are still under way."""
+
+    def __init__(self, mesh: Mesh, rank: int, kind: Kind) -> None:
+        self._network, self._kind = mesh.agent(rank).network, kind
+        self._send, self._kept = self._network.send, []
+        self._network.send = self._hold  # type: ignore[method-assign]
+
+    def _hold(self, peer: Any, first: Any, *rest: Any) -> None:
+        if first[1] == self._kind:
+            self._kept.append((peer, first, *rest))
+        else:
+            self._send(peer, first, *rest)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def arrive(self) -> None:
+        self._network.send = self._send  # type: ignore[method-assign]
+        for message in self._kept:
+            self._send(*message)
+
+
+@contextmanager
+def io_thread_held(mesh: Mesh, rank: int) -> Iterator[None]:
+    """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
+    held, go = threading.Event(), threading.Event()
+    mesh.agent(rank).receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
+    assert held.wait(SOON)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+# -- the value whose method makes another one ------------------------------------------------
+
+
+def test_a_value_lives_until_the_call_of_its_method_has_come(mesh: Mesh) -> None:
+    """The call is large, so the end of the RRef may overtake it."""
+    with mesh.agent(0).as_current():
+        rref = zrpc.remote("worker1", Value, args=("subject",))
+        assert rref.remote().get_key().to_here() == "subject"  # now the name is known
+        under_way = Held(mesh, 0, Kind.REMOTE)
+        made = rref.remote().get_key()
+        assert len(under_way) == 1
+        del rref
+        try:
+            assert_kept(mesh, "subject")
+        finally:
+            under_way.arrive()
+        assert made.to_here(timeout=2) == "subject"
+    del made
+    assert is_freed("subject")
+    assert_empty(mesh)
+
+
+def test_an_own_value_lives_until_the_call_of_its_method_has_come(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = zrpc.RRef(Value("own subject"))
+        assert rref.remote().get_key().to_here() == "own subject"
+        with io_thread_held(mesh, 0):
+            made = rref.remote().get_key()
+            del rref
+        assert made.to_here() == "own subject"
+    del made
+    assert is_freed("own subject")
+    assert_empty(mesh)
+
+
+@pytest.mark.parametrize("way", ["remote", "rpc_async"])
+def test_a_call_of_a_method_comes_when_its_caller_has_given_it_up(mesh: Mesh, way: str) -> None:
+    """Its value has been freed by then; the call must neither wait for it nor be kept."""
+    with mesh.agent(0).as_current():
+        rref = zrpc.remote("worker1", Value, args=("given up",))
+        assert rref.remote().get_key().to_here() == "given up"
+        under_way = Held(mesh, 0, Kind.REMOTE if way == "remote" else Kind.METHOD)
+        made = getattr(rref, way)(timeout=0.05).get_key()
+        until(lambda: not len(mesh.agent(0).caller.calls), "the call has timed out")
+        del rref
+        assert is_freed("given up")
+        under_way.arrive()
+        rest(mesh)
+        until(lambda: not mesh.agent(1).callee.requests.all(), "nothing waits", within=2)
+        if way == "rpc_async":
+            with pytest.raises(zrpc.RpcTimeoutError):
+                made.wait()
+    del made
+    assert_empty(mesh)
+
+
+# -- a call that does not come -----------------------------------------------------------------
+
+
+@pytest.mark.zrpc(options={"max_bytes_in_flight": 1})
+def test_a_call_that_is_not_sent_in_time_leaves_nothing(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current(), Gate() as gate:
+        running = zrpc.rpc_async("worker1", gate.wait_inside)
+        gate.await_entry()
+        rref = zrpc.remote("worker1", Value, args=("unsent",), timeout=0.05)
+        with pytest.raises(zrpc.RpcTimeoutError, match="max_bytes_in_flight"):
+            rref.to_here()
+        gate.open()
+        running.wait()
+        del rref
+        rest(mesh)
+    assert_empty(mesh)
+
+
+def lack_descriptors(*_: Any) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("handed_on", [False, True])
+def test_a_call_that_its_owner_can_not_read(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, handed_on: bool
+) -> None:
+    """It has no descriptor left for the shared memory in which the arguments are."""
+    large = torch.ones(1 << 18)
+    with mesh.agent(0).as_current():
+        zrpc.rpc_sync("worker1", torch.sum, args=(large,))
+        sender, service = (mesh.agent(rank).service(SharedMemoryService) for rank in range(2))
+        until(lambda: 1 in sender._accepted, "they share memory")
+        with monkeypatch.context() as patched:
+            patched.setattr(service.loans, "borrow", lack_descriptors)
+            rref = zrpc.remote("worker1", torch.sum, args=(large,))
+            if handed_on:
+                zrpc.rpc_sync("worker2", type, args=(rref,))
+            until(lambda: not len(mesh.agent(0).caller.calls), "the call is answered")
+        with pytest.raises(OSError, match="Too many open files"):
+            rref.to_here(timeout=1)
+        del rref
+        rest(mesh)
+    assert_empty(mesh)
+
+
+def test_a_call_is_interrupted_when_it_has_been_sent(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C, which is held back until then."""
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt() -> None:
+        raise Interrupted
+
+    with mesh.agent(0).as_current():
+        with monkeypatch.context() as patched:
+            agent = mesh.agent(0)
+            request = agent.outbox.request
+
+            def request_and_raise(*args: Any) -> None:
+                request(*args)
+                interrupt()
+
+            patched.setattr(agent.outbox, "request", request_and_raise)
+            with pytest.raises(Interrupted):
+                zrpc.remote("worker1", Value, args=("interrupted",))
+        rest(mesh)
+    assert is_freed("interrupted")
+    assert_empty(mesh)
+
+
+def test_a_call_fails_as_its_rref_is_made(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The RRef must know of that."""
+    failed = threading.Event()
+    fail, fill = zrpc.RRef.fail, zrpc.RRef._fill
+
+    def fail_and_tell(self: Any, error: Any) -> None:
+        fail(self, error)
+        failed.set()
+
+    def fill_later(self: Any, *args: Any) -> None:
+        assert failed.wait(SOON)
+        fill(self, *args)
+
+    with mesh.agent(0).as_current(), Gate() as gate:
+        with monkeypatch.context() as patched:
+            patched.setattr(zrpc.RRef, "fail", fail_and_tell)
+            patched.setattr(zrpc.RRef, "_fill", fill_later)
+            rref = zrpc.remote("worker1", gate.wait_inside, timeout=0.05)
+        with pytest.raises(zrpc.RpcTimeoutError, match="RRef creation"):
+            rref.to_here(timeout=0.05)
+
+
+# -- a request that waits for a value ----------------------------------------------------------
+
+
+def test_a_call_is_cancelled_as_the_value_comes_that_it_waits_for(mesh: Mesh) -> None:
+    """Neither the value's own call nor the others that wait for it may be left behind."""
+    with mesh.agent(0).as_current(), Gate() as gate:
+        argument = zrpc.RRef(1)
+        made = zrpc.remote("worker1", gate.wait_inside, args=("value",))
+        gate.await_entry()
+        callee = mesh.agent(1).callee
+        inside, go = threading.Event(), threading.Event()
+        build = callee._execution_within
+
+        def build_slowly(request: Any, *args: Any) -> Any:
+            execution = build(request, *args)
+            if request.kind == Kind.METHOD:
+                inside.set()
+                assert go.wait(SOON)
+            return execution
+
+        callee._execution_within = build_slowly  # type: ignore[method-assign]
+        first = made.rpc_async().count(argument)
+        until(lambda: len(callee.requests.all()) == 2, "it waits for the value")
+        second = made.rpc_async(timeout=2).upper()
+        until(lambda: len(callee.requests.all()) == 3, "so does another call")
+        gate.open()
+        assert inside.wait(SOON)
+        assert first.cancel()
+        until(lambda: len(callee.requests.all()) == 2, "the request is dropped")
+        go.set()
+        assert second.wait() == "VALUE"
+        until(lambda: not callee.requests.all(), "all are answered", within=2)
+    del argument, made, first, second
+    rest(mesh)
+    assert_empty(mesh)
