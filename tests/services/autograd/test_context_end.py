@@ -26,7 +26,6 @@ from tests.services.autograd.split_models import (
 )
 from tests.support.identity import here
 from tests.support.waiting import until
-from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.services.autograd.state import ContextState
 from zrpc.testing import Mesh, faults
 
@@ -169,30 +168,6 @@ def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(mesh: Mes
     settle(mesh)
     assert_freed(mesh)
     assert seen == [True]
-
-
-def test_a_context_may_end_while_a_message_of_it_is_packed(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note_sent = Crossing._note_sent
-
-    def end_after(crossing: Crossing, state: ContextState, *args: Any) -> Any:
-        sent = note_sent(crossing, state, *args)
-        if state.receives:  # on worker 1
-            state.clear()
-        return sent
-
-    def pass_on(x: Any) -> Any:
-        return call("worker2", layer, 2, x).detach()
-
-    def run() -> Any:
-        with dist_autograd.context():
-            return call("worker1", pass_on, X)
-
-    monkeypatch.setattr(Crossing, "_note_sent", end_after)
-    assert torch.equal(mesh.run(0, run), layer(2, X).detach())
-    settle(mesh)
-    assert_freed(mesh)
 
 
 def test_a_handler_that_outlives_its_context_does_not_revive_it(mesh: Mesh) -> None:

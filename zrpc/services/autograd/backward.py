@@ -39,7 +39,8 @@ from zrpc.services.autograd.contexts import (
 )
 from zrpc.services.autograd.dependencies import UsedTensors
 from zrpc.services.autograd.last_gradients import LastGradients
-from zrpc.services.autograd.nodes import Gradients, append_turn
+from zrpc.services.autograd.nodes import Gradients, append_turn, without_gaps
+from zrpc.services.autograd.pass_errors import accelerator_stalled, messages_lost, worker_died
 from zrpc.services.autograd.state import ContextState, Pass, Receive
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind, Tag
@@ -53,8 +54,6 @@ __all__ = ["Passes"]
 # report that before this thread returns.
 _ACCELERATOR_SECONDS = 60.0
 
-# A gradient with gaps is sent without them if it has at most this number of elements.
-_MAX_FILLED = 4096
 
 # The pass whose engine this thread runs, and its context.
 _current_pass: contextvars.ContextVar[tuple[int, Pass] | None] = contextvars.ContextVar(
@@ -177,6 +176,7 @@ class Passes:
             received = {origin: state.receives[origin] for origin in part.arrived}
             linked = (receivers | senders | others.keys() | {creator}) - {self._own_id}
             pass_.begin(linked, received, len(sent), others.keys())
+            self._check_linked(state, linked)
             for peer, other in others.items():
                 # What a worker has sent last is what it needs gradients of first. If these are
                 # computed here, the worker can do nothing before them.
@@ -195,11 +195,26 @@ class Passes:
             with self._agent.span(f"backward {name}"):
                 engine.run(roots, last, part.retain_graph, state, leaves)
             pass_.wait_for_parts(self._receive_for(pass_))
-        except Exception as error:
-            self._fail(state.context_id, pass_, error)
+        except BaseException as error:
+            # Also if Ctrl-C ends it, or a hook that exits: the others must not wait for this part.
+            reason = RpcError(f"interrupted by {type(error).__name__}")
+            self._fail(state.context_id, pass_, error if isinstance(error, Exception) else reason)
+            if not isinstance(error, Exception) and creator_of(pass_.pass_id) == self._own_id:
+                raise
             pass_.check()
         finally:
             _current_pass.reset(token)
+
+    def _check_linked(self, state: ContextState, linked: Iterable[MemberId]) -> None:
+        """Raises if a worker that takes part is lost already, or some of its messages are.
+
+        What is lost from now on fails the pass: see `fail_passes_with`.
+        """
+        for member in linked:
+            if member in self._agent.membership.lost:
+                raise worker_died(self._agent, member)
+            if member in state.incomplete:
+                raise messages_lost(self._agent, member)
 
     def _ask_part(
         self,
@@ -216,7 +231,7 @@ class Passes:
             self._agent.caller.call_notify(
                 self._agent.membership.infos[peer],
                 Kind.BACKWARD,
-                [part, _filled(gradients)],
+                [part, without_gaps(gradients)],
                 0,
                 (Tag.PASS, PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)),
                 _PartAsked(self, context_id, pass_),
@@ -264,7 +279,7 @@ class Passes:
             return
         send_id, gradients = held or (0, ())
         data = PASS_LAYOUT.pack(context_id, pass_id, send_id)
-        self._agent.callee.answer(request, _filled(gradients), (Tag.PASS, data))
+        self._agent.callee.answer(request, without_gaps(gradients), (Tag.PASS, data))
 
     def _run_for(
         self, beginner: MemberId, state: ContextState, pass_: Pass, part: Part
@@ -303,7 +318,7 @@ class Passes:
         while pass_.must_answer_after(position) and visit_accelerator():
             pass_.check()
             if time.monotonic() > deadline:
-                raise _accelerator_stalled()
+                raise accelerator_stalled(_ACCELERATOR_SECONDS)
         gradients = pass_.wait(send_id, self._receive_for(pass_))
         if isinstance(gradients, Message):
             gradients = self._agent.codec.unpack(gradients) if gradients.body else ()
@@ -347,7 +362,7 @@ class Passes:
         if any(gradient is not None for gradient in gradients):
             token = current_id.set(None)  # outside of contexts
             try:
-                self._agent.codec.encoder(peer).pack(_filled(gradients), message)
+                self._agent.codec.encoder(peer).pack(without_gaps(gradients), message)
             finally:
                 current_id.reset(token)
         data = PASS_LAYOUT.pack(context_id, pass_.pass_id, send_id)
@@ -383,17 +398,19 @@ class Passes:
             if member in pass_.linked:
                 self._fail(state.context_id, pass_, error)
 
+    def on_member_lost(self, member: MemberId) -> None:
+        """Fails the passes that a member takes part in."""
+        self.fail_passes_with(member, worker_died(self._agent, member))
+
     def on_messages_lost(self, member: MemberId) -> None:
-        """Fails the passes that a member takes part in: lost messages may be gradients."""
-        info = self._agent.membership.infos[member]
-        self.fail_passes_with(
-            member,
-            RpcError(
-                f"during a backward pass, messages from {info} were lost: a connection broke, or "
-                "there was no memory or file descriptor for them; run the pass again in a new "
-                "context"
-            ),
-        )
+        """Fails the passes that a member takes part in: lost messages may be gradients.
+
+        They may also be those of a pass that begins here later.
+        """
+        for state in self._contexts.states():
+            if member in state.peers:
+                state.incomplete.add(member)
+        self.fail_passes_with(member, messages_lost(self._agent, member))
 
     @staticmethod
     def context_of_thread() -> int | None:
@@ -413,31 +430,9 @@ class Passes:
     def _on_abort(self, message: Message) -> None:
         context_id, pass_id, _ = pass_fields(message)
         state = self._contexts.state_of(context_id)
-        if state is None:
-            return
-        body = bytes(message.body)
-        state.find_pass(pass_id).fail(lambda: load_exception(body))
-
-
-def _accelerator_stalled() -> BackwardError:
-    return BackwardError(
-        f"expected gradients that an accelerator computes within {_ACCELERATOR_SECONDS:.0f} "
-        "seconds, found none: look for an error or a long computation in this worker's part of "
-        "the pass"
-    )
-
-
-def _filled(gradients: Gradients) -> list[torch.Tensor | None]:
-    """Returns gradients to send, the small ones without gaps: so they need no tensor table.
-
-    That of a sum, say, is one element of memory, which all elements of the gradient share.
-    """
-    return [
-        each.contiguous()
-        if each is not None and each.layout is torch.strided and each.numel() <= _MAX_FILLED
-        else each
-        for each in gradients
-    ]
+        if state is not None:
+            # It goes on to the workers of this part: some may not know the one that has failed.
+            self._fail_as(context_id, state.find_pass(pass_id), bytes(message.body))
 
 
 def _pass_of_thread() -> Pass:

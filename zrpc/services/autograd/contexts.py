@@ -163,7 +163,7 @@ class Contexts:
                 if context_id in self._ended:
                     return None
                 state = self._states[context_id] = ContextState(context_id)
-        state.peers.add(peer)
+            state.peers.add(peer)  # before the context's end, or not at all
         return state
 
     def release(self, context_id: int, known_to: MemberId, orphaned: bool = False) -> None:
@@ -201,6 +201,13 @@ class Contexts:
                 self.release(state.context_id, known_to=member, orphaned=True)
             elif member in state.peers and creator != self._own_id:
                 self._post(creator, Kind.ENLIST, state.context_id)
+
+    def on_messages_lost(self, member: MemberId) -> None:
+        """Finds out whether contexts have ended of which a member might have told this worker."""
+        for state in self.states():
+            creator = creator_of(state.context_id)
+            if member in state.peers and creator != self._own_id:
+                self._post(creator, Kind.ENLIST, state.context_id)  # answered if it has ended
 
     def _on_enlist(self, message: Message) -> None:
         context_id = pass_fields(message)[0]

@@ -30,9 +30,13 @@ __all__ = [
     "append_turn",
     "new_token",
     "recorded",
+    "without_gaps",
 ]
 
 Gradients = Sequence[torch.Tensor | None]
+
+# A gradient with gaps is sent without them if it has at most this number of elements.
+_MAX_FILLED = 4096
 
 T = TypeVar("T")
 
@@ -145,3 +149,16 @@ def append_turn(
     node._set_sequence_nr(0)  # `Tracer` keeps all other nodes from having this number
     node.register_prehook(wait)
     return token
+
+
+def without_gaps(gradients: Gradients) -> list[torch.Tensor | None]:
+    """Returns gradients to send, the small ones without gaps: so they need no tensor table.
+
+    That of a sum, say, is one element of memory, which all elements of the gradient share.
+    """
+    return [
+        each.contiguous()
+        if each is not None and each.layout is torch.strided and each.numel() <= _MAX_FILLED
+        else each
+        for each in gradients
+    ]

@@ -20,14 +20,14 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import RpcError, WorkerDied
+from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import PASS_LAYOUT, Contexts
 from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.services.rref.service import BackwardOfValue
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.member_id import MemberId, rank_of
+from zrpc.wire.member_id import MemberId
 
 __all__ = ["AutogradService"]
 
@@ -70,8 +70,9 @@ class AutogradService(Service, BackwardOfValue):
         return self.passes.linked_members()
 
     def on_messages_lost(self, member: MemberId) -> None:
-        """Fails the passes that a member takes part in: gradients may be lost."""
+        """Fails the passes of a member: gradients may be lost. So may the end of a context."""
         self.passes.on_messages_lost(member)
+        self.contexts.on_messages_lost(member)
 
     def __len__(self) -> int:
         """Returns how many contexts this worker takes part in."""
@@ -96,10 +97,7 @@ class AutogradService(Service, BackwardOfValue):
     def on_member_lost(self, member: MemberId) -> None:
         """Ends a lost member's contexts, and fails the passes that it took part in."""
         self.contexts.on_member_lost(member)
-        why = self.agent.why_gone(member)
-        self.passes.fail_passes_with(
-            member, WorkerDied(f"Error on Node {rank_of(member)}: during a backward pass, {why}")
-        )
+        self.passes.on_member_lost(member)
 
     def close(self) -> None:
         """Drops all contexts, and ends the waits of passes in progress."""

@@ -84,6 +84,8 @@ class ContextState:
         positions: draws positions; needs no lock.
         tracer: finds what tensors were computed from; needs no lock.
         peers: all workers with which a message of this context was exchanged.
+        incomplete: workers of which messages were lost; gradients of a pass that has not begun here
+            may be among them. Single operations on the set are atomic.
         gradients: the gradients of the leaves at this worker.
         passes: backward passes, including those that are done: a message about one may come
             late. Not guarded, because the I/O thread reads it, and a thread that adds up
@@ -100,6 +102,7 @@ class ContextState:
         self.positions = itertools.count()
         self.tracer = Tracer()
         self.peers: set[MemberId] = set()
+        self.incomplete: set[MemberId] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.passes: dict[int, Pass] = {}
 
