@@ -13,6 +13,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.optim.remote_parameters import PARAMETERS, Parameter, make, refer, run_backward
 from tests.support.identity import event
+from tests.support.waiting import until
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 
@@ -388,3 +389,18 @@ def step_of_two() -> None:
     optimizer = agent.__dict__.pop("test_optimizer")
     with dist_autograd.context() as context_id:
         optimizer.step(context_id)
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_the_other_owner_steps_if_one_is_dead_already(mesh: Mesh, dead: int) -> None:
+    """As if it died during the step; and the step waits for the other one."""
+    living = 3 - dead
+    with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
+        rrefs = [make(f"w{rank}", rank) for rank in (1, 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.5)
+        run_backward(context_id, rrefs)
+        mesh.agent(dead).close()
+        until(lambda: dead in mesh.agent(0).membership.lost)
+        with pytest.raises(zrpc.OwnerDied, match=f"worker{dead}"):
+            optimizer.step(context_id)
+        assert PARAMETERS[f"w{living}"].tolist() == [0.5, 1.5, 2.5]

@@ -169,12 +169,7 @@ class DistributedOptimizer(Optimizer):
                 f"expected the state of {len(self.param_groups)} groups on {sorted(names)}, found "
                 f"{len(state_dict['param_groups'])} groups on {sorted(states)}"
             )
-        own = _wait_for_all(
-            [
-                rref.rpc_async().load_state_dict(states[rref.owner_name()])
-                for rref in self.remote_optimizers
-            ]
-        )
+        own = self._at_each("load_state_dict", lambda rref: (states[rref.owner_name()],))
         for restored in reversed(own):
             self._note(restored)
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -196,8 +191,21 @@ class DistributedOptimizer(Optimizer):
 
     def _at_owners(self, name: str, *args: Any) -> list[Any]:
         """Calls a method of all owners' optimizers at once; returns the results when all are in."""
-        calls = [getattr(rref.rpc_async(), name)(*args) for rref in self.remote_optimizers]
-        return _wait_for_all(calls)
+        return self._at_each(name, lambda _: args)
+
+    def _at_each(self, name: str, args: Callable[[RRef[Any]], tuple[Any, ...]]) -> list[Any]:
+        """The same, with arguments for each. The others are called even if one is dead already."""
+        calls: list[Future[Any]] = []
+        error: Exception | None = None
+        for rref in self.remote_optimizers:
+            try:
+                calls.append(getattr(rref.rpc_async(), name)(*args(rref)))
+            except Exception as reason:  # noqa: PERF203 - as in `_wait_for_all`
+                error = error or reason
+        results = _wait_for_all(calls)
+        if error is not None:
+            raise error
+        return results
 
     def _part(self, owner: WorkerInfo) -> dict[int, Options]:
         """Returns the groups' parameters of one owner, by the group's index."""

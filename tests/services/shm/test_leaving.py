@@ -22,6 +22,8 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
+from zrpc.transport.identity import BULK_LETTER
+from zrpc.transport.network import BULK_BYTES
 
 pytestmark = sends_by_segments
 
@@ -77,4 +79,38 @@ def test_nothing_is_queued_for_a_worker_that_left_while_it_was_written(
     with pytest.raises(zrpc.WorkerDied):
         zrpc.rpc_sync(1, echo, (large(1),))
     until(lambda: not network.knows(1), within=3, collect=True)
-    assert ours.pool.lent == 0
+    until(lambda: ours.pool.lent == 0)
+
+
+def text_and_tensor() -> Any:
+    return "x" * BULK_BYTES, large(1)
+
+
+def test_a_worker_stays_until_a_segment_is_open_whose_message_is_slow(introduced: Mesh) -> None:
+    """The rest of the message is large, and so all that says nothing of it overtakes it."""
+    ours, there = service_of(introduced, 1), introduced.agent(0)
+    dispatch, held = there.receiver._dispatch, []
+
+    def hold(identity: Any, *rest: Any) -> None:
+        if identity[0] == BULK_LETTER:
+            held.append((identity, *rest))
+        else:
+            dispatch(identity, *rest)
+
+    def let_in() -> None:
+        there.receiver._dispatch = dispatch
+        for message in held:
+            dispatch(*message)
+
+    there.receiver._dispatch = hold
+    future = zrpc.rpc_async(1, text_and_tensor)
+    until(lambda: held, "the answer is under way")
+    for _ in range(3):
+        assert not ours.idle()
+        for rank in (1, 0):  # what was sent arrives before this, and what was answered
+            introduced.run(rank, zrpc.rpc_sync, 1 - rank, max, (1, 2))
+    there.receiver.in_io_thread(let_in)
+    text, tensor = future.wait()
+    assert len(text) == BULK_BYTES
+    assert torch.equal(tensor, large(1))
+    until(ours.idle)

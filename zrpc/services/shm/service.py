@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, ClassVar
 
 from zrpc.agent.agent import Agent
@@ -49,6 +50,7 @@ _DESCRIPTOR = struct.Struct("<QIIQQ")  # number, pid, fd, inode, size
 _PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
 _NUMBER = struct.Struct("<Q")  # number of a segment
+_WAY = struct.Struct("<BB")  # the way by which an ASK goes, and the number of ways
 
 
 class _Verb(IntEnum):
@@ -59,7 +61,7 @@ class _Verb(IntEnum):
     RETURN = 3  # use this segment again
     KEEP = 4  # never use this segment again, I may read it without limit
     CLOSED = 5  # this segment is not lent again
-    ASK = 6  # have you opened what I have lent you? (with the number of the question)
+    ASK = 6  # have you opened what I have lent you? (with the number of the question, by each way)
     OPEN = 7  # I have (with the number of that question)
 
 
@@ -114,6 +116,8 @@ class SharedMemoryService(Service, MessageHooks):
         # of the question, or 0 if it has. Guarded by the lock.
         self._asked: dict[MemberId, int] = {}
         self._questions = itertools.count(1)
+        # The latest question of each owner, and the ways by which it has come. In the I/O thread.
+        self._asking: dict[MemberId, tuple[int, set[int]]] = {}
         self._next_check = 0.0
         self.sent_bytes = self.received_bytes = 0
         self._pid = os.getpid()
@@ -331,7 +335,14 @@ class SharedMemoryService(Service, MessageHooks):
         elif verb == _Verb.CLOSED:
             self.loans.forget(member, number)
         elif verb == _Verb.ASK:
-            self._post(member, _NOTE.pack(_Verb.OPEN, number))  # all that came before is open
+            way, ways = _WAY.unpack_from(body, _NOTE.size)
+            latest, seen = self._asking.get(member, (0, set()))
+            if number > latest:
+                latest, seen = self._asking[member] = number, set()
+            if number == latest:
+                seen.add(way)
+                if len(seen) == ways:  # all that came before is open
+                    self._post(member, _NOTE.pack(_Verb.OPEN, number))
         elif verb == _Verb.OPEN:
             with self._lock:
                 if self._asked.get(member) == number:
@@ -376,6 +387,7 @@ class SharedMemoryService(Service, MessageHooks):
             self._to_return.pop(member, None)
             self._asked.pop(member, None)
             self._end_wait(member)
+        self._asking.pop(member, None)
         self.loans.forget(member)
 
     def stats(self) -> Mapping[str, int]:
@@ -394,8 +406,16 @@ class SharedMemoryService(Service, MessageHooks):
             self._asked.update(to_ask)
             opened = not any(self._asked[member] for member in borrowers)
         for member, number in to_ask.items():
-            self._post(member, _NOTE.pack(_Verb.ASK, number))
+            # Not here: another thread may be copying a large message into the mailbox.
+            self.agent.completions.submit(partial(self._ask, member, number))
         return opened
+
+    def _ask(self, member: MemberId, number: int) -> None:
+        def first_frame(way: int, ways: int, _: int) -> bytes:
+            body = _NOTE.pack(_Verb.ASK, number) + _WAY.pack(way, ways)
+            return Message(Kind.SEGMENT, body=body).first_frame()
+
+        self.agent.outbox.post_each_way(member, first_frame)
 
     def close(self) -> None:
         """Closes all segments; tensors that are views of a peer's segments stay valid."""
