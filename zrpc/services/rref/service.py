@@ -99,7 +99,7 @@ class RRefService(Service):
         self._references = References(self.member)
         # A message about a value may come before the call that makes it.
         self._values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
-        self._freed: dict[RRefId, None] = {}  # the latest ones
+        self._freed: dict[int, None] = {}  # the latest ones, each as one number
         self._closed = False
 
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -379,7 +379,7 @@ class RRefService(Service):
         creator = rref_id.created_on
         with self._lock:
             gone = creator == self.member or creator in self.agent.membership.lost
-            gone = gone or rref_id in self._freed
+            gone = gone or _number(rref_id) in self._freed
             if rref_id in self._values or not gone:
                 return self._values[rref_id]
         value = OwnedValue()
@@ -394,7 +394,7 @@ class RRefService(Service):
         with self._lock:
             ready, references.ready = references.ready, []
             freed = [self._values.pop(i, None) for i in self._references.freed]
-            self._freed.update(dict.fromkeys(self._references.freed))
+            self._freed.update(dict.fromkeys(map(_number, self._references.freed)))
             while len(self._freed) > _FREED_REMEMBERED:
                 del self._freed[next(iter(self._freed))]
             self._references.freed.clear()
@@ -415,3 +415,8 @@ class RRefService(Service):
             for start in range(0, len(messages), _MAX_BATCH_LENGTH):
                 body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
                 self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
+
+
+def _number(rref_id: RRefId) -> int:
+    """Returns an id as one number, which takes a third of the memory."""
+    return rref_id.created_on << 64 | rref_id.local_id
