@@ -249,9 +249,10 @@ def scale(
     """Measure how costs grow with the number of workers.
 
     Starts meshes of increasing size. Measures how long all workers take to join, how long a call
-    takes when each goes to the next peer, and how many descriptors and threads and how much memory
-    worker 0 then uses. Then all others push a tensor of 1 MiB to worker 0 and get one back, as the
-    clients of a parameter server, and each worker sends one to each other worker.
+    takes to one peer again and again and to each peer in turn, and how many descriptors and threads
+    and how much memory worker 0 then uses. Then all others push a tensor of 1 MiB to worker 0 and
+    get one back, as the clients of a parameter server, and each worker sends one to each other
+    worker.
 
     The exit code is 0 if zrpc started and measured all meshes, 1 if not, and 130 after Ctrl-C.
     """

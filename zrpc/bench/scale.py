@@ -19,7 +19,8 @@ __all__ = ["MEASURES", "Point", "as_text", "compute", "measure", "plot"]
 
 MEASURES = {
     "init": "init_rpc of all workers",
-    "call": "empty call, to each peer in turn",
+    "call": "empty call, to one peer again and again",
+    "in turn": "empty call, to each peer in turn",
     "descriptors": "descriptors of worker 0, all peers called",
     "threads": "threads of worker 0, all peers called",
     "memory": "private memory of worker 0, all peers called",
@@ -29,6 +30,7 @@ MEASURES = {
 _UNITS = {
     "init": Unit.SECONDS,
     "call": Unit.SECONDS,
+    "in turn": Unit.SECONDS,
     "memory": Unit.BYTES,
     "push": Unit.SECONDS,
     "all-to-all": Unit.SECONDS,
@@ -37,13 +39,14 @@ _UNITS = {
 _SCALES = {
     "init": (1, "s"),
     "call": (1e-6, "µs"),
+    "in turn": (1e-6, "µs"),
     "memory": (2**20, "MiB"),
     "push": (1e-6, "µs"),
     "all-to-all": (1e-6, "µs"),
 }
 _MIB = 2**20
 # These depend on the number of processors.
-_NOT_COMPUTED = ("call", "push", "all-to-all")
+_NOT_COMPUTED = ("call", "in turn", "push", "all-to-all")
 
 
 @dataclass
@@ -111,7 +114,8 @@ def _measure(
     with mesh:
         point.values["init"] = mesh.join_seconds
         for name, workload, arguments in (
-            ("call", "calls:each_peer", ()),
+            ("call", "calls:empty", ()),
+            ("in turn", "calls:each_peer", ()),
             ("descriptors", "memory:descriptors", ()),
             ("threads", "memory:threads", ()),
             ("memory", "memory:private_memory", ()),
