@@ -119,6 +119,30 @@ def test_the_store_listens_on_its_address_only(free_port: int, host: str) -> Non
     assert store.get("key") == b"value"
 
 
+def test_a_store_of_an_older_torch_listens_on_its_address_only(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*args: Any, master_listen_fd: int | None, use_libuv: bool = True, **kw: Any) -> Any:
+        if use_libuv and master_listen_fd is not None:  # as torch 2.6
+            raise NotImplementedError("libuv TCPStore does not support a listen fd")
+        return TCPStore(*args, master_listen_fd=master_listen_fd, use_libuv=use_libuv, **kw)
+
+    monkeypatch.setattr(zrpc.membership.store, "TCPStore", make)
+    test_the_store_listens_on_its_address_only(free_port, "127.0.0.1")
+
+
+@pytest.mark.parametrize("cause", [RuntimeError, DistNetworkError])
+def test_a_port_that_is_in_use_is_named_by_each_torch(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, cause: type[Exception]
+) -> None:
+    def make(*_: Any, **__: Any) -> Any:
+        raise cause("code: -98, name: EADDRINUSE")
+
+    monkeypatch.setattr(zrpc.membership.store, "TCPStore", make)
+    with pytest.raises(RendezvousError, match="found that address in use"):
+        connect_store(f"tcp://127.0.0.1:{free_port}", 0, 2, SOON)
+
+
 def test_a_port_that_is_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

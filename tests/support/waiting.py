@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -42,3 +43,8 @@ def until(
             next_collection = now + _COLLECT_SECONDS
         time.sleep(_POLL_SECONDS)
     return value
+
+
+def pending(future: Future[Any], seconds: float) -> bool:
+    """Returns whether a future is not done after some seconds."""
+    return not wait([future], seconds).done

@@ -6,6 +6,7 @@ It is a ``torch.distributed.Store``, whose kind the ``init_method`` selects.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -15,7 +16,7 @@ from datetime import timedelta
 from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
-from torch.distributed import DistNetworkError, FileStore, Store, TCPStore, rendezvous
+from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
 from zrpc.membership.cpp_log import without_errors
@@ -106,16 +107,7 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
         try:
             # Entered here: the thread may log after nobody waits for it any longer.
             with without_errors():
-                store = TCPStore(
-                    host,
-                    port,
-                    None,
-                    hosts,
-                    left,
-                    wait_for_workers=False,
-                    multi_tenant=not agent_store(),
-                    master_listen_fd=_listen(host, port) if hosts else None,
-                )
+                store = _make_store(host, port, hosts, left)
         except BaseException as error:
             made.append(error)
         else:
@@ -132,12 +124,31 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
     raise _failure(host, port, hosts, timeout, error) from error
 
 
+def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPStore:
+    make = functools.partial(
+        TCPStore,
+        host,
+        port,
+        None,
+        hosts,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=not agent_store(),
+        master_listen_fd=_listen(host, port) if hosts else None,
+    )
+    try:
+        return make()
+    except NotImplementedError:  # older torch's store takes a listener only without libuv
+        return make(use_libuv=False)
+
+
 def _failure(
     host: str, port: int, hosts: bool, timeout: float, error: BaseException | None
 ) -> BaseException:
     """Returns the error for a store that can't be used; None stands for no answer in time."""
     text = "" if error is None else str(error).partition("\n")[0]
-    if error is None or isinstance(error, DistNetworkError):
+    # A DistNetworkError; torch 2.6 raises plain ones too.
+    if error is None or isinstance(error, RuntimeError):
         found = f" ({text})" if text else ""
         if not hosts:
             return RendezvousError(

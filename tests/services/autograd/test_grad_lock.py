@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON, pending, until
 from zrpc.errors import RpcError
 from zrpc.services.autograd import grad_lock
 from zrpc.services.autograd.grad_lock import GradLock, Use
@@ -33,9 +33,7 @@ def held(leaves: list[torch.Tensor], use: Use, context_id: int | None) -> GradLo
 
 
 def waits(future: Future[GradLock]) -> bool:
-    with pytest.raises(TimeoutError):
-        future.result(NOT_YET)
-    return True
+    return pending(future, NOT_YET)
 
 
 def waiting_step(pool: ThreadPoolExecutor, leaves: list[torch.Tensor]) -> Future[GradLock]:
