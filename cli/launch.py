@@ -246,5 +246,12 @@ def command(
     except (ValueError, FileNotFoundError) as error:
         raise click.UsageError(str(error)) from error
     except (LaunchError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException(_explained(error)) from error
     sys.exit(code)
+
+
+def _explained(error: Exception) -> str:
+    from zrpc.runtime.resource_limits import advice  # only now: `zrpc --help` must be quick
+
+    hint = advice(error)
+    return f"{error}; {hint}" if hint else str(error)

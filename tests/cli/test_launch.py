@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -135,6 +136,20 @@ def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None
         code, _, err = run("launch", "--log-dir", place, "s.py", cwd=tmp_path)
         assert code == 1
         assert err.startswith(f"Error: the log directory {place} can't be created: ")
+
+
+def test_a_launcher_without_descriptors_says_which_limit_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors(job: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("zrpc.cli.launch.launch", no_descriptors)
+    (tmp_path / "script.py").touch()
+    done = CliRunner().invoke(main, ["launch", str(tmp_path / "script.py")])
+    assert done.exit_code == 1
+    assert "Too many open files" in done.output
+    assert "raise the limit with `ulimit -n`" in done.output
 
 
 def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:

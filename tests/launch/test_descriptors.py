@@ -80,3 +80,19 @@ def test_a_started_process_has_no_socket_of_its_starter_as_a_standard_stream(
     script = write(_WRITE_DESCRIPTORS, "script.py")
     code, _ = run("<&- >&- 2>&-", starter, method, script, str(report))
     assert (code, report.read_text()) == (0, " ".join(["/dev/null"] * 3))
+
+
+def test_a_child_starts_under_a_low_limit_of_descriptors() -> None:
+    """`_move_descriptors` needs no number far above those of the targets."""
+    code = """
+import os, resource
+from zrpc.launch.server import _move_descriptors
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+reading, writing = os.pipe()
+_move_descriptors([writing], [5])
+os.write(5, b"moved")
+assert os.read(reading, 9) == b"moved"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

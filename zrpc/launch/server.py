@@ -280,7 +280,7 @@ def _move_descriptors(fds: list[int], targets: list[int]) -> None:
     """Moves each descriptor to its target number, even if the two lists overlap."""
     lifted = []
     for fd in fds:
-        lifted.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max([63, *targets]) + 1))
+        lifted.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(targets) + 1))
         os.close(fd)
     for fd, target in zip(lifted, targets, strict=True):
         os.dup2(fd, target, inheritable=target < 3)

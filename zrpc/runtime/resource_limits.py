@@ -24,7 +24,7 @@ def advice(error: BaseException) -> str | None:
         if number == errno.EMFILE:
             return (
                 f"the process has no file descriptors left{_limit()}: close what is not needed, or "
-                "raise the limit with `ulimit -n` before the worker starts"
+                "raise the limit with `ulimit -n` before it starts"
             )
         if number == errno.ENFILE:
             return "the system has no file descriptors left: raise fs.file-max"
