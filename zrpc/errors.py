@@ -170,5 +170,6 @@ def not_initialized() -> NotInitializedError:
 def has_shut_down() -> NotInitializedError:
     """Returns the error of a call through an agent that has shut down."""
     return NotInitializedError(
-        "RPC has not been initialized: this worker has shut down, and its pending calls have failed"
+        "RPC has not been initialized: this worker has shut down, and its pending calls have "
+        "failed; or this process was forked from a worker, and isn't one itself"
     )

@@ -148,6 +148,36 @@ else:
     assert [e.code for e in ended] == [0, 0], ended
 
 
+def test_an_rref_in_a_fork_of_a_worker_raises_instead_of_waiting(succeed: Succeed) -> None:
+    succeed(
+        HEAD
+        + """
+import signal
+
+rref = rpc.remote(f"w{1 - rank}", dict, kwargs={"a": 1})
+assert rref.to_here() == {"a": 1}
+uses = [
+    rref.to_here,
+    lambda: rref.rpc_sync().get("a"),
+    lambda: rref.rpc_async().get("a"),
+    lambda: rref.remote().get("a"),
+]
+for use in uses:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # kills the child if it waits
+        try:
+            use()
+        except rpc.NotInitializedError as error:
+            os._exit(7 if "forked" in str(error) else 9)
+        os._exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+assert rref.to_here() == {"a": 1}
+rpc.shutdown()
+"""
+    )
+
+
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
     """Neither from the main thread nor from a handler; and its end disturbs nobody."""
     succeed(

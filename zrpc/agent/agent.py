@@ -18,11 +18,13 @@ by a second pool of one thread.
 
 from __future__ import annotations
 
+import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from torch.distributed import Store
 
@@ -83,6 +85,9 @@ class Agent:
         joined, lost: called for each other worker that joins, and for each that is gone.
     """
 
+    # The agents of this process, for `_after_fork`, by identity.
+    _all: ClassVar[weakref.WeakValueDictionary[int, Agent]] = weakref.WeakValueDictionary()
+
     def __init__(
         self,
         network: Network,
@@ -91,6 +96,7 @@ class Agent:
         store: Store,
         elastic: bool = False,
     ) -> None:
+        self._all[id(self)] = self
         self.membership = membership
         self.worker_info = membership.info
         self.options = options
@@ -310,3 +316,15 @@ class Agent:
 
     def _post_termination(self, member: MemberId, content: TerminationMessage) -> None:
         self.outbox.post(member, Message(Kind.TERMINATION, body=content.pack()))
+
+    @classmethod
+    def _after_fork(cls) -> None:
+        # The child has none of the threads and sockets: an RRef that it has copied would wait
+        # without end for an answer.
+        for ref in cls._all.valuerefs():
+            if (agent := ref()) is not None:
+                agent.outbox.closed = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Agent._after_fork)

@@ -181,8 +181,8 @@ class RRef(Generic[T]):
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         if agent.closed:
             raise NotInitializedError(
-                f"RPC has not been initialized: {self} is gone, since this worker has shut down. "
-                "Cannot call to_here() on it after deletion."
+                f"RPC has not been initialized: {self} is gone, since this worker has shut down, "
+                "or this process was forked from it. Cannot call to_here() on it after deletion."
             )
         return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
 
