@@ -334,7 +334,14 @@ def remote(
 def _body(func: Any, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not callable(func):
         raise TypeError(f"function should be callable. Got {func!r} of type {type(func).__name__}")
-    return func, tuple(args) if args else (), dict(kwargs) if kwargs else {}
+    try:
+        return func, tuple(args) if args else (), dict(kwargs) if kwargs else {}
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor's truth value
+        raise TypeError(
+            "expected args to be a tuple and kwargs to be a dict, got args of type "
+            f"{type(args).__name__} and kwargs of type {type(kwargs).__name__} ({error}): for one "
+            "argument, write args=(x,)"
+        ) from error
 
 
 def get_worker_info(worker_name: To | None = None) -> WorkerInfo:

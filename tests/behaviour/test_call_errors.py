@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
@@ -170,3 +171,19 @@ def test_a_mesh_without_a_world_size_says_that_others_may_join(
     monkeypatch.delenv("WORLD_SIZE")
     with rpc.session(), pytest.raises(rpc.RpcError, match="others may still join, since no world"):
         rpc.rpc_sync("trainer", echo, (1,))
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        (5, None, "args of type int"),
+        (torch.ones(2), None, "args of type Tensor"),  # the comma of a tuple is forgotten
+        ((), [1], "kwargs of type list"),
+    ],
+)
+def test_arguments_of_another_type_are_explained(
+    shared: Mesh, args: Any, kwargs: Any, found: str
+) -> None:
+    for make in rpc.rpc_sync, rpc.rpc_async, rpc.remote:
+        with pytest.raises(TypeError, match=rf"expected args to be a tuple.*{found}"):
+            make("worker1", max, args=args, kwargs=kwargs)

@@ -109,7 +109,10 @@ class Membership:
             if to in self._by_rank:
                 return self._by_rank[to]
         else:
-            raise ValueError(f"Cannot get WorkerInfo from name {to}")
+            raise ValueError(
+                f"Cannot get WorkerInfo from name {to}: expected a name, a rank or a WorkerInfo, "
+                f"got one of type {type(to).__name__}"
+            )
         raise RpcError(f"could not find destination {to!r}: {self._advice(to)}")
 
     def _advice(self, to: object) -> str:
