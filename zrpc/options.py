@@ -252,7 +252,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @devices.setter
     def devices(self, devices: Sequence[_Device]) -> None:
-        found = [torch.device(device) for device in devices]
+        found = [_to_device(device) for device in devices]
         for device in found:
             if device.type != "cuda":
                 raise ValueError(
@@ -270,7 +270,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         merged = dict(self._device_maps.get(to, {}))
         sources = {target: source for source, target in merged.items()}
         for source, target in device_map.items():
-            source, target = torch.device(source), torch.device(target)
+            source, target = _to_device(source), _to_device(target)
             if merged.get(source, target) != target or sources.get(target, source) != source:
                 raise ValueError(
                     "`set_device_map` only supports 1-to-1 mapping, trying to map "
@@ -286,6 +286,11 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
 # Existing scripts name torch's back end; its options mean the same here.
 TensorPipeRpcBackendOptions = ZmqRpcBackendOptions
+
+
+def _to_device(device: _Device) -> torch.device:
+    # torch.device(0) raises an error on a machine without a GPU, but scripts for GPUs run there.
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def checked_timeout(name: str, seconds: Any) -> float:

@@ -157,6 +157,12 @@ def test_values_out_of_range_set_later(name: str) -> None:
         setattr(options, name, -1)
 
 
+def test_devices_may_be_numbers_also_on_a_machine_without_any() -> None:
+    options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {0: 1}}, devices=[0])
+    assert options.device_maps == {"w1": {torch.device("cuda:0"): torch.device("cuda:1")}}
+    assert options.devices == [torch.device("cuda:0")]
+
+
 def test_device_maps() -> None:
     zero, one, three = (torch.device("cuda", i) for i in (0, 1, 3))
     options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {"cuda:0": "cuda:1"}})
