@@ -46,6 +46,15 @@ class RaisesWhenUnpickledTwice:
         return _hop, (self.hops + 1,)
 
 
+class HoldsLock:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def iter_of(count: int) -> Any:
+    return (number for number in range(count))
+
+
 def _hop(hops: int) -> Any:
     if hops == 2:
         raise LookupError("one hop too many")
@@ -92,6 +101,14 @@ def test_an_unpicklable_result_is_an_error_at_the_caller(
 ) -> None:
     with pytest.raises(rpc.SerializationError):
         call(1, make, timeout=10)
+
+
+def test_the_error_names_the_innermost_type_that_can_not_be_pickled(shared: Mesh) -> None:
+    batch = [1, {"module": HoldsLock()}]
+    with pytest.raises(rpc.SerializationError, match=r"found one of type HoldsLock that can't be"):
+        rpc.rpc_sync("worker1", echo, args=("a", batch))
+    with pytest.raises(rpc.SerializationError, match=r"found one of type generator that can't be"):
+        rpc.rpc_sync("worker1", iter_of, args=(3,))
 
 
 def test_the_error_of_a_future_that_was_sent(shared: Mesh) -> None:

@@ -42,6 +42,9 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
     _dispatch_table[cls] = reducer
 
 
+# How deep, and in how large containers, to look for a value that can't be pickled.
+_SEARCHED_LEVELS = 8
+_SEARCHED_PARTS = 1000
 _NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
 
 
@@ -188,10 +191,30 @@ class Encoder:
         except (RpcError, MemoryError):
             raise
         except Exception as error:
+            found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
-                f"expected picklable values, found {type(obj).__name__} that holds one that "
-                f"can't be pickled: {error}"
+                f"expected picklable values, found one of type {found} that can't be pickled: "
+                f"{error}; send what it is made of, or create it where it is used"
             ) from error
+
+    def _unpicklable(self, obj: Any, levels: int = _SEARCHED_LEVELS) -> Any:
+        """Returns the innermost value in containers that can't be pickled, for the error."""
+        parts: Sequence[Any] = obj if type(obj) in (tuple, list) else ()
+        if type(obj) is dict:
+            parts = [*obj, *obj.values()]
+        if levels and len(parts) <= _SEARCHED_PARTS:
+            for part in parts:
+                if not self._is_picklable(part):
+                    return self._unpicklable(part, levels - 1)
+        return obj
+
+    def _is_picklable(self, obj: Any) -> bool:
+        self._start_over()
+        try:
+            self._dump(_ByValuePickler, obj)
+        except Exception:
+            return False
+        return True
 
     def _dump(self, pickler: Any, obj: Any) -> bytes:
         file = io.BytesIO()
