@@ -79,7 +79,7 @@ def join_by_init_method(
     deadline = time.monotonic() + timeout
     lost: StoreLost | None = None
     while True:
-        left = deadline - time.monotonic()
+        left = round(deadline - time.monotonic(), 2)  # errors name it
         try:
             store = connect_store(options.init_method, rank, world_size, max(left, 0.001))
         except RendezvousError as error:

@@ -22,7 +22,13 @@ from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.exchange import exchange
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, digest_of, meet
+from zrpc.membership.rendezvous import (
+    RendezvousTiming,
+    StoreLost,
+    _Rendezvous,
+    digest_of,
+    meet,
+)
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -166,6 +172,34 @@ def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
     host = PlayedHost(2)
     host.entries.get("record/1")
     assert isinstance(host.end(), StoreLost)
+
+
+def test_a_host_of_another_world_size_that_has_given_up_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sizes explain more than the loss of the store does."""
+    read = threading.Event()
+    read_present = _Rendezvous._read_present
+
+    def read_and_tell(self: _Rendezvous, ranks: list[int]) -> list[PeerRecord]:
+        try:
+            return read_present(self, ranks)
+        finally:
+            read.set()
+
+    monkeypatch.setattr(_Rendezvous, "_read_present", read_and_tell)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    entries = SignedStore(store, None)
+    entries.set("record/0", record(0, 2).dump())
+    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False)
+    outcome = start(connect, [record(1, 3)])
+    assert read.wait(SOON)
+    del entries, store
+    [error] = outcome()
+    assert isinstance(error, StoreLost)
+    assert "expects a world of 2 workers, but worker" in str(error)
+    assert "one of 3; then the store was lost" in str(error)
 
 
 @pytest.mark.system
@@ -354,7 +388,7 @@ def test_the_deadline_is_kept(connect: Connect, timeout: float) -> None:
 
 
 def test_a_store_that_fails_is_a_rendezvous_error() -> None:
-    with pytest.raises(RendezvousError, match="the store failed during the rendezvous"):
+    with pytest.raises(RendezvousError, match="the store failed while the workers were meeting"):
         meet(of_an_ended_host(), record(0, 1), 1)
 
 

@@ -55,6 +55,12 @@ def test_ranks_in_the_url_are_ignored(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
+def test_a_worker_without_a_rank_that_finds_no_store_is_told_who_hosts_it(free_port: int) -> None:
+    with pytest.raises(RendezvousError, match=r"found nobody .* this worker was given no rank"):
+        connect_store(f"tcp://127.0.0.1:{free_port}", None, None, 0.1)
+
+
+@pytest.mark.system
 def test_a_missing_master_is_named(free_port: int) -> None:
     begun = time.monotonic()
     with pytest.raises(
@@ -68,7 +74,7 @@ def test_a_missing_master_is_named(free_port: int) -> None:
     ("url", "told"),
     [
         ("env://", "MASTER_ADDR"),
-        ("nonsense://x", "nonsense"),
+        ("nonsense://x", r"nonsense.*expected env://"),
         ("tcp://127.0.0.1", "port"),
     ],
 )

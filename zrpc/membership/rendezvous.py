@@ -123,7 +123,10 @@ def store_errors(met: Sequence[PeerRecord] = ()) -> Iterator[None]:
         if met:
             raise _host_ended(met, error) from error
         kind = StoreLost if isinstance(error, DistNetworkError) else RendezvousError
-        raise kind(f"the store failed during the rendezvous: {error}") from error
+        raise kind(
+            f"the store failed while the workers were meeting: {error}. If its host (rank 0, or "
+            "the launcher) has exited, its own error says why"
+        ) from error
 
 
 def _host_ended(records: Sequence[PeerRecord], error: Exception) -> RendezvousError:
@@ -162,6 +165,8 @@ class _Rendezvous:
         self._refused: dict[int, tuple[bytes, Exception]] = {}
         self._next_read = 0.0
         self._came: set[int] = set()  # ranks whose records were found while others were missing
+        # What is wrong with a record that was found meanwhile; it may be of an earlier run.
+        self._mismatch: str | None = None
 
     def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
         self._entries.set(self._keys[self._record.rank], self._record.dump())
@@ -189,11 +194,20 @@ class _Rendezvous:
             if not absent or (self._check(absent[:1]) and self._check(absent)):
                 records[:] = self._read_records()
             elif self._may_read(self._timing.present_check_seconds):
-                self._came |= {record.rank for record in self._read_present(absent)}
+                present = self._read_present(absent)
+                self._came |= {record.rank for record in present}
+                mismatches = (record.size_mismatch(self._record) for record in present)
+                self._mismatch = next(filter(None, mismatches), self._mismatch)
             return len(records) == len(self._keys)
 
-        if not self._wait_for(complete):
-            raise self._incomplete()
+        try:
+            if not self._wait_for(complete):
+                raise self._incomplete()
+        except DistNetworkError as error:
+            if self._mismatch is None:
+                raise
+            raise StoreLost(f"{self._mismatch}; then the store was lost: {error}") from error
+        self._mismatch = None
         return records
 
     def _read_records(self) -> list[PeerRecord]:

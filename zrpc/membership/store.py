@@ -54,7 +54,15 @@ def connect_store(
             hosts = rank == 0 and not agent_store()
             if hosts and world_size is None:
                 hosts = not _listens(address, timeout)
-            return tcp_store(*address, hosts, deadline, timeout)
+            try:
+                return tcp_store(*address, hosts, deadline, timeout)
+            except RendezvousError as error:
+                if rank is not None or agent_store():
+                    raise
+                raise RendezvousError(
+                    f"{error}. The worker of rank 0 hosts the store, and this worker was given no "
+                    "rank. Set RANK or pass rank= to init_rpc, unless it joins a running mesh"
+                ) from error
         if parts.scheme == "file":
             _check_directory(parts.path)
             # torch takes rank and size from its arguments or from here, but not from both.
@@ -73,7 +81,12 @@ def connect_store(
         raise
     except (RuntimeError, ValueError, OSError) as error:
         worker = "a worker" if rank is None else f"worker {rank}"
-        raise RendezvousError(f"{worker} can't use the store of {init_method}: {error}") from error
+        known = (
+            "" if parts.scheme == "file" else "; expected env://, tcp://host:port or file:///path"
+        )
+        raise RendezvousError(
+            f"{worker} can't use the store of {init_method}: {error}{known}"
+        ) from error
 
 
 def _check_directory(path: str) -> None:
