@@ -80,6 +80,22 @@ def test_marked(mesh):
 
 
 @pytest.mark.system
+def test_a_wrong_marker_is_explained_in_a_worker_of_xdist(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+import pytest
+
+@pytest.mark.zrpc(worker=3)
+def test_marked(mesh):
+    pass
+"""
+    )
+    result = run_warm(pytester, "-n", "1")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*test_marked: @pytest.mark.zrpc: expected one of workers, *"])
+
+
+@pytest.mark.system
 def test_the_arguments_of_several_markers_are_merged(run_tests: RunTests) -> None:
     result = run_tests(
         """

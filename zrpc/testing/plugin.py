@@ -158,8 +158,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Refuses markers with wrong arguments before the first test runs."""
+    if hasattr(config, "workerinput"):
+        return  # a worker of pytest-xdist would exit without the message: the fixture raises it
     for item in items:
         _spec_of(item)
 
