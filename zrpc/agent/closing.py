@@ -165,8 +165,7 @@ class Closing:
     def _warn_of_handlers(self, ended: bool) -> None:
         if not ended:
             logger.warning(
-                "%s has shut down while %d handlers were still running; their threads end "
-                "with them",
+                "%s has shut down; handlers still running: %d. Their threads exit when they return",
                 self._agent.worker_info,
                 len(self._agent.callee.requests),
             )
