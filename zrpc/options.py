@@ -316,7 +316,7 @@ def checked_timeout(name: str, seconds: Any) -> float:
 def no_timeout(name: str, seconds: Any) -> TypeError:
     """Returns the error for a timeout of another type."""
     return TypeError(
-        f"{name} must be a number of seconds, 0 for none, but got {seconds!r} of type "
+        f"{name} must be a number of seconds, 0 for no limit, but got {seconds!r} of type "
         f"{type(seconds).__name__}"
     )
 

@@ -91,7 +91,7 @@ def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
         assert kind == "WorkerDied"
         assert re.match(r"worker worker1 \(rank 1\) is gone: it no longer answers", text)
         assert "heartbeat_timeout is 1.5 s" in text
-        heard = re.search(r"last heard at \d\d:\d\d:\d\d, (\d+\.\d) s before", text)
+        heard = re.search(r"last heard from at \d\d:\d\d:\d\d, (\d+\.\d) s before", text)
         assert heard is not None
         assert 0.5 * LIMIT < float(heard[1]) < LIMIT + 2 * SLACK
         # Not too early, and in time.
@@ -139,8 +139,8 @@ def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> 
     for future in pending:
         kind, text, when = future.result(SLACK)
         assert kind == "WorkerDied"
-        assert text.startswith("worker worker1 (rank 1) is gone: its process has ended")
-        assert re.search(r"last heard at \d\d:\d\d:\d\d, \d\.\d s before", text)
+        assert text.startswith("worker worker1 (rank 1) is gone: its process has exited")
+        assert re.search(r"last heard from at \d\d:\d\d:\d\d, \d\.\d s before", text)
         assert when - killed < 1.0
     mesh.kill(1)
 
@@ -186,7 +186,7 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
         ]
         ended = programs.wait(pids[0], 0)
         assert ended.code == 0, ended
-        assert "worker w1 (rank 1) is gone: its process has ended" in ended.output
+        assert "worker w1 (rank 1) is gone: its process has exited" in ended.output
         assert programs.wait(pids[1], 1).code == 0
 
 

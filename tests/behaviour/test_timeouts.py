@@ -166,7 +166,7 @@ def test_what_is_no_timeout(shared: Mesh, timeout: Any) -> None:
 
 @pytest.mark.parametrize("timeout", [None, "3", [1]], ids=repr)
 def test_a_timeout_of_another_type(shared: Mesh, timeout: Any) -> None:
-    found = re.escape(f"timeout must be a number of seconds, 0 for none, but got {timeout!r}")
+    found = re.escape(f"timeout must be a number of seconds, 0 for no limit, but got {timeout!r}")
     rref = rpc.remote(0, max, (1, 2))
     for call in (
         lambda: rpc.rpc_sync(1, echo, (1,), timeout=timeout),

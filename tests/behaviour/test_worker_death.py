@@ -146,7 +146,7 @@ def test_a_worker_dies_while_everything_is_in_use(mesh: Mesh, how: signal.Signal
         "step": "OwnerDied",
     }
     assert all("worker2 (rank 2) is gone" in text for _, text in outcome.values()), outcome
-    assert all("last heard at" in text for _, text in outcome.values()), outcome
+    assert all("last heard from at" in text for _, text in outcome.values()), outcome
     assert took < TIMEOUT_SECONDS / 3
 
     # All that the dead worker held or had begun is freed, and also what others have of it, once

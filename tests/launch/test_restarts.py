@@ -170,7 +170,7 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(
         ({"join": "h:1"}, "for workers of an elastic mesh"),
         (
             {"elastic": True, "listen": "h:1", "join": "h:1"},
-            "expected listen or join, but got both",
+            "expected --listen or --join, but got both",
         ),
         ({"elastic": True, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
         ({"elastic": True, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),

@@ -174,7 +174,7 @@ def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
     assert isinstance(host.end(), StoreLost)
 
 
-def test_a_host_of_another_world_size_that_has_given_up_first(
+def test_a_host_of_another_world_size_that_exits_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sizes explain more than the loss of the store does."""

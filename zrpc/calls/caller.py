@@ -171,7 +171,7 @@ class Caller:
             to: a member.
             kind: what kind of request.
             obj: the body, to be pickled.
-            timeout: seconds; 0 for none, negative for the default.
+            timeout: seconds; 0 for no limit, negative for the default.
             extension: a tag and bytes that travel outside of the pickle.
             holds: lives until the call is settled.
             died: the error if the peer is lost first.

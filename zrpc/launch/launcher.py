@@ -101,9 +101,9 @@ class Job:
 
     def _check_address(self) -> None:
         if (self.listen or self.join) and not self.elastic:
-            raise ValueError("listen and join are for workers of an elastic mesh: set elastic too")
+            raise ValueError("--listen and --join are for an elastic mesh: add --elastic")
         if self.listen and self.join:
-            raise ValueError("expected listen or join, but got both: a mesh has one address")
+            raise ValueError("expected --listen or --join, but got both: a mesh has one address")
         if address := self.listen or self.join:
             parse_address(address)
         env = {**os.environ, **self.env}

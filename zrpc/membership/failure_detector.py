@@ -47,7 +47,7 @@ _CHECKS_PER_TICK = 8
 class Reason(Enum):
     """Why a worker is gone."""
 
-    ENDED = "its process has ended, or has closed its agent"
+    ENDED = "its process has exited, or has left the mesh without notice"
     LEFT = "it left the mesh"
     DECLARED_DEAD = (
         "it has declared this worker dead, since it had heard nothing from it, and takes no more "

@@ -194,7 +194,7 @@ class LivenessMonitor:
         return self._detector.silence(member, time.monotonic())
 
     def describe_loss(self, member: MemberId) -> str:
-        """Names a worker that is gone, why it is, and when it was last heard. From any thread."""
+        """Names a worker that is gone, why it is, and when it was last heard from. Any thread."""
         info = self._membership.infos[member]
         unknown = (None, f"{Reason.ENDED.value}, after its last message")
         _, why = self._losses.get(member, unknown)
@@ -289,11 +289,11 @@ class LivenessMonitor:
         if loss.reason is Reason.NO_WAY_BACK:
             why += _LET_IT_CONNECT.format(tried=tried)
         if loss.heard is None:
-            last = "it was never heard"
+            last = "no message from it has ever arrived"
         else:
             ago = max(0.0, loss.at - loss.heard)
             clock = time.strftime("%H:%M:%S", time.localtime(time.time() - ago))
-            last = f"it was last heard at {clock}, {ago:.1f} s before this was known"
+            last = f"it was last heard from at {clock}, {ago:.1f} s before this was known"
         self._losses[loss.member] = (loss.reason, f"{why}; {last}")
         self._deferred_leaves.pop(loss.member, None)
         self._counted.pop(loss.member, None)

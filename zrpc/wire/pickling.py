@@ -194,7 +194,7 @@ class Encoder:
             found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
                 f"expected picklable values, found one of type {found} that can't be pickled: "
-                f"{error}; send what it is made of, or create it where it is used"
+                f"{error}; send what it is made of, or create it on the worker that uses it"
             ) from error
 
     def _unpicklable(self, obj: Any, levels: int = _SEARCHED_LEVELS) -> Any:
