@@ -156,7 +156,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             for.
 
     Raises:
-        RpcTimeoutError: the others did not call it in time; this worker has left nevertheless.
+        RpcTimeoutError: the others did not call it in time, or calls are still in progress; this
+            worker has left nevertheless.
         NotInitializedError: `init_rpc` was never called.
 
     If a program ends without calling it, it is called then: gracefully, unless an exception ends

@@ -283,6 +283,22 @@ def test_calls_after_it(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
+def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
+    agent = mesh.agent(0)
+    with Gate() as gate:
+        with agent.as_current():
+            call = rpc.rpc_async(1, gate.wait_inside)
+        gate.await_entry()
+        assert call.cancel()  # its handler goes on
+        last = end(mesh, 1)
+        shutdown = agent.graceful_shutdown
+        until(lambda: shutdown.in_progress)  # worker1 has joined it
+        with pytest.raises(rpc.RpcTimeoutError, match=r"in progress on ranks \[1\]"):
+            end(mesh, 0, timeout=1).result(SOON)
+    last.result(SOON)
+
+
+@pytest.mark.system
 def test_with_a_timeout(mesh: Mesh) -> None:
     agent = mesh.agent(0)
     begin = time.monotonic()

@@ -100,6 +100,8 @@ class Closing:
         if not self._shutdown.wait(timeout):
             missing = [rank_of(member) for member in self._shutdown.missing]
             who = f"; ranks {missing} have not begun to shut down" if missing else ""
+            if unfinished := [rank_of(member) for member in self._shutdown.unfinished]:
+                who += f"; calls are still in progress on ranks {unfinished}"
             if running := len(self._agent.callee.requests):
                 who += f"; calls of others are still running here: {running}"
             raise RpcTimeoutError(

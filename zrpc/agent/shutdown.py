@@ -88,6 +88,11 @@ class Shutdown:
         """The members that have not begun to shut down, as far as this worker knows."""
         return []
 
+    @property
+    def unfinished(self) -> list[MemberId]:
+        """The members that have begun and still have work, as far as this worker knows."""
+        return []
+
     def wait(self, timeout: float) -> bool:
         """Waits until this worker may leave; False if that took longer.
 
@@ -161,6 +166,11 @@ class CollectiveShutdown(Shutdown):
     def missing(self) -> list[MemberId]:
         """The members that have not begun to shut down, as far as this worker knows."""
         return self._termination.missing
+
+    @property
+    def unfinished(self) -> list[MemberId]:
+        """The members that have begun and still have work, as far as this worker knows."""
+        return self._termination.unfinished
 
     def begin(self) -> None:
         """Begins the shutdown of this worker."""

@@ -143,6 +143,11 @@ class Termination:
         """For the leader's error message: the members that have not begun to shut down."""
         return sorted(self._members - self._joined) if self.waits_for_all else []
 
+    @property
+    def unfinished(self) -> list[MemberId]:
+        """For the leader's error message: the members that have begun, and still have work."""
+        return sorted(self._unanswered - {self._own_id}) if self._leads else []
+
     def begin(self) -> Outgoing:
         """Begins the shutdown of this worker."""
         self._joining = True
