@@ -166,8 +166,8 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(
     ("job", "words"),
     [
         ({"max_restarts": -1}, "0 or more restarts, but got -1"),
-        ({"listen": "h:1"}, "for workers of an elastic mesh"),
-        ({"join": "h:1"}, "for workers of an elastic mesh"),
+        ({"listen": "h:1"}, "are for an elastic mesh"),
+        ({"join": "h:1"}, "are for an elastic mesh"),
         (
             {"elastic": True, "listen": "h:1", "join": "h:1"},
             "expected --listen or --join, but got both",
