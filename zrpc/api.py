@@ -224,7 +224,7 @@ def rpc_sync(
         RpcTimeoutError: it took longer; ``func`` may still be running.
         WorkerDied: the worker is gone.
         SerializationError: an argument or the result can't be pickled.
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
         ValueError: ``to`` is neither name, rank nor WorkerInfo.
         RpcError: there is no such worker.
         Exception: the error that ``func`` raised, with its own type; its cause is a `RemoteError`
@@ -349,7 +349,7 @@ def get_worker_info(worker_name: To | None = None) -> WorkerInfo:
     """Returns the `WorkerInfo` of a worker, or of this one if no name is given.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
         RpcError: there is no such worker.
 
     Example:

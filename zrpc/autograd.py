@@ -47,7 +47,7 @@ class context:
     The same object can be used for several blocks, one after the other. Each is a new context.
 
     Raises:
-        NotInitializedError: there is no agent when the block begins.
+        NotInitializedError: this process is not a worker when the block begins.
         RpcError: this thread is in a context already.
     """
 

@@ -70,7 +70,7 @@ class RpcError(RuntimeError):
 
 
 class NotInitializedError(RpcError):
-    """This process has no agent: call `zrpc.init_rpc` first."""
+    """This process is not a worker: call `zrpc.init_rpc` first."""
 
 
 class RendezvousError(RpcError):

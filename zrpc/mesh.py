@@ -88,10 +88,11 @@ def is_initialized() -> bool:
 def get_worker_infos() -> list[WorkerInfo]:
     """Returns the workers that are in the mesh now, by rank; this one is among them.
 
-    Lost workers are not, nor are those that have not joined yet. May be called from any thread.
+    Lost workers are not among them, nor those that have not joined yet. May be called from any
+    thread.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     Example:
         >>> [worker.name for worker in get_worker_infos()]
@@ -103,11 +104,11 @@ def get_worker_infos() -> list[WorkerInfo]:
 def world_size() -> int:
     """Returns the number of workers of the mesh.
 
-    It is the number that the mesh has begun with, lost workers included. An elastic mesh has none,
-    so it is the number of workers that are in it now. May be called from any thread.
+    In a mesh of a fixed size this is the number it began with, lost workers included. In an elastic
+    mesh it is the number of workers that are in it now. May be called from any thread.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     Example:
         >>> world_size()
@@ -124,7 +125,7 @@ def set_rpc_timeout(timeout: float) -> None:
     `get_rpc_timeout` returns it. May be called from any thread; calls made from now on have it.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
         OptionError: it is negative.
         TypeError: it isn't a number.
 
@@ -152,7 +153,7 @@ def all_gather(
         SerializationError: ``obj`` can't be pickled.
         RpcError: one of them has gone on to a later call, or there is no such worker.
         ValueError: this worker isn't one of ``worker_names``.
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread. If several threads of a worker call it with the same workers,
     their calls are matched with the others' in the order in which they are made.
@@ -192,7 +193,7 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
         A handle like those of torch's hooks; after ``handle.remove()`` it is no longer called.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread.
 
@@ -217,7 +218,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
         A handle; after ``handle.remove()`` the callback is no longer called.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread.
 

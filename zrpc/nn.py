@@ -38,8 +38,8 @@ class RemoteModule(torch.nn.Module):
         module_rref: the RRef of the module.
 
     Raises:
-        RuntimeError: there is no agent, or no such worker. An error of ``module_cls`` is raised
-            when the module is first used.
+        RuntimeError: this process is not a worker, or there is no such worker. An error of
+            ``module_cls`` is raised when the module is first used.
 
     Besides ``forward``, these methods of ``nn.Module`` and hooks work on the remote module:
     `train`, `eval`, `to`, `apply`, `state_dict`, `load_state_dict`, `zero_grad`,
@@ -86,7 +86,7 @@ class RemoteModule(torch.nn.Module):
             module_rref: the RRef of the module.
 
         Raises:
-            RuntimeError: there is no agent, or no such worker.
+            RuntimeError: this process is not a worker, or there is no such worker.
 
         Example:
             >>> from zrpc.nn import RemoteModule

@@ -21,7 +21,7 @@ def stats() -> Stats:
         A dataclass that can be pickled; ``dataclasses.asdict`` makes it ready for JSON.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread, handlers included.
 
@@ -57,7 +57,7 @@ def trace(
 
     Raises:
         OSError: the file can't be written.
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread. Workers that join later are not recorded.
 
@@ -79,7 +79,7 @@ def span(name: str) -> AbstractContextManager[None]:
         name: what is shown.
 
     Raises:
-        NotInitializedError: there is no agent.
+        NotInitializedError: this process is not a worker.
 
     May be called from any thread.
 

@@ -92,8 +92,8 @@ class Call:
 def current_call() -> Call:
     """Returns the call that the current handler serves.
 
-    Works also in callbacks that the handler adds to futures, and in asyncio tasks that it starts;
-    not in threads that it starts.
+    It also works in callbacks that the handler adds to futures, and in asyncio tasks that it
+    starts, but not in threads that it starts.
 
     Raises:
         RpcError: no handler runs here.

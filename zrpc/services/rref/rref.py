@@ -48,7 +48,7 @@ class RRef(Generic[T]):
         type_hint: the type of ``value``, for readers; zrpc does not use it.
 
     Raises:
-        RuntimeError: there is no agent; call `zrpc.init_rpc` first.
+        RuntimeError: this process is not a worker; call `zrpc.init_rpc` first.
 
     Example:
         >>> rref = RRef([1, 2])
