@@ -126,7 +126,8 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_large_message(mesh: Mesh) ->
         assert mesh.run(0, send_to_the_stopped, mesh.pid(1)) == "WorkerDied"
     finally:
         os.kill(mesh.pid(1), signal.SIGCONT)
-    assert time.monotonic() - began < LIMIT + 2 * SLACK
+    # To pack three tensors of 80 MB takes seconds on a busy machine.
+    assert time.monotonic() - began < LIMIT + 4 * SLACK
 
 
 @pytest.mark.zrpc(workers=3, processes=True, timeout=40)
