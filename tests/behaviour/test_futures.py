@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import operator
 import pickle
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
 from tests.support.pending import entered_call
 from tests.support.settled import Calling, caught, settled_in_wait
@@ -337,3 +339,37 @@ def test_wait_all_context(shared: Mesh) -> None:
 def test_wait_all_context_raises(shared: Mesh) -> None:
     with pytest.raises(KeyError, match="k"), rpc._wait_all():
         rpc.rpc_async(1, fail, (KeyError("k"),))
+
+
+COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
+    "set_result": lambda future: future.set_result(1),
+    "set_exception": lambda future: future.set_exception(ValueError("1")),
+    "cancel": lambda future: future.cancel(),
+}
+
+
+def of_call() -> rpc.Future[Any]:
+    return rpc.Future.of_call(entered_call(PendingCalls(), peer=0, timeout=60), Calling())
+
+
+@pytest.mark.parametrize("make", [rpc.Future, of_call], ids=["plain", "of a call"])
+@pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
+def test_ctrl_c_leaves_no_future_that_nobody_can_complete(complete: Any, make: Any) -> None:
+    """Other threads may wait for it."""
+    cls = rpc.Future
+    functions = [
+        *(cls.set_result, cls.set_exception, cls.cancel, cls._complete_by, cls._claim),
+        *(cls._claim_for_program, cls._set),
+    ]
+    for number in itertools.count(1):
+        future = make()
+        try:
+            with ctrl_c_at(number, *functions):
+                complete(future)
+        except KeyboardInterrupt:
+            if not future.done():
+                future.set_result(2)  # nobody has claimed it
+            assert future.done()
+        else:
+            break
+    assert number > 3

@@ -175,11 +175,10 @@ class Future(torch.futures.Future[T]):
             return cancelled
         if self.done():
             return False
-        if not self._claim():
-            return False  # completed just now by another thread
-        self._cancelled = True  # first, since its callbacks may read it
-        self._keep_error(RpcCancelledError("the future was cancelled"))
-        return True
+        # False if another thread completes it just now.
+        return self._complete_by(
+            self._claim_for_cancel, None, RpcCancelledError("the future was cancelled")
+        )
 
     def cancelled(self) -> bool:
         """Returns whether the future was cancelled, by `cancel` or with the call it belongs to."""
@@ -191,17 +190,42 @@ class Future(torch.futures.Future[T]):
 
         If it stands for a call, the call goes on at the callee, and its answer is dropped.
         """
-        self._claim_for_program()
-        self._set(result)
+        self._complete_by(self._claim_for_program, result)
 
     def set_exception(self, result: T | Exception) -> None:
         """Completes the future with an error, which `wait` and `value` raise; see `set_result`."""
         if not isinstance(result, Exception):
             raise TypeError(f"expected an Exception to set, but got {result!r}")
-        self._claim_for_program()
-        self._keep_error(result)
+        self._complete_by(self._claim_for_program, None, result)
 
-    def _claim_for_program(self) -> None:
+    def _complete_by(
+        self, claim: Callable[[], bool], result: Any, error: Exception | None = None
+    ) -> bool:
+        """Completes the future if ``claim()``; returns whether it has.
+
+        Ctrl-C must not come between the two: nobody else can complete the future then.
+        """
+        held = hold_interrupts()
+        try:
+            if not claim():
+                return False
+            if error is not None:
+                self._kept = KeptError(error)
+                self._set_unwrap_func(self._kept.failure.raise_it)
+            try:
+                if held:
+                    held = False
+                    release_interrupts()  # callbacks may run for long
+                self._set(result)
+            finally:
+                if not super().done():  # Ctrl-C came before the callbacks
+                    self._set(result)
+            return True
+        finally:
+            if held:
+                release_interrupts()
+
+    def _claim_for_program(self) -> bool:
         """Lets the program complete the future, instead of its call.
 
         Raises:
@@ -211,6 +235,13 @@ class Future(torch.futures.Future[T]):
         if (call is not None and not call.withdraw()) or not self._claim():
             raise RuntimeError(_ALREADY_COMPLETE)
         self._call = None
+        return True
+
+    def _claim_for_cancel(self) -> bool:
+        if not self._claim():
+            return False
+        self._cancelled = True  # first, since its callbacks may read it
+        return True
 
     def _claim(self) -> bool:
         """Returns whether this thread must complete the future, by `_set` or `_fail`."""
