@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON, until
@@ -183,3 +185,19 @@ def test_futures_that_were_waited_for_are_freed_without_the_collector(shared: Me
         until(lambda: not any(ref() for ref in gone), "all are freed")
     finally:
         gc.enable()
+
+
+def test_ctrl_c_leaves_the_other_futures_to_the_next_call() -> None:
+    for number in itertools.count(1):
+        futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(2)]
+        arriving = rpc.as_completed(futures, timeout=5)
+        futures[0].set_result(0)
+        try:
+            with ctrl_c_at(number, type(arriving).__next__):
+                next(arriving)
+        except KeyboardInterrupt:
+            futures[1].set_result(1)
+            assert futures[1] in list(arriving)
+        else:
+            break
+    assert number > 3

@@ -127,10 +127,10 @@ class _Arrivals(Iterator[Any]):
     def __init__(self, futures: list[Any], timeout: float) -> None:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._left = len(futures)
+        self._left = len(futures)  # of those that are not done
         self._done: deque[Any] = deque()
-        self._lock = threading.Lock()  # guards `_done` and the state of the gate
-        # Open while there is a future to take.
+        self._lock = threading.Lock()  # guards the change of `_left`, and the opening of the gate
+        # Open if a future was done since it was last closed; it may have been taken since.
         self._gate = threading.Lock()
         self._gate.acquire()
         for future in futures:
@@ -139,26 +139,26 @@ class _Arrivals(Iterator[Any]):
     def _on_done(self, future: Any) -> None:
         with self._lock:
             self._done.append(future)
-            if len(self._done) == 1:
+            self._left -= 1
+            if self._gate.locked():
                 self._gate.release()
 
     def __next__(self) -> Any:
-        if not self._left:
-            raise StopIteration
         # In a callback: a job that this thread has postponed may complete one of the futures.
         trampoline.run_postponed(lambda: bool(self._done))
-        left = max(0.0, self._deadline - time.monotonic()) if self._timeout else -1
-        if not acquire(self._gate, left):
-            raise RpcTimeoutError(
-                f"expected all futures to be done within {self._timeout:g} s, but {self._left} of "
-                "them are not: use a longer timeout, or cancel() them"
-            )
-        with self._lock:
-            self._left -= 1
-            future = self._done.popleft()
+        # To take a future is one step, so Ctrl-C leaves all others for the next call.
+        while True:
+            last = not self._left  # read first: what is done after that is waited for
             if self._done:
-                self._gate.release()
-        return future
+                return self._done.popleft()
+            if last:
+                raise StopIteration
+            left = max(0.0, self._deadline - time.monotonic()) if self._timeout else -1
+            if not acquire(self._gate, left):
+                raise RpcTimeoutError(
+                    f"expected all futures to be done within {self._timeout:g} s, but "
+                    f"{self._left} of them are not: use a longer timeout, or cancel() them"
+                )
 
 
 class _Collection:
