@@ -6,19 +6,18 @@ an answer, a deadline, or the loss of the peer; or the caller, if its own wait r
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import IntEnum
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
@@ -84,17 +83,6 @@ def _name_of_builtin(function: BuiltinFunctionType) -> str:
         if getattr(module, function.__name__, None) is function:
             _builtin_names[function] = name
     return name
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Defers Ctrl-C: a call may not be taken from the table and then not be settled."""
-    held = hold_interrupts()
-    try:
-        yield
-    finally:
-        if held:
-            release_interrupts()
 
 
 class Follower(Protocol):
@@ -258,13 +246,13 @@ class PendingCall:
 
     def fail(self, error: Exception) -> None:
         """Settles the call with an error, unless it is settled or about to be."""
-        with _uninterrupted():
+        with uninterrupted():  # a call that is taken from the table must be settled
             if self._calls.pop(self.call_id) is self:
                 self.settle(error)
 
     def cancel(self) -> bool:
         """Settles the call with an error and has the callee told; False if it is settled."""
-        with _uninterrupted():
+        with uninterrupted():
             if self._calls.pop(self.call_id) is not self:
                 return False
             self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
@@ -285,7 +273,7 @@ class PendingCall:
         Returns:
             False if it is settled, or about to be.
         """
-        with _uninterrupted():
+        with uninterrupted():
             if self._calls.pop(self.call_id) is not self:
                 return False
             self.follower = None

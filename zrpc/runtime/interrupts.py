@@ -8,14 +8,16 @@ that was received and not yet handled.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-__all__ = ["hold_interrupts", "release_interrupts"]
+__all__ = ["hold_interrupts", "release_interrupts", "uninterrupted"]
 
 # The functions of `signal` without its conversion to enums, which takes ten times as long.
 _set: Any = _signal.signal
@@ -93,6 +95,17 @@ def release_interrupts() -> None:
         _interrupted = False
         # Not by raising the signal again: readers of ``signal.set_wakeup_fd`` would get it twice.
         handler(_INTERRUPT, sys._getframe())
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Has no signal raise anything in this block, if that can be prevented."""
+    held = hold_interrupts()
+    try:
+        yield
+    finally:
+        if held:
+            release_interrupts()
 
 
 def _record_interrupt(number: int, frame: FrameType | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import weakref
 from typing import Any
@@ -24,8 +26,10 @@ from tests.services.autograd.split_models import (
     settle,
     train,
 )
+from tests.support.ctrl_c import ctrl_c_at
 from tests.support.identity import here
 from tests.support.waiting import until
+from zrpc.services.autograd.contexts import Contexts
 from zrpc.services.autograd.state import ContextState
 from zrpc.testing import Mesh, faults
 
@@ -106,6 +110,25 @@ def test_without_a_pass_the_graph_is_freed(mesh: Mesh) -> None:
     assert_freed(mesh)
     settle(mesh)
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
+
+
+def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mesh) -> None:
+    context = Contexts.context.__wrapped__  # type: ignore[attr-defined]
+    with mesh.agent(0).as_current():
+        for number in itertools.count(1):
+            interrupted = True
+            with (
+                contextlib.suppress(KeyboardInterrupt),
+                ctrl_c_at(number, context, Contexts._post, ContextState.clear),
+            ):
+                with dist_autograd.context():
+                    for name in ("worker1", "worker2"):
+                        call(name, max, 1, 2)
+                interrupted = False
+            assert_freed(mesh)
+            if not interrupted:
+                break
+    assert number > 10
 
 
 def objects() -> Any:

@@ -15,6 +15,7 @@ import torch
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler
 from zrpc.errors import RpcError
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.state import ContextState
 from zrpc.wire.kind import Kind, Tag
@@ -84,15 +85,16 @@ class Contexts:
                 "Already have an autograd context id for this thread: contexts can't be nested"
             )
         context_id = self.draw_id()
-        with self._lock:
-            self._states[context_id] = ContextState(context_id)
-        token = current_id.set(context_id)
-        ddp.watch()
         try:
+            with self._lock:
+                self._states[context_id] = ContextState(context_id)
+            current_id.set(context_id)
+            ddp.watch()
             yield context_id
         finally:
-            current_id.reset(token)
-            self.release(context_id, known_to=self._own_id)
+            with uninterrupted():  # by Ctrl-C: nobody else ends the context
+                current_id.set(None)
+                self.release(context_id, known_to=self._own_id)
 
     def current(self) -> int:
         """Returns the id of the context that this thread is in.
