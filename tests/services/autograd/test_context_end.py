@@ -112,6 +112,7 @@ def test_without_a_pass_the_graph_is_freed(mesh: Mesh) -> None:
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
 
 
+@pytest.mark.system
 def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mesh) -> None:
     context = Contexts.context.__wrapped__  # type: ignore[attr-defined]
     with mesh.agent(0).as_current():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,8 +21,12 @@ from tests.services.rref.tracked import (
     is_freed,
     rest,
 )
+from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
 from tests.support.waiting import until
+from zrpc.services.rref.creation import Creation
+from zrpc.services.rref.protocol import References
+from zrpc.services.rref.service import RRefService
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
@@ -50,7 +55,7 @@ class Held:
             self._send(*message)
 
 
-@contextmanager
+@contextlib.contextmanager
 def io_thread_held(mesh: Mesh, rank: int) -> Iterator[None]:
     """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
     held, go = threading.Event(), threading.Event()
@@ -192,23 +197,54 @@ def test_a_call_is_interrupted_when_it_has_been_sent(
     assert_empty(mesh)
 
 
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: zrpc.RRef(Value("own")),
+        lambda: zrpc.remote("worker0", Value, args=("own",)),
+        lambda: zrpc.remote("worker1", Value, args=("own",)),
+    ],
+    ids=["own", "made here", "made there"],
+)
+def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
+    functions = [
+        *(zrpc.RRef.__init__, zrpc.RRef._fill, zrpc.RRef._create.__func__, zrpc.RRef.__del__),
+        *(RRefService.create, RRefService.retain_value, RRefService.release_creation),
+        *(Creation.on_settled, References.retain, References.create),
+    ]
+    with mesh.agent(0).as_current():
+        for number in itertools.count(1):
+            interrupted = True
+            with contextlib.suppress(KeyboardInterrupt):
+                with ctrl_c_at(number, *functions):
+                    rref = make()
+                    interrupted = False
+                del rref
+            assert_empty(mesh)
+            if not interrupted:
+                break
+    assert number > 10
+
+
 def test_a_call_fails_as_its_rref_is_made(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The RRef must know of that."""
     failed = threading.Event()
-    fail, fill = zrpc.RRef.fail, zrpc.RRef._fill
+    fail, create = zrpc.RRef.fail, RRefService.create
 
     def fail_and_tell(self: Any, error: Any) -> None:
         fail(self, error)
         failed.set()
 
-    def fill_later(self: Any, *args: Any) -> None:
+    def create_slowly(*args: Any) -> Any:
+        value = create(*args)
         assert failed.wait(SOON)
-        fill(self, *args)
+        return value
 
     with mesh.agent(0).as_current(), Gate() as gate:
         with monkeypatch.context() as patched:
             patched.setattr(zrpc.RRef, "fail", fail_and_tell)
-            patched.setattr(zrpc.RRef, "_fill", fill_later)
+            patched.setattr(RRefService, "create", create_slowly)
             rref = zrpc.remote("worker1", gate.wait_inside, timeout=0.05)
         with pytest.raises(zrpc.RpcTimeoutError, match="RRef creation"):
             rref.to_here(timeout=0.05)

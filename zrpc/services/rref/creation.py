@@ -37,7 +37,7 @@ class Creation:
     fork_id: ForkId | None
     handle: weakref.ref[RRef[Any]]
     owner: MemberId
-    retains: bool = True
+    retains: bool = False
     unmade: bool = False
     settled: bool = False
 

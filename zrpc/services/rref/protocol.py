@@ -176,8 +176,10 @@ class References:
 
     def release(self, rref_id: RRefId) -> None:
         """Counts one handle of the owner's less."""
-        self._owned[rref_id].handles -= 1
-        self._free_if_unused(rref_id)
+        # Else it was never counted, because Ctrl-C came, or was dropped before.
+        if rref_id in self._owned:
+            self._owned[rref_id].handles -= 1
+            self._free_if_unused(rref_id)
 
     def add(self, rref_id: RRefId, fork_id: ForkId, holder: MemberId) -> None:
         """Lists a fork at the owner: when ``remote`` creates it, or on ADD."""
@@ -216,7 +218,7 @@ class References:
 
     def cancel_create(self, fork_id: ForkId) -> None:
         """Undoes `create`: the message is not sent after all, and nobody has the fork."""
-        del self._held[fork_id]
+        self._held.pop(fork_id, None)  # None if Ctrl-C came before it
 
     def on_not_made(self, rref_id: RRefId, fork_id: ForkId, owner: MemberId) -> None:
         """Notes, once, that the message of `create` never comes to the owner.
@@ -233,7 +235,8 @@ class References:
     def drop(self, fork_id: ForkId) -> None:
         """Counts one handle of a fork less."""
         held = self._held.get(fork_id)
-        if held is not None:  # else the fork had ended when its message came once more
+        # Else the fork had ended when its message came once more, or see `release`.
+        if held is not None:
             held.handles -= 1
             self._end_if_unused(fork_id)
 

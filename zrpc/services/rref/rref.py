@@ -19,6 +19,7 @@ from zrpc.errors import (
     raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -83,12 +84,11 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = agent_that_is_set()
         service = agent.service(RRefService)
-        rref_id = service.new_id()
-        owned = service.retain_value(rref_id)
+        self._failure = None
+        self._fill(service, service.new_id(), None, agent.worker_info, None)
+        self._value = owned = service.retain_value(self._rref_id)
         owned.begun = True
         owned.set(value)
-        self._failure = None
-        self._fill(service, rref_id, None, agent.worker_info, owned)
 
     def _fill(
         self,
@@ -98,12 +98,12 @@ class RRef(Generic[T]):
         owner: WorkerInfo,
         value: OwnedValue | None,
     ) -> None:
-        self._service = service
         self._rref_id = rref_id
         self._fork_id = fork_id
         self._owner = owner
         self._value = value
         self._methods = frozenset()
+        self._service = service  # last: see `__del__`
 
     @classmethod
     def _of_fork(cls, service: RRefService, fork: Fork, value: OwnedValue | None) -> RRef[Any]:
@@ -126,9 +126,14 @@ class RRef(Generic[T]):
         """Makes the RRef that `zrpc.remote` returns; see `RRefService.create`."""
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
-        rref._failure = None  # before the call, which may fail at any time
-        rref_id, fork_id, value = service.create(to, body, timeout, subject, weakref.ref(rref))
-        rref._fill(service, rref_id, fork_id, to, value)
+        # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
+        # comes after that, this handle is dropped as any other.
+        rref._failure = None
+        rref_id, drawn = service.new_id(), service.new_id()
+        fork_id = None if to.member_id == service.member else drawn
+        rref._fill(service, rref_id, fork_id, to, None)
+        creation = Creation(service, rref_id, fork_id, weakref.ref(rref), to.member_id)
+        rref._value = service.create(creation, to, body, timeout, subject)
         return rref
 
     def fail(self, error: Exception | Message) -> None:

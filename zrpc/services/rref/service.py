@@ -26,7 +26,6 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 if TYPE_CHECKING:
-    import weakref
     from collections.abc import Callable, Mapping
 
     from zrpc.services.rref.rref import RRef
@@ -156,32 +155,31 @@ class RRefService(Service):
 
     def create(
         self,
+        creation: Creation,
         owner: WorkerInfo,
         body: Any,
         timeout: float,
         subject: RRef[Any] | None,
-        handle: weakref.ref[RRef[Any]],
-    ) -> tuple[RRefId, ForkId | None, OwnedValue | None]:
+    ) -> OwnedValue | None:
         """Has a value made by a call of a function, or of a method of the value of ``subject``.
 
         The body is the function (or the method's name), args and kwargs. The handle gets the error
-        if the call fails, but not what the function raises. Returns the ids of the value and of our
-        fork, and the value. There is no fork if this worker is the owner, and no value if it is
-        not.
+        if the call fails, but not what the function raises. Returns the value if this worker is
+        the owner. If this raises, the handle is dropped already: its error may be kept for long.
         """
-        rref_id, fork_id = self.new_id(), self.new_id()
-        local = owner.member_id == self.member
+        rref_id, fork_id = creation.rref_id, creation.fork_id
+        # The owner has no fork, but the message has room for one.
+        ids = [rref_id, fork_id or rref_id, *([] if subject is None else [subject._rref_id])]
         value = None
-        with self._lock:
-            if local:
-                self._references.retain(rref_id)  # for the handle
-                self._references.retain(rref_id)  # for the call, which may outlive it
-                value = self._values[rref_id]
-            else:
-                self._references.create(rref_id, fork_id, owner.member_id)
-        ids = [rref_id, fork_id] if subject is None else [rref_id, fork_id, subject._rref_id]
-        creation = Creation(self, rref_id, None if local else fork_id, handle, owner.member_id)
         try:
+            with self._lock:
+                if fork_id is None:
+                    self._references.retain(rref_id)  # for the handle
+                    creation.retains = True
+                    self._references.retain(rref_id)  # for the call, which may outlive it
+                    value = self._values[rref_id]
+                else:
+                    self._references.create(rref_id, fork_id, owner.member_id)
             self.caller.call_notify(
                 owner,
                 Kind.REMOTE,
@@ -193,18 +191,14 @@ class RRefService(Service):
                 undo=creation.on_not_made,
             )
         except BaseException:
-            with self._lock:
-                if local:
-                    self._references.release(rref_id)
-                elif creation.settled and not creation.unmade:
-                    self._references.drop(fork_id)  # interrupted when the message had been sent
-                else:
-                    self._references.cancel_create(fork_id)
-            if local:
+            if fork_id is None:
                 self.release_creation(creation)  # it has done so itself if the call was settled
-            self._settle_references()
+            elif creation.unmade or not creation.settled:  # else the message has been sent
+                with self._lock:
+                    self._references.cancel_create(fork_id)
+            self.dropped.append((rref_id, fork_id))
             raise
-        return rref_id, None if local else fork_id, value
+        return value
 
     def on_created(self, fork_id: ForkId) -> None:
         """Notes that the owner lists a fork of ours, which was made with its value."""
