@@ -24,6 +24,7 @@ from tests.services.rref.tracked import (
 from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
 from tests.support.waiting import until
+from zrpc.calls.caller import Caller
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.service import RRefService
@@ -169,6 +170,31 @@ def test_a_call_that_its_owner_can_not_read(
     assert_empty(mesh)
 
 
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("asked", ["before", "after"])
+def test_others_learn_that_a_value_is_never_made(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """They ask the owner before it knows that itself, or after."""
+    monkeypatch.setattr(mesh.agent(1).callee, "execute", lack_descriptors)
+    with mesh.agent(0).as_current():
+        told = Held(mesh, 0, Kind.REFERENCE)
+        rref = zrpc.remote("worker1", dict)
+        until(lambda: len(told), "the creator knows it")
+        monkeypatch.undo()
+        if asked == "after":
+            told.arrive()
+        other = zrpc.rpc_async("worker2", zrpc.RRef.to_here, args=(rref, 5))
+        if asked == "before":
+            until(lambda: mesh.agent(1).callee.requests.all(), "the owner is asked")
+            told.arrive()
+        with pytest.raises(zrpc.RpcError, match="never made"):
+            other.wait()
+    del rref, other
+    rest(mesh)
+    assert_empty(mesh)
+
+
 def test_a_call_is_interrupted_when_it_has_been_sent(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +238,7 @@ def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
         *(zrpc.RRef.__init__, zrpc.RRef._fill, zrpc.RRef._create.__func__, zrpc.RRef.__del__),
         *(RRefService.create, RRefService.retain_value, RRefService.release_creation),
         *(Creation.on_settled, References.retain, References.create),
+        *(Caller.call_notify, Caller._submit),
     ]
     with mesh.agent(0).as_current():
         for number in itertools.count(1):

@@ -28,8 +28,9 @@ class Creation:
 
     The fork is this worker's; the owner has none. For the handle see `RRefService.create`.
     ``retains`` tells whether the call still counts as a handle of a value that is made here, and
-    ``unmade`` whether its message never came to the owner; both are guarded by the service's lock.
-    ``settled`` tells whether the call has an outcome.
+    ``reported`` whether the owner was told that it never makes the value; both are guarded by the
+    service's lock. ``settled`` tells whether the call has an outcome, ``unmade`` whether its
+    message never came to the owner, and ``issued`` whether the fork counts all the same.
     """
 
     service: RRefService
@@ -38,7 +39,9 @@ class Creation:
     handle: weakref.ref[RRef[Any]]
     owner: MemberId
     retains: bool = False
+    reported: bool = False
     unmade: bool = False
+    issued: bool = False
     settled: bool = False
 
     def on_settled(self, call: PendingCall) -> None:

@@ -85,7 +85,6 @@ class _Held:
     owner: MemberId
     handles: int = 1  # more if the message with the fork came twice
     listed: bool = False  # the owner has confirmed it
-    unmade: bool = False  # the message that makes its value, and lists it, never came to the owner
     children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
 
 
@@ -126,8 +125,8 @@ class References:
     """One worker's part in the reference count, as owner and as user.
 
     For one thread at a time. After each event the caller takes what has gathered in `outgoing`,
-    messages to send, each with its receiver, in `freed`, values to free, and in `ready`, handlers
-    that may begin.
+    messages to send, each with its receiver, in `freed`, values to free, in `unmade`, values that
+    will never be made, and in `ready`, handlers that may begin.
     """
 
     def __init__(self, member: MemberId) -> None:
@@ -148,6 +147,7 @@ class References:
         self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
+        self.unmade: list[RRefId] = []
         self.ready: list[Callable[[], None]] = []
 
     @property
@@ -224,13 +224,10 @@ class References:
         """Notes, once, that the message of `create` never comes to the owner.
 
         The fork may have ended, or have children, which name it as their parent. So the owner must
-        list it all the same: it does on ADD, by which the fork says that it comes from itself.
+        list it all the same: it does on ADD, by which the fork says that it comes from itself. That
+        tells the owner that there will be no value.
         """
-        held = self._held.get(fork_id)
-        if held is None:  # its DELETE has been sent
-            self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
-        else:
-            held.unmade = True
+        self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
 
     def drop(self, fork_id: ForkId) -> None:
         """Counts one handle of a fork less."""
@@ -258,8 +255,6 @@ class References:
             self._ended[fork_id] = None
             if len(self._ended) > _ENDED_REMEMBERED:
                 del self._ended[next(iter(self._ended))]
-            if held.unmade:
-                self._send(held.owner, Verb.ADD, held.rref_id, fork_id, self._own_id, fork_id)
             self._send(held.owner, Verb.DELETE, held.rref_id, fork_id)
 
     # -- forks in messages ---------------------------------------------------------------
@@ -345,6 +340,8 @@ class References:
             return
         verb, _, rref_id, fork_id, parent, parent_id = message
         if verb is Verb.ADD:
+            if parent_id == fork_id:
+                self.unmade.append(rref_id)
             self._announce(rref_id, parent_id, parent, sender)
             self.add(rref_id, fork_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)

@@ -191,13 +191,22 @@ class RRefService(Service):
                 undo=creation.on_not_made,
             )
         except BaseException:
+            for call in self.caller.calls.in_flight():
+                if call.follower is creation:  # Ctrl-C came as soon as it was sent
+                    call.cancel()
             if fork_id is None:
                 self.release_creation(creation)  # it has done so itself if the call was settled
-            elif creation.unmade or not creation.settled:  # else the message has been sent
+            elif creation.unmade or not creation.settled:
                 with self._lock:
                     self._references.cancel_create(fork_id)
+            else:  # the owner hears of the fork, and then of its end
+                creation.issued = True
             self.dropped.append((rref_id, fork_id))
             raise
+        creation.issued = True
+        # After that: `on_not_made` does it the other way round.
+        if creation.unmade:
+            self._report_unmade(creation)
         return value
 
     def on_created(self, fork_id: ForkId) -> None:
@@ -207,9 +216,15 @@ class RRefService(Service):
 
     def on_not_made(self, creation: Creation) -> None:
         """Notes that the message that makes a value never comes to its owner."""
+        creation.unmade = True
+        if creation.issued:
+            self._report_unmade(creation)
+
+    def _report_unmade(self, creation: Creation) -> None:
+        """Tells the owner, once, that there will be no value: others may have a fork by now."""
         assert creation.fork_id is not None
         with self._lock:
-            known, creation.unmade = creation.unmade, True
+            known, creation.reported = creation.reported, True
             if not known:
                 self._references.on_not_made(creation.rref_id, creation.fork_id, creation.owner)
         self._settle_references()
@@ -387,11 +402,21 @@ class RRefService(Service):
             return  # if another thread adds something just now, it settles that itself
         with self._lock:
             ready, references.ready = references.ready, []
+            # Before those that are freed: one may be both.
+            unmade = [self._values[rref_id] for rref_id in references.unmade]
+            references.unmade.clear()
             freed = [self._values.pop(i, None) for i in self._references.freed]
             self._freed.update(dict.fromkeys(map(_number, self._references.freed)))
             while len(self._freed) > _FREED_REMEMBERED:
                 del self._freed[next(iter(self._freed))]
             self._references.freed.clear()
+        for value in unmade:
+            value.set(
+                error=RpcError(
+                    "the value of this RRef is never made: the call that was to make it was not "
+                    "sent, or its owner could not read it"
+                )
+            )
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
