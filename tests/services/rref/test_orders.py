@@ -312,3 +312,25 @@ def test_a_call_is_cancelled_as_the_value_comes_that_it_waits_for(mesh: Mesh) ->
     del argument, made, first, second
     rest(mesh)
     assert_empty(mesh)
+
+
+def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh) -> None:
+    """A program may ask again and again whether a function that runs for days has returned."""
+    with mesh.agent(0).as_current(), Gate() as gate:
+        rref = zrpc.remote("worker1", gate.wait_inside, args=(1,))
+        gate.await_entry()
+        service, callee = mesh.agent(1).service(RRefService), mesh.agent(1).callee
+        patient = rref.rpc_async(timeout=0).bit_length()
+        until(lambda: len(callee.requests.all()) == 2, "it waits for the value")
+        for _ in range(500):
+            call = rref.rpc_async(timeout=0).bit_length()
+            assert call.cancel()
+        until(lambda: len(callee.requests.all()) == 2, "the others are dropped")
+        waiting = service._values[rref._rref_id]._followers
+        assert waiting is not None
+        assert len(waiting) < 250
+        gate.open()
+        assert patient.wait() == 1
+    del rref, patient, call, waiting
+    rest(mesh)
+    assert_empty(mesh)

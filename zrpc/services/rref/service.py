@@ -271,9 +271,9 @@ class RRefService(Service):
 
     def _on_fetch(self, request: Message) -> None:
         value = self._find_value(*request.attachment(Tag.SUBJECT))
-        self.agent.callee.accept(request)
+        scope = self.agent.callee.accept(request)
         answer = RequestJob(request, partial(self._answer_fetch, value))
-        value.when_ready(partial(self.agent.receiver.run, answer))
+        value.when_ready(partial(self.agent.receiver.run, answer), scope)
 
     def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
@@ -294,8 +294,8 @@ class RRefService(Service):
             return getattr(value.get(), name), args, kwargs
 
         # No thread waits for a value that is still to be made.
-        self.agent.callee.accept(request)
-        value.when_ready(lambda: self.agent.callee.execute(request, sink, resolve))
+        scope = self.agent.callee.accept(request)
+        value.when_ready(lambda: self.agent.callee.execute(request, sink, resolve), scope)
 
     def _on_reference(self, message: Message) -> None:
         sender, batch = message.sender, ReferenceMessage.parse_all(message.body)

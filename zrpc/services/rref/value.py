@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zrpc.errors import RemoteError, RpcTimeoutError
 from zrpc.runtime.thread_pool import acquire
 
+if TYPE_CHECKING:
+    from zrpc.calls.cancel_scope import CancelScope
+
+    _Follower = tuple[Callable[[], None], CancelScope | None]
+
 __all__ = ["OwnedValue"]
+
+# From this number on, followers that nobody waits for any longer are looked for.
+_MANY = 64
 
 
 class OwnedValue:
@@ -30,7 +38,7 @@ class OwnedValue:
         self._ready = False
         # Guards the followers; they are called without it.
         self._lock = threading.Lock()
-        self._followers: list[Callable[[], None]] | None = None  # usually there are none
+        self._followers: list[_Follower] | None = None  # usually there are none
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Sets the value or the error, once, and calls the followers."""
@@ -46,16 +54,21 @@ class OwnedValue:
                 error.__traceback__ = None
             self._ready = True
             followers, self._followers = self._followers, None
-        for follower in followers or ():
+        for follower, _ in followers or ():
             follower()
 
-    def when_ready(self, follower: Callable[[], None]) -> None:
-        """Calls ``follower()`` when there is a value or an error: now, if there is one already."""
+    def when_ready(self, follower: Callable[[], None], scope: CancelScope | None = None) -> None:
+        """Calls ``follower()`` when there is a value or an error: now, if there is one already.
+
+        Or never, if ``scope`` is cancelled before: its caller no longer waits.
+        """
         with self._lock:
             if not self._ready:
-                if self._followers is None:
-                    self._followers = []
-                self._followers.append(follower)
+                followers = self._followers or []
+                if len(followers) >= _MANY and len(followers).bit_count() == 1:  # now and then
+                    followers = [f for f in followers if f[1] is None or not f[1].cancelled]
+                followers.append((follower, scope))
+                self._followers = followers
                 return
         follower()
 
@@ -75,6 +88,7 @@ class OwnedValue:
         gate = threading.Lock()
         gate.acquire()
         release = gate.release
+        entry = release, None
         self.when_ready(release)
         try:
             if not acquire(gate, timeout or -1):
@@ -84,5 +98,5 @@ class OwnedValue:
                 )
         finally:
             with self._lock:
-                if self._followers is not None and release in self._followers:
-                    self._followers.remove(release)
+                if self._followers is not None and entry in self._followers:
+                    self._followers.remove(entry)
