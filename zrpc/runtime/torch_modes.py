@@ -15,6 +15,17 @@ _is_grad_enabled = torch.is_grad_enabled
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia", "privateuseone")
 
 
+def _has_autocast(device: str) -> bool:
+    try:
+        torch.is_autocast_enabled(device)
+    except RuntimeError:  # this version of torch does not know the device
+        return False
+    return True
+
+
+_AUTOCAST_DEVICES = tuple(filter(_has_autocast, _DEVICES))
+
+
 def reset_modes() -> None:
     """Enables grad in this thread, and disables autocast and the modes of `torch.overrides`.
 
@@ -32,7 +43,7 @@ def reset_modes() -> None:
 
 
 def _disable_autocast() -> None:
-    for device in _DEVICES:
+    for device in _AUTOCAST_DEVICES:
         if torch.is_autocast_enabled(device):
             torch.set_autocast_enabled(device, False)
     while (nesting := torch.autocast_decrement_nesting()) > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -225,7 +226,8 @@ def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
         assert "nothing to do (--all shows them)" in callee
         everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
         assert "Thread zrpc-worker1-io-" in everything
-        assert "in HandlerPool._run" in everything or "in LeaderFollower._lead" in everything
+        # Python 3.10 does not know the classes.
+        assert re.search(r"in (HandlerPool\.)?_run|in (LeaderFollower\.)?_lead", everything)
         assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
         door.opened.set()
         assert [future.wait() for future in futures] == ["in", "in"]
