@@ -141,7 +141,8 @@ def test_a_store_of_an_older_torch_listens_on_its_address_only(
 def test_a_port_that_is_in_use_is_named_by_each_torch(
     free_port: int, monkeypatch: pytest.MonkeyPatch, cause: type[Exception]
 ) -> None:
-    def make(*_: Any, **__: Any) -> Any:
+    def make(*_: Any, master_listen_fd: int, **__: Any) -> Any:
+        os.close(master_listen_fd)  # the store owns it
         raise cause("code: -98, name: EADDRINUSE")
 
     monkeypatch.setattr(zrpc.membership.store, "TCPStore", make)
