@@ -137,7 +137,11 @@ def test_a_hook_that_removes_itself(leaf: torch.Tensor, register: str) -> None:
     torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 4.0))
 
 
-def test_no_hooks_of_a_run_stay_on_a_node(leaf: torch.Tensor) -> None:
+@pytest.mark.parametrize("must_run", [False, True])
+def test_no_hooks_of_a_run_stay_on_a_node(
+    leaf: torch.Tensor, monkeypatch: pytest.MonkeyPatch, must_run: bool
+) -> None:
+    monkeypatch.setattr(engine, "must_run", lambda _: must_run)
     node = accumulator_of(leaf)
     for fails in (False, True):
         root = (leaf * 2).sum()

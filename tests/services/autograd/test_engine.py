@@ -11,6 +11,13 @@ from zrpc.services.autograd import engine
 from zrpc.services.autograd.state import ContextState
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["returned", "accumulated"])
+def _both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine returns the gradients; or it accumulates them, as for leaves with hooks."""
+    if request.param:
+        monkeypatch.setattr(engine, "must_run", lambda _: True)
+
+
 def run(root: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
     state = ContextState(0)
     engine.run([root], state.start, False, state)

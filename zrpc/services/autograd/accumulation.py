@@ -1,8 +1,9 @@
 """How a run of torch's engine brings the gradients of leaves into a context, not into ``.grad``.
 
 Each leaf has an AccumulateGrad node, on which hooks and DDP's reducers hang, and which adds to
-``.grad``. All runs of a process share it. So a run has its own hooks on these nodes while it
-lasts, the last ones there, and tells by its graph task which calls of them are its own:
+``.grad``. All runs of a process share it. If nothing hangs on the nodes of a run, the engine runs
+none of them and returns the gradients. Otherwise the run has its own hooks on them while it lasts,
+the last ones there, and tells by its graph task which calls of them are its own:
 
 - A leaf without hooks on its node: the gradient is taken before the node gets it, which then does
   nothing. So any number of runs can go over the same leaf at once.
@@ -25,13 +26,32 @@ from torch.utils.hooks import RemovableHandle
 
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.grad_lock import GradLock, Use
-from zrpc.services.autograd.nodes import recorded
+from zrpc.services.autograd.node_hooks import OwnHook, any_registered
+from zrpc.services.autograd.nodes import Gradients, recorded
 from zrpc.services.autograd.state import ContextState
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "must_run"]
 
 # Guards the registration of hooks of nodes, so that each run sees which hooks are there.
 _hooks_lock = threading.Lock()
+
+
+def must_run(leaves: Iterable[torch.Tensor]) -> bool:
+    """Returns whether the AccumulateGrad nodes of these leaves must run.
+
+    They must if anything may hang on them. A leaf's own hook may be one over several tensors, which
+    asks the engine whether it runs their nodes.
+    """
+    return (
+        any_registered()
+        or any(leaf._backward_hooks or _hooks_after(leaf) for leaf in leaves)
+        or bool(ddp.reduced_with(leaves))
+    )
+
+
+def _hooks_after(leaf: torch.Tensor) -> Any:
+    """Returns the hooks that run when ``.grad`` of a leaf has changed, if it has any."""
+    return getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
 class Accumulation:
@@ -42,12 +62,12 @@ class Accumulation:
         accumulators: the AccumulateGrad nodes of the leaves that the run reaches.
 
     Attributes:
-        taken: the gradients of leaves without hooks on their nodes, by node. The caller adds
-            them to the context when the run has succeeded.
+        taken: leaves without hooks on their nodes, and their gradients. The caller adds these to
+            the context when the run has succeeded.
     """
 
     def __init__(self, state: ContextState, accumulators: Iterable[Any]) -> None:
-        self.taken: dict[Any, torch.Tensor] = {}
+        self.taken: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._state = state
         self._accumulators = list(accumulators)
         self._graph_task: int | None = None
@@ -67,7 +87,7 @@ class Accumulation:
         The tensor's node must belong to this run alone.
         """
         node: Any = begin.grad_fn
-        node.register_prehook(self._begun)
+        node.register_prehook(OwnHook(self._begun))
 
     def _begun(self, _: Any) -> None:
         self._graph_task = torch._C._current_graph_task_id()
@@ -96,15 +116,15 @@ class Accumulation:
     def _hook(self, node: Any) -> None:
         """Adds this run's hooks to a node."""
         with _hooks_lock:
-            take = node.register_prehook(_Take(self, node))
+            take = node.register_prehook(OwnHook(_take, self, node.variable))
             if not _has_hooks(node, take):
                 self._handles.append(take)
                 return
             take.remove()
             loan = _Loan(self._state, node.variable)
             self._hooked.append(loan)
-            self._handles.append(node.register_prehook(_Borrow(self, loan)))
-            self._handles.append(node.register_hook(_GiveBack(self, loan)))
+            self._handles.append(node.register_prehook(OwnHook(_borrow, self, loan)))
+            self._handles.append(node.register_hook(OwnHook(_give_back, self, loan)))
 
     def __exit__(
         self,
@@ -168,39 +188,25 @@ class _Loan:
             lock.release()
 
 
-class _RunHook:
-    """A hook of one run on an AccumulateGrad node; other runs may call it, too."""
-
-    def __init__(self, run: Accumulation, target: Any) -> None:
-        self._run = run
-        self._target = target
-
-
-class _Take(_RunHook):
+def _take(run: Accumulation, leaf: torch.Tensor, gradients: Gradients) -> tuple[None] | None:
     """Takes the gradient before a node gets it."""
-
-    def __call__(self, gradients: tuple[torch.Tensor | None]) -> tuple[None] | None:
-        [gradient] = gradients
-        if gradient is None or not self._run.is_own():
-            return None
-        self._run.taken[self._target] = gradient
-        return (None,)
+    [gradient] = gradients
+    if gradient is None or not run.is_own():
+        return None
+    run.taken.append((leaf, gradient))
+    return (None,)
 
 
-class _Borrow(_RunHook):
+def _borrow(run: Accumulation, loan: _Loan, _: Any) -> None:
     """Has a node add to the context's gradient."""
-
-    def __call__(self, _: Any) -> None:
-        if self._run.is_own():
-            self._target.begin(Use.HOOKS)
+    if run.is_own():
+        loan.begin(Use.HOOKS)
 
 
-class _GiveBack(_RunHook):
-    """Ends what `_Borrow` has begun."""
-
-    def __call__(self, *_: Any) -> None:
-        if self._run.is_own():
-            self._target.end(keep=True)
+def _give_back(run: Accumulation, loan: _Loan, *_: Any) -> None:
+    """Ends what `_borrow` has begun."""
+    if run.is_own():
+        loan.end(keep=True)
 
 
 def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
@@ -209,13 +215,13 @@ def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
     A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
     ``prehook`` is one that was added.
     """
-    if getattr(accumulator.variable, "_post_accumulate_grad_hooks", None):
+    if _hooks_after(accumulator.variable):
         return True
     hook = accumulator.register_hook(_nothing)
     hooks = hook.hooks_dict_ref()
     hook.remove()
     prehooks = prehook.hooks_dict_ref() or {}
-    return not all(isinstance(each, _RunHook) for each in [*hooks.values(), *prehooks.values()])
+    return not all(isinstance(each, OwnHook) for each in [*hooks.values(), *prehooks.values()])
 
 
-def _nothing(*_: Any) -> None: ...
+_nothing = OwnHook(lambda *_: None)

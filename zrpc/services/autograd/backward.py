@@ -39,6 +39,7 @@ from zrpc.services.autograd.contexts import (
 )
 from zrpc.services.autograd.dependencies import UsedTensors
 from zrpc.services.autograd.last_gradients import LastGradients
+from zrpc.services.autograd.node_hooks import OwnHook
 from zrpc.services.autograd.nodes import Gradients, append_turn, without_gaps
 from zrpc.services.autograd.pass_errors import accelerator_stalled, messages_lost, worker_died
 from zrpc.services.autograd.state import ContextState, Pass, Receive
@@ -187,7 +188,7 @@ class Passes:
                     self._ask_part(state.context_id, pass_, peer, other)
             last, leaves = state.start, 0
             for message in sent:
-                wait = partial(self._await_gradients, message.send_id, message.position)
+                wait = OwnHook(self._await_gradients, message.send_id, message.position)
                 last = append_turn(last, wait, list(message.exits.values()))
                 leaves |= message.leaves
             # Only if it is needed: to make it takes longer than to record it.

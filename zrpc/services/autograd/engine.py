@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from zrpc.services.autograd.accumulation import Accumulation
+from zrpc.services.autograd.accumulation import Accumulation, must_run
 from zrpc.services.autograd.nodes import NO_GRADIENT
 from zrpc.services.autograd.state import ContextState
 
@@ -62,37 +63,58 @@ def run(
         leaves |= state.tracer.reach(root).leaves
     state.tracer.forget()
     accumulators = state.tracer.leaves(leaves)
+    variables = [node.variable for node in accumulators]
     # With the start among the inputs the engine also runs the parts that lead to no leaf: the
     # gradients of each tensor that was received must be sent.
-    inputs = [*(node.variable for node in accumulators), start]
-    with Accumulation(state, accumulators) as accumulation:
-        begins = [accumulation.begin_at(root) for root in roots]
-        seeds = [torch.ones_like(root) for root in roots]
-        if token is not start:
+    execute = partial(
+        _execute, [] if token is start else [token], retain_graph, (*variables, start)
+    )
+    if must_run(variables):
+        with Accumulation(state, accumulators) as accumulation:
+            begins = [accumulation.begin_at(root) for root in roots]
             if not roots:  # a root's node comes first: see `append_turn`
                 accumulation.begin_with(token)
-            begins.append(token)
-            seeds.append(NO_GRADIENT)
-        _run_backward(
-            tuple(begins),
-            tuple(seeds),
-            retain_graph,
-            False,  # create_graph
-            tuple(inputs),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
-    found = accumulation.taken
+            execute(begins, accumulate=True)
+        _add(state, accumulation.taken)
+    else:
+        # In one statement, so that nothing else refers to the gradients.
+        _add(state, list(zip(variables, execute(roots, accumulate=False), strict=False)))
+
+
+def _execute(
+    tokens: Sequence[torch.Tensor],
+    retain_graph: bool,
+    inputs: tuple[torch.Tensor, ...],
+    roots: Sequence[torch.Tensor],
+    accumulate: bool,
+) -> Sequence[torch.Tensor | None]:
+    """Runs torch's engine; returns the gradients of the inputs, unless it accumulates them."""
+    gradients: Sequence[torch.Tensor | None] = _run_backward(
+        (*roots, *tokens),
+        (*map(torch.ones_like, roots), *(NO_GRADIENT for _ in tokens)),
+        retain_graph,
+        False,  # create_graph
+        inputs,
+        allow_unreachable=True,
+        accumulate_grad=accumulate,
+    )
+    return gradients
+
+
+def _add(state: ContextState, found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Adds the gradients of leaves to those of the context; takes them out of the list."""
     # As in torch, gradients of which there are copies live until all are added. So no copy has the
     # memory in which a hook has seen a gradient.
     shared = []
     while found:
-        node, gradient = found.popitem()
+        leaf, gradient = found.pop()
+        if gradient is None:
+            continue
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
         if _is_unshared(gradient, uses):
-            state.add_gradient(node.variable, gradient.detach())
+            state.add_gradient(leaf, gradient.detach())
         else:
-            state.add_gradient(node.variable, gradient.clone())
+            state.add_gradient(leaf, gradient.clone())
             shared.append(gradient)
 
 

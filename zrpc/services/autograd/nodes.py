@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zrpc.services.autograd.node_hooks import OwnHook
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
@@ -132,9 +133,7 @@ _SEND_NODE.apply = Send.backward
 RECEIVE_NODE.apply = Receive.backward
 
 
-def append_turn(
-    token: torch.Tensor, wait: Callable[[Any], None], exits: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def append_turn(token: torch.Tensor, wait: OwnHook, exits: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the token of a pass that waits with ``wait`` before it runs what leads to ``token``.
 
     Args:

@@ -1,0 +1,98 @@
+"""Whether a program has hooks on nodes is known without a look at any node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from zrpc.services.autograd import engine, node_hooks
+from zrpc.services.autograd.accumulation import must_run
+from zrpc.services.autograd.node_hooks import OwnHook, any_registered
+from zrpc.services.autograd.state import ContextState
+
+
+@pytest.fixture(autouse=True)
+def _no_hooks_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    assert node_hooks._complete
+    monkeypatch.setattr(node_hooks, "_noted", {})
+    assert not any_registered()
+    yield
+    assert not any_registered()
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]
+
+
+def nothing(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_counts_until_it_is_removed(register: str) -> None:
+    node = accumulator_of(torch.rand(3, requires_grad=True))
+    handles = [getattr(node, register)(nothing) for _ in range(2)]
+    assert any_registered()
+    handles.pop().remove()
+    assert any_registered()
+    handles.pop().remove()
+    assert not any_registered()
+    handles.append(getattr(node, register)(nothing))
+    assert any_registered()
+    handles.pop().remove()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+def test_a_hook_counts_until_its_node_is_freed(register: str) -> None:
+    node = accumulator_of(torch.rand(3, requires_grad=True))
+    getattr(node, register)(nothing)
+    assert any_registered()
+    del node
+    assert not node_hooks._noted
+
+
+def test_own_hooks_do_not_count() -> None:
+    node = accumulator_of(torch.rand(3, requires_grad=True))
+    node.register_hook(OwnHook(nothing))
+    node.register_prehook(OwnHook(nothing))
+    assert not any_registered()
+
+
+def test_hooks_may_be_there_if_some_were_registered_before_zrpc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(node_hooks, "_complete", False)
+        assert any_registered()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_nodes_of_leaves_with_hooks_run(register: str) -> None:
+    plain, hooked = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    handle = getattr(hooked, register)(nothing)
+    assert must_run([plain, hooked])
+    assert not must_run([plain])
+    handle.remove()
+    assert not must_run([plain, hooked])
+
+
+def test_a_run_without_hooks_looks_at_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf, state = torch.rand(3, requires_grad=True), ContextState(1)
+    node = accumulator_of(leaf)
+    registered = []
+    note = torch.autograd.Function._register_hook  # type: ignore[attr-defined]
+
+    def register(*arguments: Any) -> Any:
+        registered.append(True)
+        return note(*arguments)
+
+    monkeypatch.setattr(torch.autograd.Function, "_register_hook", staticmethod(register))
+    engine.run([(leaf * 2).sum()], state.start, False, state)
+    assert not registered
+    torch.testing.assert_close(state.gradients, {leaf: torch.full((3,), 2.0)})
+    node.register_hook(nothing)
+    engine.run([(leaf * 2).sum()], state.start, False, state)
+    assert registered
+    torch.testing.assert_close(state.gradients, {leaf: torch.full((3,), 4.0)})
