@@ -15,6 +15,7 @@ from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Quiescence, Shutdown
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.options import checked_timeout
+from zrpc.runtime import garbage_collector
 from zrpc.runtime.thread_pool import in_pool
 from zrpc.wire.member_id import rank_of
 
@@ -77,6 +78,8 @@ class Closing:
         """Leaves the mesh, and ends all that the agent has started; see `Agent.shutdown`."""
         agent = self._agent
         own = in_pool(agent.pool) or in_pool(agent.completions) or agent.event_loop.runs_here()
+        # Of a finalizer, whose thread may be the one that receives.
+        own = own or garbage_collector.interrupts_zrpc()
         if agent.closed:
             # Another thread may still close it, and wait for this one if it is one of the agent's.
             if not own and self._closer != threading.get_ident():
@@ -86,7 +89,8 @@ class Closing:
         if graceful and own:
             raise RpcError(
                 "a graceful shutdown waits for all handlers and callbacks, and can't be called "
-                "from one: call it in the main thread, or with graceful=False"
+                "from one, nor by a finalizer that the garbage collector runs in the midst of "
+                "zrpc's own code: call it in the main thread, or with graceful=False"
             )
         try:
             if graceful:

@@ -157,6 +157,10 @@ class Receiver:
         self._errands.append(errand)
         self._network.wake()
 
+    def in_next_turn(self, errand: Callable[[], None]) -> None:
+        """Has something done in the I/O thread at its next tick at the latest; takes no locks."""
+        self._errands.append(errand)
+
     # -- the I/O thread --------------------------------------------------------------------
 
     def on_answered(self, call: PendingCall) -> None:

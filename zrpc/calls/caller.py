@@ -17,6 +17,7 @@ import zmq
 
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
+from zrpc.calls.finalizer_calls import NextTurn, call_soon
 from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl, no_room
 from zrpc.calls.future import Future
 from zrpc.calls.open_telemetry import CallSpan, configured
@@ -38,6 +39,7 @@ from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, rais
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
+from zrpc.runtime import garbage_collector
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice
@@ -54,7 +56,7 @@ _NEW, _SENDING, _LEFT = Stage.NEW, Stage.SENDING, Stage.LEFT
 _REMOTE, _ERROR = Kind.REMOTE, Kind.ERROR
 
 
-class Receiver(Protocol):
+class Receiver(NextTurn, Protocol):
     """What receives the answers; see `zrpc.agent.receiver`."""
 
     def receive(self, gate: threading.Lock, timeout: float) -> None:
@@ -134,6 +136,8 @@ class Caller:
         died: type[WorkerDied] = WorkerDied,
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
+        if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+            return self.call_async(to, kind, obj, timeout, extension=extension, holds=holds).wait()
         shown = self._show(to, kind, obj, True) if profiler._is_profiler_enabled else None
         marks = None
         try:
@@ -180,6 +184,9 @@ class Caller:
             SerializationError: ``obj`` can't be pickled.
             NotInitializedError: the agent is closed.
         """
+        if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+            go = partial(self.call_async, to, kind, obj, timeout, extension=extension)
+            return call_soon(partial(go, holds=holds, died=died), self._receiver, self._submit_job)
         shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
         try:
             call, message = self._pack(to, kind, obj, timeout, extension, holds, died)

@@ -6,5 +6,6 @@ Other rooms may import every module here:
 - `leader_follower`: which thread receives;
 - `event_loop`, `context_thread`: the other threads of an agent;
 - `interrupts`, `switch_interval`: Ctrl-C, and Python's thread switches;
+- `garbage_collector`: what it interrupts;
 - `adaptive_spin`, `allocator`, `resource_limits`: polling, memory, and advice if a resource ends.
 """

@@ -1,0 +1,45 @@
+"""Where Python's garbage collector runs just now, and whether it has interrupted zrpc there.
+
+The collector runs the finalizers (``__del__``) of objects that refer to each other, in any thread:
+whichever has just made one object too many. In the midst of zrpc's own code, that thread may hold a
+lock, or be the one that receives. So a finalizer that the collector runs there must neither take
+zrpc's locks nor wait for another worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from threading import get_ident
+from types import FrameType
+
+__all__ = ["ident", "interrupts_zrpc"]
+
+# What zrpc calls while it holds a lock: its own code may be behind frames of these.
+_BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
+
+# The ident of the thread in which the collector runs, which is one at a time; 0 if it does not run.
+ident = 0
+_interrupted: FrameType | None = None
+
+
+def interrupts_zrpc() -> bool:
+    """Returns whether the collector runs in this thread, and has interrupted zrpc's own code.
+
+    So the caller is a finalizer. Ask for `ident` first, which is 0 most of the time.
+    """
+    frame = _interrupted if ident == get_ident() else None
+    while frame is not None:
+        root = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if root not in _BETWEEN:
+            return root == "zrpc"
+        frame = frame.f_back
+    return False
+
+
+def _note(phase: str, _info: object) -> None:
+    global ident, _interrupted
+    _interrupted, ident = (sys._getframe().f_back, get_ident()) if phase == "start" else (None, 0)
+
+
+gc.callbacks.append(_note)
