@@ -178,6 +178,21 @@ def test_a_host_of_another_world_size_that_exits_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The sizes explain more than the loss of the store does."""
+    error = error_if_host_exits_first(monkeypatch, record(1, 3), record(0, 2))
+    assert "expects a world of 2 workers, but worker" in str(error)
+    assert "one of 3; then the store was lost" in str(error)
+
+
+def test_ranks_that_are_missing_when_the_host_exits_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's time may have run out before that of the others."""
+    error = error_if_host_exits_first(monkeypatch, record(1, 4), record(0, 4))
+    assert re.search(r"but ranks 2-3 are missing: .*; then the store was lost", str(error))
+
+
+def error_if_host_exits_first(
+    monkeypatch: pytest.MonkeyPatch, late: PeerRecord, first: PeerRecord
+) -> Exception:
+    """Returns the error of a worker whose host exits once the worker has read its record."""
     read = threading.Event()
     read_present = _Rendezvous._read_present
 
@@ -191,15 +206,14 @@ def test_a_host_of_another_world_size_that_exits_first(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     entries = SignedStore(store, None)
-    entries.set("record/0", record(0, 2).dump())
+    entries.set("record/0", first.dump())
     connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False)
-    outcome = start(connect, [record(1, 3)])
+    outcome = start(connect, [late])
     assert read.wait(SOON)
     del entries, store
     [error] = outcome()
     assert isinstance(error, StoreLost)
-    assert "expects a world of 2 workers, but worker" in str(error)
-    assert "one of 3; then the store was lost" in str(error)
+    return error
 
 
 @pytest.mark.system

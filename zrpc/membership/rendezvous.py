@@ -204,9 +204,14 @@ class _Rendezvous:
             if not self._wait_for(complete):
                 raise self._incomplete()
         except DistNetworkError as error:
-            if self._mismatch is None:
+            why = self._mismatch
+            # Its host may have waited in vain for the same ranks, and for less time.
+            missing = set(self._absent).difference(self._refused)
+            if why is None and self._came and missing:
+                why = f"{self._expected} but {describe_missing(missing)}"
+            if why is None:
                 raise
-            raise StoreLost(f"{self._mismatch}; then the store was lost: {error}") from error
+            raise StoreLost(f"{why}; then the store was lost: {error}") from error
         self._mismatch = None
         return records
 
