@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -184,3 +187,25 @@ def test_a_probe_without_an_answer_reports_nothing(no_leaks: None) -> None:
         assert probe.pending
         for each in [*fillers, probe]:
             each.close()
+
+
+def test_a_probe_is_answered_whatever_the_number_of_its_descriptor(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``select`` takes numbers below 1024 only."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            with socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as low:
+                high = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1024))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        monkeypatch.setattr(socket, "socket", lambda *_: high)
+        probe = ListenerProbe(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.undo()
+        probe._error = errno.EINPROGRESS  # as for an address of another host
+        assert await_answer(probe) is True
+        probe.close()

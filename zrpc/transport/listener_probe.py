@@ -26,10 +26,13 @@ class ListenerProbe:
         family = socket.AF_INET6 if ":" in parts.hostname else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._error = self._socket.connect_ex((parts.hostname, parts.port))
+        # Not ``select``, which takes no descriptor from 1024 on.
+        self._answer = select.poll()
+        self._answer.register(self._socket, select.POLLOUT)
 
     def listening(self) -> bool | None:
         """Returns False if the connection was refused; None if there is no answer (yet)."""
-        if self._error == errno.EINPROGRESS and select.select([], [self._socket], [], 0)[1]:
+        if self._error == errno.EINPROGRESS and self._answer.poll(0):
             self._error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return {0: True, errno.ECONNREFUSED: False}.get(self._error)
 
