@@ -239,6 +239,37 @@ def test_a_closed_loop_is_replaced(loop: EventLoop) -> None:
     loop.close(SOON)
 
 
+def run_without_a_thread(loop: EventLoop, patch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def never() -> None:
+        pass
+
+    coroutine = never()
+    patch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        loop.run(coroutine, contextvars.Context())
+    coroutine.close()
+
+
+def test_a_thread_that_the_system_refuses_is_started_later(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all later coroutines would wait for a loop that nobody runs."""
+    with monkeypatch.context() as patch:
+        run_without_a_thread(loop, patch)
+    thread, _ = run(loop, where())
+    assert [thread] == threads()
+
+
+def test_close_after_the_system_has_refused_a_thread(
+    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_without_a_thread(loop, monkeypatch)
+    loop.close(SOON)
+
+
 def test_close_after_the_loop_was_closed(loop: EventLoop) -> None:
     thread, its = run(loop, where())
     its.call_soon_threadsafe(lambda: setattr(its, "run_forever", its.close))

@@ -113,9 +113,14 @@ class EventLoop:
             if self._closed:
                 raise RuntimeError("the worker is shutting down and runs no more coroutines")
             if self._loop is None or self._loop.is_closed():
-                self._loop = asyncio.new_event_loop()
-                self.thread = ContextThread(self._context, self._name, self._serve, (self._loop,))
-                self.thread.start()
+                loop = asyncio.new_event_loop()
+                thread = ContextThread(self._context, self._name, self._serve, (loop,))
+                try:
+                    thread.start()
+                except BaseException:
+                    loop.close()  # the system refuses another thread: the next call tries again
+                    raise
+                self._loop, self.thread = loop, thread
             return self._loop
 
     # -- in the loop's thread ------------------------------------------------------------
