@@ -42,6 +42,22 @@ def test_errors_are_raised(requests: StoreThread) -> None:
         requests.request(lambda: 1 // 0, soon())
 
 
+def test_a_thread_that_the_system_refuses_is_started_later(
+    requests: StoreThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            requests.request(int, soon())
+        requests.close()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            requests.request(int, soon())
+    assert requests.request(int, soon()) == 0
+
+
 def test_an_answer_is_not_kept(requests: StoreThread) -> None:
     class Answer:
         pass

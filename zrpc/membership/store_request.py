@@ -59,7 +59,11 @@ class StoreThread:
                 self._thread = threading.Thread(
                     target=_serve, args=(self._requests,), name="zrpc-store", daemon=True
                 )
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the system refuses another thread
+                    self._thread = None
+                    raise
             self._requests.put(request)
         try:
             request.done.acquire(timeout=max(_LEAST_SECONDS, deadline - begun))
