@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 
 from tests.runtime.pool_jobs import SOON, Jobs, MakePool, admitted, until
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.thread_pool import HandlerPool, acquire
 
 
 def test_close_waits_for_jobs_and_drops_those_queued(make_pool: MakePool, jobs: Jobs) -> None:
@@ -49,6 +50,38 @@ def test_close_finishes_only_what_its_timeout_allows(make_pool: MakePool, jobs: 
     jobs.go.set()
     assert pool.close(SOON)
     assert done == []
+
+
+class Held:
+    """What a job holds, with a finalizer that submits another job."""
+
+    def __init__(self, pool: HandlerPool, freed: threading.Event) -> None:
+        self.pool, self.freed = pool, freed
+
+    def __del__(self) -> None:
+        self.pool.submit(int)
+        self.freed.set()
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda pool: pool.discard(lambda job: True),
+        lambda pool: pool.close(0),
+        lambda pool: pool.close(0, finish=True),
+    ],
+    ids=["discard", "close", "close that finishes"],
+)
+def test_the_finalizer_of_what_a_dropped_job_holds_may_submit_another(
+    make_pool: MakePool, jobs: Jobs, drop: Callable[[HandlerPool], object]
+) -> None:
+    pool, freed = make_pool(1), threading.Event()
+    pool.submit(jobs)
+    jobs.await_begun(1)
+    pool.submit(partial(id, Held(pool, freed)))
+    threading.Thread(target=drop, args=(pool,), daemon=True).start()
+    assert freed.wait(SOON)
+    jobs.go.set()
 
 
 def test_close_reports_a_job_that_is_stuck(make_pool: MakePool, jobs: Jobs) -> None:

@@ -278,7 +278,8 @@ class HandlerPool:
     def discard(self, useless: Callable[[Job], bool]) -> None:
         """Drops the queued jobs for which ``useless(job)`` is true. ``useless`` must be quick."""
         with self._lock:
-            self._backlog = deque(job for job in self._backlog if not useless(job))
+            before = self._backlog  # freed without the lock, as in `close`
+            self._backlog = deque(job for job in before if not useless(job))
 
     def relieve(self) -> None:
         """Starts threads in place of those that wait unseen, and one that the system has refused.
@@ -321,10 +322,12 @@ class HandlerPool:
             ends with its job.
         """
         deadline = time.monotonic() + timeout
+        # Freed without the lock: the finalizer of what a job holds may submit another one.
+        dropped = deque[Job]()
         with self._lock:
             self._closed = True
             if not finish:
-                self._backlog.clear()
+                dropped, self._backlog = self._backlog, dropped
             here = threading.current_thread()
             if self._backlog and not self._threads.difference(self._idle, {here}):
                 # The backlog waits for the current thread, or for a guest that won't come back.
@@ -336,6 +339,7 @@ class HandlerPool:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         with self._lock:
+            dropped.extend(self._backlog)
             self._backlog.clear()
         return not any(thread.is_alive() for thread in threads)
 
