@@ -45,6 +45,15 @@ def test_a_peer_that_never_answers_is_declared_dead_within_the_limit(
     assert ticks(detector, loss.at, 100.0) == []  # once
 
 
+@pytest.mark.parametrize("limit", [0.1, 0.3, 0.6])
+def test_a_peer_is_declared_dead_also_if_a_tick_takes_much_of_a_short_limit(limit: float) -> None:
+    detector = FailureDetector(limit)
+    detector.monitor(1, 0.0)
+    losses = [loss for tick in range(10) for loss in detector.tick(0.2 * tick)]
+    assert [loss.reason for loss in losses] == [Reason.SILENT]
+    assert losses[0].at <= limit + 0.2
+
+
 def test_a_peer_that_stops_is_declared_dead_within_the_limit(detector: FailureDetector) -> None:
     """The last answer came at 100, and the next time it was asked it did not answer."""
     detector.monitor(1, 0.0)

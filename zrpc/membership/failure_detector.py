@@ -36,8 +36,10 @@ _TIMEOUT = 0.4
 _SILENCE = 0.9
 # Peers that are asked within this time are asked at about the same time.
 _AT_ONCE = 0.5
-# A longer time between two ticks is a gap.
+# A longer time between two ticks is a gap. If the limit is short, ticks come about every 0.1 s too,
+# or a bit later on a busy machine.
 _GAP = 0.25
+_LEAST_GAP_SECONDS = 0.25
 
 _CHECKS_TO_BELIEVE = 2
 # How many peers without a sign of trouble are checked in a tick, in rotation.
@@ -218,7 +220,7 @@ class FailureDetector:
         for member, peer in self._peers.items():
             if not self.limit or not peer.monitored or peer.connected:
                 continue
-            if gap > self.limit * _GAP:
+            if gap > max(self.limit * _GAP, _LEAST_GAP_SECONDS):
                 peer.since = peer.silent_since + gap
             allowed = self.limit * _SILENCE
             if now - peer.silent_since >= allowed and now - self._last_before(peer) >= allowed:
