@@ -32,6 +32,11 @@ def release() -> str:
     return "released"
 
 
+def wait_cancelled() -> None:
+    assert zrpc.current_call().wait_cancelled(SOON)
+    Released.event.set()
+
+
 class Handle:
     """Something on another worker, in a cycle with its owner; its finalizer calls that worker."""
 
@@ -107,6 +112,25 @@ def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
 
     mesh.run(0, run)
     assert "finalizer" in str(errors[0])
+
+
+@pytest.mark.parametrize("interrupt", [in_a_turn, with_a_lock])
+def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
+    mesh: Mesh, interrupt: Interrupt
+) -> None:
+    cancelled: list[bool] = []
+
+    def run() -> None:
+        agent = mesh.agent(0)
+        future = zrpc.rpc_async("worker1", wait_cancelled)
+        Handle(lambda: cancelled.append(future.cancel()))
+        interrupt(agent)
+        with pytest.raises(zrpc.RpcCancelledError):
+            future.wait()
+
+    mesh.run(0, run)
+    assert cancelled == [True]
+    assert Released.event.wait(SOON)
 
 
 def test_a_finalizer_waits_where_the_program_itself_is_interrupted(mesh: Mesh) -> None:

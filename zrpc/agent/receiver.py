@@ -67,7 +67,7 @@ class Receiver:
         # Whether a handler must run after the present turn, in its thread.
         self._handler_taken = False
         # What other threads want done in the I/O thread.
-        self._errands: deque[Callable[[], None]] = deque()
+        self._errands: deque[Callable[[], object]] = deque()
         # The gate for which a thread last received in the leader's place.
         self._awaited: threading.Lock | None = None
 
@@ -157,7 +157,7 @@ class Receiver:
         self._errands.append(errand)
         self._network.wake()
 
-    def in_next_turn(self, errand: Callable[[], None]) -> None:
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
         """Has something done in the I/O thread at its next tick at the latest; takes no locks."""
         self._errands.append(errand)
 

@@ -83,7 +83,7 @@ class Caller:
 
     Attributes:
         calls: those that wait for answers.
-        complete: see `Receiver.complete`.
+        complete, in_next_turn: see `Receiver`.
         flow_control: the bytes in flight to each callee.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         recorder: records the calls while a trace is on; else None.
@@ -105,7 +105,7 @@ class Caller:
         self._codec = codec
         self._outbox = outbox
         self._receiver = receiver
-        self.complete = receiver.complete
+        self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
         self._submit_job = submit
         self._why_gone = why_gone
         self.flow_control = flow = FlowControl(options.max_bytes_in_flight)

@@ -19,7 +19,7 @@ __all__ = ["NextTurn", "call_soon"]
 class NextTurn(Protocol):
     """What has turns; see `zrpc.agent.receiver`."""
 
-    def in_next_turn(self, errand: Callable[[], None]) -> None:
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
         """Has something done in the I/O thread soon. Takes no locks."""
 
 

@@ -17,6 +17,7 @@ from zrpc.calls import trampoline
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_calls import PendingCall
 from zrpc.errors import CallbackError, RpcCancelledError
+from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.thread_pool import acquire
 
@@ -45,6 +46,9 @@ class Calling(Protocol):
 
     def complete(self, job: Callable[[], None]) -> None:
         """Runs a job in another thread; used if no thread waits for the call."""
+
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
+        """Has something done in the I/O thread soon. Takes no locks."""
 
 
 def _no_source() -> None:
@@ -169,6 +173,9 @@ class Future(torch.futures.Future[T]):
             return source.cancel()
         call = self._call
         if call is not None:
+            if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+                self._calling.in_next_turn(call.cancel)
+                return not call.settled
             cancelled = call.cancel()
             # Another thread may be about to complete the future with that error.
             self._cancelled |= cancelled
