@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from zrpc.agent.current import agent_that_is_set, current_agent, find_agent
+from zrpc.agent.current import agent_that_is_set, current_agent, find_agent, latest_agent
 from zrpc.api import init_rpc, shutdown
 from zrpc.backend_registry import BackendType
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
@@ -42,7 +42,8 @@ def session(
     """Joins a mesh for a ``with`` statement: `init_rpc` at its start, `shutdown` at its end.
 
     The shutdown is graceful: it waits until all workers have come to the end of theirs. If an
-    exception ends the statement, this worker leaves at once, and the exception is raised.
+    exception ends the statement, this worker leaves at once, and the exception is raised. A child
+    of ``os.fork`` is not a worker, and leaves nothing.
 
     Args:
         name: as in `init_rpc`.
@@ -68,9 +69,14 @@ def session(
     try:
         yield current_agent().worker_info
     except BaseException:
-        shutdown(graceful=False)
+        _leave(graceful=False)
         raise
-    shutdown(timeout=shutdown_timeout)
+    _leave(timeout=shutdown_timeout)
+
+
+def _leave(**options: Any) -> None:
+    if latest_agent() is not None:  # a forked child has none, and may end the statement too
+        shutdown(**options)
 
 
 def is_initialized() -> bool:

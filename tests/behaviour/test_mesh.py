@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from typing import Any
 
@@ -69,6 +71,28 @@ def test_a_session_that_ends_well_waits_for_calls_in_progress(alone: int) -> Non
 def test_a_session_may_be_shut_down_inside(alone: int) -> None:
     with rpc.session():
         rpc.shutdown()
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("code", [None, 3])
+def test_a_forked_child_ends_the_statement_as_it_wants(alone: int, code: int | None) -> None:
+    def run() -> int:
+        with rpc.session("me"):
+            child = os.fork()
+            if child == 0 and code is not None:
+                sys.exit(code)
+        return child
+
+    parent = os.getpid()
+    try:
+        child = run()
+    except BaseException as error:
+        if os.getpid() == parent:
+            raise
+        os._exit(code if isinstance(error, SystemExit) and code else 99)
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (code or 0)
 
 
 def test_one_session_at_a_time(alone: int) -> None:
