@@ -123,7 +123,7 @@ def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) ->
             found.update(each.pid for each in exits)
 
 
-@pytest.mark.parametrize("interrupted_by", ["timeout", "ctrl-c"])
+@pytest.mark.parametrize("interrupted_by", ["timeout", "ctrl-c", "ctrl-c once it is sent"])
 def test_no_reply_is_taken_for_that_to_another_request(
     marked: Any, monkeypatch: pytest.MonkeyPatch, interrupted_by: str
 ) -> None:
@@ -134,7 +134,9 @@ def test_no_reply_is_taken_for_that_to_another_request(
             if interrupted_by == "timeout":
                 patched.setattr(forkserver, "_REPLY_SECONDS", 0.01)
             else:
-                patched.setattr(Channel, "receive", lambda _: signal.raise_signal(signal.SIGINT))
+                once_sent = interrupted_by == "ctrl-c once it is sent"
+                step = (ForkServer, "_reply") if once_sent else (Channel, "receive")
+                patched.setattr(*step, lambda *_: signal.raise_signal(signal.SIGINT))
             with pytest.raises((LaunchError, KeyboardInterrupt)):
                 server.spawn(Task.function("time:sleep", 1000))
         with contextlib.suppress(ProcessLookupError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -10,6 +11,7 @@ import sys
 
 import pytest
 
+from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.testing import server
 from zrpc.testing.plugin import MakeMesh
@@ -36,6 +38,30 @@ def test_a_dead_server_is_replaced(monkeypatch: pytest.MonkeyPatch, make_mesh: M
     os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
     assert make_mesh(workers=1).run(0, os.getppid) == warm_server().pid != first.pid
     assert warm_server() is warm_server()
+
+
+@pytest.mark.system
+def test_a_server_that_is_about_to_exit_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_server", None)
+    monkeypatch.setattr(server, "_PRELOAD", ())
+    first = warm_server()
+
+    def resume_and_close() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(first.pid, signal.SIGCONT)
+        ForkServer.close(first)
+
+    monkeypatch.setattr(first, "close", resume_and_close)
+    try:
+        os.kill(first.pid, signal.SIGSTOP)  # or it may have exited by then
+        with monkeypatch.context() as patched:
+            patched.setattr(ForkServer, "_reply", lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                first.make_directory()
+        assert os.path.isdir(warm_server().make_directory())
+    finally:
+        first.close()
+        warm_server().close()
 
 
 @pytest.mark.system

@@ -140,6 +140,12 @@ class ForkServer(Starter):
         self._directories.append(path)
         return path
 
+    @property
+    def broken(self) -> bool:
+        """Whether it takes no more requests, since one of them was broken off."""
+        channel = self._channel
+        return channel is not None and channel.fileno() < 0
+
     def _ask(self, request: tuple[Any, ...], fds: Sequence[int] = ()) -> Any:
         with self._lock:
             if self._channel is None:
@@ -148,12 +154,12 @@ class ForkServer(Starter):
                 raise ServerDied("the fork server was stopped, as a request to it was broken off")
             try:
                 self._channel.send(request, fds)
+                return self._reply(_REPLY_SECONDS)
             except ConnectionError as error:
                 raise ServerDied("the fork server has exited; was it killed?") from error
-            except (TimeoutError, KeyboardInterrupt):
+            except (TimeoutError, KeyboardInterrupt):  # between the two as well
                 self._channel.close()
                 raise
-            return self._reply(_REPLY_SECONDS)
 
     def _reply(self, timeout: float) -> Any:
         assert self._channel is not None

@@ -37,8 +37,8 @@ def warm_server(preload: Sequence[str] = ()) -> ForkServer:
     """
     global _server
     with server_lock:
-        if _server is not None and state_of(_server.pid) in ("", "Z"):
-            _server.close()  # it was killed; its children died with it
+        if _server is not None and (_server.broken or state_of(_server.pid) in ("", "Z")):
+            _server.close()  # its children die with it
             _server = None
         if _server is None:
             with lasting():
