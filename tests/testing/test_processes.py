@@ -12,8 +12,19 @@ from typing import Any, NoReturn
 import pytest
 
 import zrpc
-from zrpc.testing import LeakError, Mesh, MeshTimeout, WorkerExited, WorkerFailed, local_mesh
+from tests.support.waiting import until
+from zrpc.testing import (
+    LeakError,
+    Mesh,
+    MeshTimeout,
+    WorkerExited,
+    WorkerFailed,
+    local_mesh,
+    processes,
+)
 from zrpc.testing.plugin import MakeMesh
+from zrpc.testing.procfs import children
+from zrpc.testing.server import warm_server
 
 pytestmark = pytest.mark.zrpc(processes=True)
 
@@ -243,3 +254,27 @@ def test_the_report_of_a_hang_shows_all_stacks() -> None:
     assert "in wait_without_limit" in message
     assert message.count("---- stacks of worker") == 3
     assert message.count("in recv_bytes") == 2  # the other workers wait for work
+
+
+@pytest.mark.parametrize("point", ["its socket", "its reader"])
+def test_an_interrupt_as_a_process_is_started_leaves_none(
+    monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    server = warm_server()
+    before = children(server.pid)
+    start = threading.Thread.start
+
+    def interrupt(*_: object) -> NoReturn:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def start_thread(thread: threading.Thread) -> None:
+        (interrupt if thread.name.endswith("-reader") else start)(thread)
+
+    if point == "its socket":
+        monkeypatch.setattr(processes, "Connection", interrupt)
+    else:
+        monkeypatch.setattr(threading.Thread, "start", start_thread)
+    with pytest.raises(KeyboardInterrupt), local_mesh(2, processes=True):
+        pass
+    until(lambda: children(server.pid) == before, "no worker is left")

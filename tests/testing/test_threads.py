@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 import zrpc
-from zrpc.testing import Mesh, MeshTimeout, WorkerTraceback, local_mesh
+from zrpc.testing import Mesh, MeshTimeout, WorkerTraceback, local_mesh, no_leaks, startup
 from zrpc.testing.plugin import MakeMesh
 
 
@@ -196,3 +197,17 @@ def test_a_worker_leaves_an_elastic_mesh(mesh: Mesh) -> None:
     mesh.run(1, zrpc.shutdown)  # waits for no other worker here
     with pytest.raises(zrpc.WorkerDied, match="worker1"):
         mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
+
+
+def test_an_interrupt_as_a_local_mesh_has_started_leaves_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start_mesh = startup.start_mesh
+
+    def start_and_interrupt(*args: Any) -> NoReturn:
+        start_mesh(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(startup, "start_mesh", start_and_interrupt)
+    with no_leaks(), contextlib.suppress(KeyboardInterrupt), local_mesh(2):
+        pytest.fail("expected the interrupt")

@@ -176,8 +176,8 @@ class ProcessWorker(Worker):
                 self._process = os.pidfd_open(pid)
             except ProcessLookupError:
                 raise WorkerExited(f"{self.name} (pid {pid}) exited as it was started") from None
-            self._pid = pid
             self._connection = Connection(ours.detach())
+            self._pid = pid
         self._reader.start()
         return self._request("starts", "start")
 
@@ -260,6 +260,8 @@ class ProcessWorker(Worker):
         """
         if self._pid is None:
             return []
+        if self._reader.ident is None:
+            self._reader.start()  # an interrupt came before; it closes what was opened
         self._reader.join(timeout)
         left = []
         if self._reader.is_alive():

@@ -111,13 +111,13 @@ def local_mesh(
     spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
     warm_up(processes)
     with Watchdog(timeout, last_resort=print_report) as watchdog:
-        with watchdog.interruptible():
-            mesh = start_mesh(spec, watchdog)
         try:
             with watchdog.interruptible():
+                mesh = start_mesh(spec, watchdog)
                 yield mesh
         except BaseException as error:
-            mesh.shutdown(graceful=False)
+            for started in watchdog.meshes:  # Ctrl-C may have come before `mesh` was set
+                started.shutdown(graceful=False)
             if watchdog.timed_out not in (None, error):
                 raise watchdog.timed_out from error  # error is a consequence of it
             raise
