@@ -271,6 +271,7 @@ class _Run:
         for found in self._starter.exits():
             if self._store is not None and found.pid == self._store.pid:
                 self._on_store_exit(self._store)
+                self._store = None  # a worker that is started later may get its process id
                 continue
             worker = self._workers[found.pid]
             worker.returncode = found.returncode
