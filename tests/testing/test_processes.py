@@ -278,3 +278,10 @@ def test_an_interrupt_as_a_process_is_started_leaves_none(
     with pytest.raises(KeyboardInterrupt), local_mesh(2, processes=True):
         pass
     until(lambda: children(server.pid) == before, "no worker is left")
+
+
+@pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.exit])
+def test_outcomes_of_pytest_reach_the_test(mesh: Mesh, outcome: Any) -> None:
+    with pytest.raises(outcome.Exception, match="on purpose") as raised:
+        mesh.run(1, outcome, "on purpose")
+    assert raised.value.msg == "on purpose"

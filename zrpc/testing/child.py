@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copyreg
 import faulthandler
 import os
 import pickle
@@ -25,6 +26,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -38,6 +40,8 @@ __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
 
 # Makes the process write the stacks of all threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR1
+# pytest's exceptions that claim to be built in, so that no pickle finds them by their names.
+_OUTCOMES = ("Skipped", "Failed")
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,15 @@ def _exit() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _reduce_outcome(outcome: BaseException) -> tuple[Any, ...]:
+    return _outcome, (type(outcome).__name__, outcome.args), vars(outcome)
+
+
+def _outcome(name: str, args: tuple[Any, ...]) -> BaseException:
+    outcome: BaseException = getattr(import_module("_pytest.outcomes"), name)(*args)
+    return outcome
 
 
 class _WorkerProcess:
@@ -133,6 +146,9 @@ class _WorkerProcess:
 
 def _failure(error: BaseException) -> bytes:
     text = traceback_of(without_frames(error, 2))
+    if (outcomes := sys.modules.get("_pytest.outcomes")) is not None:
+        for name in _OUTCOMES:
+            copyreg.pickle(getattr(outcomes, name), _reduce_outcome)
     try:
         data: bytes = cloudpickle.dumps((False, error, text))
         pickle.loads(data)  # many exceptions can be pickled, but not unpickled
