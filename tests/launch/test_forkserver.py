@@ -9,11 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from zrpc.launch import LaunchError, ServerDied, Task, forkserver
+from zrpc.launch import LaunchError, ServerDied, Task, forkserver, server
 from zrpc.launch.channel import Channel
 from zrpc.launch.forkserver import ForkServer
 
@@ -327,3 +327,15 @@ def test_each_child_has_its_own_multiprocessing_state(
     assert first.startswith("0 ")
     assert second.startswith("0 ")
     assert first != second
+
+
+def test_the_server_ends_without_an_error_if_there_is_no_proc(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not mounted, or without the file that lists the children, which kernels may lack."""
+
+    def open_none(path: str) -> NoReturn:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(server, "open", open_none, raising=False)
+    assert server._children() == []

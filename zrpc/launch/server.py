@@ -272,8 +272,11 @@ def _reap() -> list[tuple[int, int]]:
 
 
 def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return [int(pid) for pid in file.read().split()]
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except FileNotFoundError:
+        return []  # /proc isn't mounted, or the kernel doesn't have the file: orphans stay unknown
 
 
 def _move_descriptors(fds: list[int], targets: list[int]) -> None:
