@@ -299,6 +299,14 @@ def test_launch_stops_when_its_output_is_closed(start: Start, write: Write) -> N
     assert launched.process.wait(30) == 141
 
 
+def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write) -> None:
+    with open("/dev/full", "w") as full:
+        launched = start(write(WAIT.format(before="")), popen={"stdout": full})
+        code, _, err = launched.finish()
+    assert code == 141
+    assert "the output can't be written (No space left on device); stopping 1 worker" in err
+
+
 def test_stray_process_with_the_output_open_does_not_delay_the_exit(
     start: Start, write: Write
 ) -> None:

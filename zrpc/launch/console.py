@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -24,6 +25,7 @@ class Console:
 
     Attributes:
         closed: Whether the reader of either has gone away.
+        trouble: Another reason why nothing more can be written, such as a full disk; or empty.
         blocked: Whether a write is in progress. A slow reader makes it last.
     """
 
@@ -31,6 +33,7 @@ class Console:
         self, stdout: int = 1, stderr: int = 2, on_closed: Callable[[], None] = lambda: None
     ) -> None:
         self.closed = False
+        self.trouble = ""
         self.blocked = False
         self._fds = (stdout, stderr)
         self._colours = tuple(_wants_colour(fd) for fd in self._fds)
@@ -63,8 +66,10 @@ class Console:
                 while data and fd not in self._closed_fds:
                     data = data[_write_some(fd, data) :]
                 return
-            except OSError:  # the pipe's reader or the terminal is gone
+            except OSError as error:  # mostly the pipe's reader or the terminal is gone
                 self._closed_fds.add(fd)
+                if error.errno not in (errno.EPIPE, errno.EIO):
+                    self.trouble = error.strerror or str(error)
                 self.closed = True
             finally:
                 self.blocked = False

@@ -296,7 +296,9 @@ class _Run:
         signals = self._inbox.take()
         now = time.monotonic()
         if self._console.closed and self._escalation is None:
-            self._begin_stop(_OUTPUT_CLOSED_CODE, "the output was closed by its reader")
+            trouble = self._console.trouble
+            why = f"can't be written ({trouble})" if trouble else "was closed by its reader"
+            self._begin_stop(_OUTPUT_CLOSED_CODE, f"the output {why}")
         elif not signals:
             return
         elif self._escalation is None:
