@@ -49,7 +49,11 @@ def _launch_traced(job: Job, path: Path) -> int:
         # Not before: it imports torch, and the launcher forks.
         from zrpc.services.tracing.service import merge
 
-        workers, cut = merge(Path(directory), path)
+        try:
+            workers, cut = merge(Path(directory), path)
+        except (OSError, ValueError) as error:
+            click.echo(f"Error: the trace {path} can't be written: {error}", err=True)
+            return code or 1
     found = f"the trace of {workers} of {job.nprocs} workers is in {path}"
     click.echo("\n".join(f"zrpc launch: {each}" for each in (found, *cut)), err=True)
     return code

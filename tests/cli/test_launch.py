@@ -287,6 +287,23 @@ KILLED = """
 """
 
 
+def test_a_trace_for_which_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_some(path: Path, text: str) -> None:
+        write(path, text[:1])
+        if text:
+            raise OSError(errno.ENOSPC, "the disk is full")
+
+    write = Path.write_text
+    monkeypatch.setattr("zrpc.cli.launch.launch", lambda job: 3)
+    monkeypatch.setattr(Path, "write_text", write_some)
+    found = CliRunner().invoke(command, ["--trace", str(tmp_path / "trace.json"), "script.py"])
+    assert found.exit_code == 3  # that of the worker
+    assert f"the trace {tmp_path / 'trace.json'} can't be written: " in found.output
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
 def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(dedent(KILLED))
     code, _, err = run("launch", "-n", "3", "--trace", "trace.json", "killed.py", cwd=tmp_path)

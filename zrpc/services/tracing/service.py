@@ -210,5 +210,9 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
 def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> None:
     # Several workers may do this at once.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    part.write_text(json.dumps(chrome_trace(traces, missing)))
-    part.replace(path)
+    try:
+        part.write_text(json.dumps(chrome_trace(traces, missing)))
+        part.replace(path)
+    except OSError:  # a full disk, say
+        part.unlink(missing_ok=True)
+        raise
