@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -251,6 +252,8 @@ def command(
         raise click.UsageError(str(error)) from error
     except (LaunchError, OSError) as error:
         raise click.ClickException(_explained(error)) from error
+    except KeyboardInterrupt:  # before there were workers, or as their traces are put together
+        code = 128 + signal.SIGINT
     sys.exit(code)
 
 

@@ -287,6 +287,17 @@ KILLED = """
 """
 
 
+def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(job: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zrpc.cli.launch.launch", interrupt)
+    found = CliRunner().invoke(command, ["script.py"])
+    assert (found.exit_code, found.output) == (130, "")
+
+
 def test_a_trace_for_which_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
