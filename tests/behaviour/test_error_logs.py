@@ -7,6 +7,7 @@ import gc
 import logging
 import sys
 import threading
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -169,9 +170,36 @@ def test_a_success_is_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
-def test_no_cycle_keeps_a_failed_future_alive(shared: Mesh) -> None:
-    import weakref
+class _Argument:
+    def __reduce__(self) -> Any:
+        return _new_argument, ()
 
+
+_arguments: list[Any] = []
+
+
+def _new_argument() -> _Argument:
+    argument = _Argument()
+    _arguments.append(weakref.ref(argument))
+    return argument
+
+
+def _fail_with_argument(argument: _Argument) -> None:
+    raise ValueError("x")
+
+
+def test_no_cycle_keeps_the_arguments_of_a_failed_handler_alive(shared: Mesh) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="x"):
+            rpc.rpc_sync(1, _fail_with_argument, (_Argument(),))
+        until(lambda: _arguments[-1]() is None)
+    finally:
+        gc.enable()
+
+
+def test_no_cycle_keeps_a_failed_future_alive(shared: Mesh) -> None:
     gc.collect()
     gc.disable()
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 import threading
 import traceback
@@ -64,6 +65,16 @@ def _only_in(thread: int, *args: Any) -> UnpicklesElsewhereOnly:
 class ExitsWhenPickled(Exception):
     def __reduce__(self) -> Any:
         sys.exit(9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    """Refuses to have attributes set, its cause and its traceback too."""
+
+    code: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Frozen, (self.code,)
 
 
 class BadRepr(Exception):
@@ -156,6 +167,15 @@ def test_own_exception_with_attributes(shared: Mesh, call: Call) -> None:
     with pytest.raises(Own) as info:
         call(1, fail, (Own(7, detail="more"),))
     assert (info.value.code, info.value.detail) == (7, "more")
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_an_exception_that_refuses_attributes_arrives(shared: Mesh, call: Call, to: int) -> None:
+    with pytest.raises(Frozen) as info:
+        call(to, fail_with, (Frozen, 7), timeout=5)
+    assert info.value.code == 7
+    assert "in fail_with" in str(info.value.__cause__)
 
 
 def test_attributes_and_notes_arrive(shared: Mesh) -> None:

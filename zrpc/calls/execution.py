@@ -103,8 +103,7 @@ class Execution:
         except BaseException as error:
             # SystemExit and KeyboardInterrupt too: a handler must not end its worker. Removes
             # this frame from the traceback, since it refers to the arguments.
-            if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next
+            _cut_frame(error)
             self._sink.error(error)
             return
         finally:
@@ -146,6 +145,12 @@ class Execution:
             self._schedule(partial(self._sink.value, value))
         finally:
             scope.follow(None)  # the task refers to its context, and that to the scope: a cycle
+
+
+def _cut_frame(error: BaseException) -> None:
+    """Removes the first frame from the traceback of an error. Not there, or it would keep it."""
+    trace = error.__traceback__  # another thread may change it, if it raises the same error
+    error.with_traceback(None if trace is None else trace.tb_next)
 
 
 class RequestJob:

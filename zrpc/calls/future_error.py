@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
+from zrpc.wire.exceptions import set_cause
 
 __all__ = ["Failure", "KeptError", "without_frames"]
 
@@ -81,14 +82,15 @@ class KeptError:
     def __del__(self) -> None:
         if not self.failure.seen and self._spare is not self.error:
             where = traceback.format_exception(self.error.with_traceback(self.traceback))
-            self._spare.__cause__ = _Traceback("\n" + "".join(where))
+            set_cause(self._spare, _Traceback("\n" + "".join(where)))
 
 
 def without_frames(error: Exception) -> Exception:
     """Removes the frames from an error that was just raised, and that nobody else has."""
-    if not isinstance(error.__cause__, RemoteError | None):
-        error.__cause__ = _Traceback("\n" + "".join(traceback.format_exception(error)))
-    error.__context__ = None
+    cause = error.__cause__
+    if not isinstance(cause, RemoteError | None):
+        cause = _Traceback("\n" + "".join(traceback.format_exception(error)))
+    set_cause(error, cause)
     return error.with_traceback(None)
 
 
@@ -102,7 +104,7 @@ def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoRet
         raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
     copied = _copied(spare)
     if copied is not spare:
-        copied.__cause__ = spare.__cause__
+        set_cause(copied, spare.__cause__)
     raise copied
 
 

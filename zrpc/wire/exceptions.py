@@ -18,7 +18,11 @@ import torch
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 
-__all__ = ["dump_exception", "error_text", "load_exception"]
+__all__ = ["dump_exception", "error_text", "load_exception", "set_cause"]
+
+# For classes that refuse to have attributes set, as frozen dataclasses do.
+_set_cause = BaseException.__dict__["__cause__"].__set__
+_set_context = BaseException.__dict__["__context__"].__set__
 
 
 def dump_exception(
@@ -57,9 +61,15 @@ def load_exception(body: Any) -> Exception:
         except Exception as reason:
             text = f"{text}\n(It can't be rebuilt here: {_safe_repr(reason)})"
         else:
-            error.__cause__ = RemoteError(text)
+            set_cause(error, RemoteError(text))
             return error  # type: ignore[no-any-return]
     return RemoteError(f"Original exception on remote side was {what}\n{text}")
+
+
+def set_cause(error: BaseException, cause: BaseException | None) -> None:
+    """Sets the cause of an error, of any class, and removes its context."""
+    _set_context(error, None)
+    _set_cause(error, cause)
 
 
 def error_text(body: Any) -> str:

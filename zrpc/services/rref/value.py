@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.errors import RemoteError, RpcTimeoutError
 from zrpc.runtime.thread_pool import acquire
+from zrpc.wire.exceptions import set_cause
 
 if TYPE_CHECKING:
     from zrpc.calls.cancel_scope import CancelScope
@@ -49,9 +50,7 @@ class OwnedValue:
             if error is not None:
                 # As text: the frames of a traceback would keep the call's arguments alive.
                 lines = traceback.format_exception(type(error), error, error.__traceback__)
-                error.__context__ = None
-                error.__cause__ = RemoteError("".join(lines))
-                error.__traceback__ = None
+                set_cause(error.with_traceback(None), RemoteError("".join(lines)))
             self._ready = True
             followers, self._followers = self._followers, None
         for follower, _ in followers or ():
