@@ -178,6 +178,16 @@ def test_an_exception_that_refuses_attributes_arrives(shared: Mesh, call: Call, 
     assert "in fail_with" in str(info.value.__cause__)
 
 
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_an_exception_whose_traceback_can_not_be_shown_arrives(
+    shared: Mesh, call: Call, to: int
+) -> None:
+    not_a_line: Any = 5
+    with pytest.raises(SyntaxError, match="bad"):  # which Python's traceback module fails to show
+        call(to, fail_with, (SyntaxError, "bad", ("file", 1, 1, not_a_line)), timeout=5)
+
+
 def test_attributes_and_notes_arrive(shared: Mesh) -> None:
     with pytest.raises(ValueError, match="x") as info:
         rpc.rpc_sync(1, fail_with_extras)

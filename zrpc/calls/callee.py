@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import traceback
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -26,7 +25,7 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.runtime.thread_pool import HandlerPool
-from zrpc.wire.exceptions import dump_exception
+from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
@@ -210,8 +209,8 @@ class Callee:
         if self._outbox.closed:
             return
         # As text: a stored log record must not keep the handler's arguments alive.
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        logger.error("On %s: a call failed\n%s", self._membership.info, text.rstrip())
+        text = traceback_of(error).rstrip()
+        logger.error("On %s: a call failed\n%s", self._membership.info, text)
         self._on_failure(error)
 
     def drop_abandoned(self) -> None:

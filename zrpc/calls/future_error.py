@@ -7,13 +7,12 @@ import contextlib
 import copy
 import functools
 import logging
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
-from zrpc.wire.exceptions import set_cause
+from zrpc.wire.exceptions import set_cause, traceback_of
 
 __all__ = ["Failure", "KeptError", "without_frames"]
 
@@ -81,15 +80,15 @@ class KeptError:
 
     def __del__(self) -> None:
         if not self.failure.seen and self._spare is not self.error:
-            where = traceback.format_exception(self.error.with_traceback(self.traceback))
-            set_cause(self._spare, _Traceback("\n" + "".join(where)))
+            where = traceback_of(self.error.with_traceback(self.traceback))
+            set_cause(self._spare, _Traceback("\n" + where))
 
 
 def without_frames(error: Exception) -> Exception:
     """Removes the frames from an error that was just raised, and that nobody else has."""
     cause = error.__cause__
     if not isinstance(cause, RemoteError | None):
-        cause = _Traceback("\n" + "".join(traceback.format_exception(error)))
+        cause = _Traceback("\n" + traceback_of(error))
     set_cause(error, cause)
     return error.with_traceback(None)
 

@@ -18,7 +18,7 @@ import torch
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 
-__all__ = ["dump_exception", "error_text", "load_exception", "set_cause"]
+__all__ = ["dump_exception", "error_text", "load_exception", "set_cause", "traceback_of"]
 
 # For classes that refuse to have attributes set, as frozen dataclasses do.
 _set_cause = BaseException.__dict__["__cause__"].__set__
@@ -36,12 +36,8 @@ def dump_exception(
         same_main: whether a name in ``__main__`` means the same at the receiver.
         in_graph: whether tensors that require grad are part of an autograd graph.
     """
-    try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-    except MemoryError:
-        lines = ["(there is no memory for its traceback)"]
     hint = advice(error)
-    text = f"On {where}:\n{_safe_repr(error)}\n{''.join(lines)}"
+    text = f"On {where}:\n{_safe_repr(error)}\n{traceback_of(error)}"
     if hint is not None:
         text = f"On {where}: {hint}\n{text}"
     return pickle.dumps(
@@ -64,6 +60,14 @@ def load_exception(body: Any) -> Exception:
             set_cause(error, RemoteError(text))
             return error  # type: ignore[no-any-return]
     return RemoteError(f"Original exception on remote side was {what}\n{text}")
+
+
+def traceback_of(error: BaseException) -> str:
+    """Returns the traceback of an error and its causes as text. Never fails."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception as reason:  # no memory, or an attribute of the error can't be read
+        return f"(its traceback can't be shown: {type(reason).__name__})"
 
 
 def set_cause(error: BaseException, cause: BaseException | None) -> None:

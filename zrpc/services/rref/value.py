@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zrpc.errors import RemoteError, RpcTimeoutError
 from zrpc.runtime.thread_pool import acquire
-from zrpc.wire.exceptions import set_cause
+from zrpc.wire.exceptions import set_cause, traceback_of
 
 if TYPE_CHECKING:
     from zrpc.calls.cancel_scope import CancelScope
@@ -49,8 +48,8 @@ class OwnedValue:
             self._value, self._error = value, error
             if error is not None:
                 # As text: the frames of a traceback would keep the call's arguments alive.
-                lines = traceback.format_exception(type(error), error, error.__traceback__)
-                set_cause(error.with_traceback(None), RemoteError("".join(lines)))
+                cause = RemoteError(traceback_of(error))
+                set_cause(error.with_traceback(None), cause)
             self._ready = True
             followers, self._followers = self._followers, None
         for follower, _ in followers or ():
