@@ -223,3 +223,27 @@ def test_nothing_is_unpickled_at_the_end_of_a_future(
     until(lambda: gc.collect() >= 0 and "nobody waited for it" in caplog.text)
     assert _made == []
     assert "in raise_counted" in caplog.text
+
+
+_obstacles: list[Exception] = []
+
+
+def load_without_obstacles() -> int:
+    if _obstacles:
+        raise _obstacles.pop()
+    return 1
+
+
+class ReadableLater:
+    """A value that can be unpickled at the second attempt, as if it called a busy worker then."""
+
+    def __reduce__(self) -> Any:
+        return load_without_obstacles, ()
+
+
+def test_a_future_whose_value_can_be_unpickled_later_keeps_its_error(shared: Mesh) -> None:
+    _obstacles.append(LookupError("not yet"))
+    future = rpc.rpc_async(1, ReadableLater)
+    for ask in (future.wait, future.wait, future.value, future.then(lambda f: f.value()).wait):
+        with pytest.raises(rpc.SerializationError, match="LookupError: not yet"):
+            ask()

@@ -48,6 +48,9 @@ class Failure:
         """Raises the error, because its value was asked for."""
         self.seen = True
         self._fail()
+        # What could not be unpickled before now can. The future has failed all the same: torch
+        # would take None for its value.
+        _raise_copy(self._for_log)
 
     def __del__(self) -> None:
         if not (self.seen or isinstance(self._for_log, _EXPECTED)):
@@ -101,6 +104,10 @@ def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoRet
     kept = owner()
     if kept is not None:
         raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
+    _raise_copy(spare)
+
+
+def _raise_copy(spare: BaseException) -> NoReturn:
     copied = _copied(spare)
     if copied is not spare:
         set_cause(copied, spare.__cause__)
