@@ -228,7 +228,7 @@ class RemoteModule(torch.nn.Module):
     ) -> RemoteModule:
         """Moves or casts the module as part of a module that contains this one."""
         arguments = (self.module_rref, self.device, fn, recurse)
-        self.device = rpc_sync(self.on, _apply_to_tensors, arguments)
+        self.device = rpc_sync(self.module_rref.owner(), _apply_to_tensors, arguments)
         return self
 
     def named_modules(

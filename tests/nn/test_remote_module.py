@@ -109,6 +109,8 @@ def test_a_handle_with_the_name_of_another_worker_than_the_owner_works(
     torch.testing.assert_close(other.forward_async(X).wait(), module(X))
     assert other.module_rref == module.module_rref
     other.zero_grad()
+    assert torch.nn.Sequential(other).double()(X.double()).dtype == torch.float64
+    torch.nn.Sequential(other).float()
     assert [name for name, _ in other.named_parameters()] == [
         name for name, _ in module.named_parameters()
     ]
