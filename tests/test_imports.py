@@ -69,6 +69,7 @@ SURFACE: dict[str, set[str]] = {
         "leader_follower",
         "resource_limits",
         "switch_interval",
+        "thread_errors",
         "thread_pool",
         "torch_modes",
     },

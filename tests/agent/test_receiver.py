@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
+from tests.support.failing_log import failing_log
 from zrpc import WorkerInfo
 from zrpc.agent.receiver import Receiver
 from zrpc.calls.pending_calls import NEVER
@@ -122,7 +124,8 @@ class LateCalls(Calls):
         self.earliest = NEVER
 
 
-def test_deadlines_hold_though_what_is_due_now_and_then_fails() -> None:
+@pytest.mark.parametrize("log", ["a log", "a log that fails"])
+def test_deadlines_hold_though_what_is_due_now_and_then_fails(log: str) -> None:
     pool: Any = Pool(1e-6)
     messages: Any = Messages()
     receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
@@ -135,7 +138,8 @@ def test_deadlines_hold_though_what_is_due_now_and_then_fails() -> None:
 
     receiver._threads.start = lambda: None  # type: ignore[method-assign]
     receiver.start(messages, calls, lambda now: None, tick)
-    for _ in range(3):
-        receiver._lead()
+    with failing_log() if log == "a log that fails" else nullcontext():
+        for _ in range(3):
+            receiver._lead()
     assert calls.expired
     assert len(ticks) == 1

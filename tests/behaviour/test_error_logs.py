@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.failing_log import failing_log
 from tests.support.targets import echo, fail
 from tests.support.waiting import until
 from tests.support.ways import Call, ways
@@ -38,6 +39,18 @@ def test_the_callee_logs_a_failed_handler_once(
     (record,) = _records(caplog, text)
     assert "WorkerInfo(id=1, name=worker1)" in record.getMessage()
     assert record.name.startswith("zrpc")
+
+
+@ways
+def test_a_log_that_fails_costs_no_answer_and_no_thread(
+    shared: Mesh, call: Call, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with failing_log():
+        for number in range(20):  # more than there are threads
+            with pytest.raises(KeyError, match=f"{number}"):
+                call(1, fail, (KeyError(number),), timeout=5)
+        until(lambda: not shared.agent(1).pool.active)
+    assert "ConnectionError: no log server" in capfd.readouterr().err
 
 
 class _Log:

@@ -23,6 +23,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.adaptive_spin import AdaptiveSpin
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
+from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
 
@@ -201,7 +202,8 @@ class Receiver:
             if now >= self._calls.earliest:
                 self._calls.expire(now)
         except Exception:
-            logger.exception("%s: the I/O thread goes on after an error", self._worker)
+            with printing_errors():
+                logger.exception("%s: the I/O thread goes on after an error", self._worker)
 
     def _receive_next(self, until: float, spin: float) -> None:
         """Waits for a message, and deals with it, and with others that have come with it.

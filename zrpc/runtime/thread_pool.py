@@ -25,6 +25,7 @@ from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
+from zrpc.runtime.thread_errors import printing_errors
 
 __all__ = [
     "HandlerPool",
@@ -383,7 +384,8 @@ class HandlerPool:
         try:
             job()
         except BaseException:
-            logger.exception("A job of %s failed; its thread goes on", self._name)
+            with printing_errors():
+                logger.exception("A job of %s failed; its thread goes on", self._name)
         self.times.took(time.perf_counter() - _thread.begun)
 
     def _next_job(self, thread: _PoolThread) -> Job | None:

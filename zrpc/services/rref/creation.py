@@ -87,7 +87,9 @@ class ValueSink:
 
     def error(self, error: BaseException) -> None:
         """Takes what the function has raised."""
-        self._callee.report_failure(error)
-        self._callee.count(self.request, error)
-        self._value.set(error=error)
-        self._callee.answer(self.request, None)
+        try:
+            self._callee.report_failure(error)
+        finally:  # also if it can't be logged
+            self._callee.count(self.request, error)
+            self._value.set(error=error)
+            self._callee.answer(self.request, None)
