@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.services.rref.tracked import (
     is_freed,
     layers,
 )
+from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import until
 from zrpc.services.rref.messages import GloballyUniqueId
@@ -399,6 +401,19 @@ def test_after_a_shutdown_the_value_can_not_be_had(mesh: Mesh) -> None:
     with pytest.raises(zrpc.NotInitializedError, match="Cannot call fork an UserRRef after"):
         user._serialize()
     assert owner.to_here() == 3
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=1)
+def test_a_shutdown_ends_the_wait_for_an_own_value(mesh: Mesh) -> None:
+    with ThreadPoolExecutor(1) as other, Gate() as gate, mesh.agent(0).as_current():
+        rref = zrpc.remote("worker0", gate.wait_inside)
+        gate.await_entry()
+        waits = other.submit(rref.local_value)
+        until(lambda: rref._value and rref._value._followers)
+        mesh.agent(0).shutdown(graceful=False)
+        with pytest.raises(zrpc.NotInitializedError, match="this worker has shut down"):
+            waits.result(SOON)
 
 
 @pytest.mark.zrpc(workers=2)

@@ -15,7 +15,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import OwnerDied, RpcError
+from zrpc.errors import OwnerDied, RpcError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
@@ -379,6 +379,8 @@ class RRefService(Service):
         self._closed = True
         with self._lock:
             values, self._values = self._values, defaultdict(OwnedValue)
+        for value in values.values():
+            value.set(error=has_shut_down())  # threads may wait for one that is still to be made
         values.clear()
 
     # -- values and references -----------------------------------------------------------
