@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 import zrpc as rpc
+from tests.support.gates import Gate
 from tests.support.waiting import until
 from zrpc.calls.open_telemetry import HandlerSpan, configured
 from zrpc.errors import ProtocolError
@@ -276,3 +277,22 @@ def test_zrpc_does_not_import_it() -> None:
     program = "import sys, zrpc; print(*(m for m in sys.modules if m.startswith('opentelemetry')))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (result.stdout.strip(), result.returncode) == ("", 0), result.stderr
+
+
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_a_call_that_is_cancelled_in_the_queue_logs_no_error(
+    mesh: Mesh, spans: Spans, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callee, pool = mesh.agent(1).callee, mesh.agent(1).pool
+    monkeypatch.setattr(callee, "drop_abandoned", lambda: None)  # as between two ticks
+    with Gate() as gate, mesh.agent(0).as_current():
+        first = rpc.rpc_async("worker1", gate.wait_inside)
+        gate.await_entry()
+        second = rpc.rpc_async("worker1", leaf)
+        until(lambda: pool.queued)
+        second.cancel()
+        until(lambda: len(callee.requests) == 1)
+        gate.open()
+        first.wait()
+    until(lambda: not pool.active)
+    assert "a call failed" not in caplog.text
