@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import copy
 import functools
 import logging
 import weakref
@@ -12,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
-from zrpc.wire.exceptions import set_cause, traceback_of
+from zrpc.wire.exceptions import copied, set_cause, traceback_of
 
 __all__ = ["Failure", "KeptError", "without_frames"]
 
@@ -50,7 +48,7 @@ class Failure:
         self._fail()
         # What could not be unpickled before now can. The future has failed all the same: torch
         # would take None for its value.
-        _raise_copy(self._for_log)
+        raise copied(self._for_log, self._for_log.__cause__)
 
     def __del__(self) -> None:
         if not (self.seen or isinstance(self._for_log, _EXPECTED)):
@@ -77,7 +75,7 @@ class KeptError:
     def __init__(self, error: BaseException) -> None:
         self.error = error
         self.traceback = error.__traceback__
-        self._spare = _copied(error)
+        self._spare = copied(error)
         raises = functools.partial(_raise, weakref.ref(self), self._spare)
         self.failure = Failure(raises, self._spare)
 
@@ -104,29 +102,4 @@ def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoRet
     kept = owner()
     if kept is not None:
         raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
-    _raise_copy(spare)
-
-
-def _raise_copy(spare: BaseException) -> NoReturn:
-    copied = _copied(spare)
-    if copied is not spare:
-        set_cause(copied, spare.__cause__)
-    raise copied
-
-
-def _copied(error: BaseException) -> BaseException:
-    """Returns a copy without traceback and cause, or the error itself if it can't be copied."""
-    for copied_by in (copy.copy, _bare_copy):
-        # copy.copy calls the class with the error's args, which need not fit its __init__.
-        with contextlib.suppress(Exception):
-            copied = copied_by(error)
-            if type(copied) is type(error) and str(copied) == str(error):
-                return copied
-    return error
-
-
-def _bare_copy(error: BaseException) -> BaseException:
-    """Returns a copy that is made without its ``__init__``."""
-    copied = type(error).__new__(type(error), *error.args)
-    copied.__dict__.update(error.__dict__)
-    return copied
+    raise copied(spare, spare.__cause__)

@@ -6,6 +6,8 @@ whose use in a backward pass raises.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import pickle
 import traceback
@@ -18,7 +20,14 @@ import torch
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 
-__all__ = ["dump_exception", "error_text", "load_exception", "set_cause", "traceback_of"]
+__all__ = [
+    "copied",
+    "dump_exception",
+    "error_text",
+    "load_exception",
+    "set_cause",
+    "traceback_of",
+]
 
 # For classes that refuse to have attributes set, as frozen dataclasses do.
 _set_cause = BaseException.__dict__["__cause__"].__set__
@@ -74,6 +83,25 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
     """Sets the cause of an error, of any class, and removes its context."""
     _set_context(error, None)
     _set_cause(error, cause)
+
+
+def copied(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    """Returns a copy with this cause and no traceback; the error itself if it can't be copied."""
+    for copied_by in (copy.copy, _bare_copy):
+        # copy.copy calls the class with the error's args, which need not fit its __init__.
+        with contextlib.suppress(Exception, SystemExit):
+            made = copied_by(error)
+            if type(made) is type(error) and str(made) == str(error):
+                set_cause(made, cause)
+                return made
+    return error
+
+
+def _bare_copy(error: BaseException) -> BaseException:
+    """Returns a copy that is made without its ``__init__``."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made
 
 
 def error_text(body: Any) -> str:

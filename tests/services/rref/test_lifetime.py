@@ -263,6 +263,16 @@ def member_id_of(rref: Any) -> Any:
     return rref.rpc_sync().get()
 
 
+def test_an_error_that_was_raised_at_the_owner_keeps_no_rref(mesh: Mesh) -> None:
+    def at_owner() -> None:
+        for ask in (zrpc.RRef.to_here, zrpc.RRef.local_value):
+            with pytest.raises(ValueError, match="invalid literal"):
+                ask(zrpc.remote("worker0", int, args=("no number",)))
+
+    mesh.run(0, at_owner)
+    until(lambda: entries(layers(mesh)[0]) == 0, collect=True)
+
+
 def test_finalizers_run_anywhere(mesh: Mesh) -> None:
     # Dropped while the lock of the layer is held, as the garbage collector may do it.
     rref = mesh.run(0, lambda: zrpc.RRef(Value("dropped")))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.errors import RemoteError, RpcTimeoutError
 from zrpc.runtime.thread_pool import acquire
-from zrpc.wire.exceptions import set_cause, traceback_of
+from zrpc.wire.exceptions import copied, set_cause, traceback_of
 
 if TYPE_CHECKING:
     from zrpc.calls.cancel_scope import CancelScope
@@ -79,7 +79,8 @@ class OwnedValue:
         if not self._ready:
             self._wait(timeout)
         if self._error is not None:
-            raise self._error.with_traceback(None)
+            # A copy: its traceback refers to the frames of the caller, and these to the RRef.
+            raise copied(self._error, self._error.__cause__).with_traceback(None)
         return self._value
 
     def _wait(self, timeout: float) -> None:
