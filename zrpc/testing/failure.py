@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Mapping
 from typing import TypeVar
 
+from zrpc.wire.exceptions import set_cause
+
 __all__ = [
     "WorkerExited",
     "WorkerFailed",
@@ -47,7 +49,7 @@ def attribute(error: E, worker: str, text: str) -> E:
     """
     last = _last_cause(error)
     if not isinstance(last, WorkerTraceback):  # one error may fail several calls
-        last.__cause__ = WorkerTraceback(f"in {worker}:\n{text}")
+        set_cause(last, WorkerTraceback(f"in {worker}:\n{text}"))
     return error
 
 
