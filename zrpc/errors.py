@@ -27,6 +27,7 @@ the remote traceback is its ``__cause__``.
 from __future__ import annotations
 
 from concurrent.futures import CancelledError
+from typing import TypeVar
 
 __all__ = [
     "AuthenticationError",
@@ -44,6 +45,9 @@ __all__ = [
     "SerializationError",
     "WorkerDied",
 ]
+
+
+T = TypeVar("T", bound=BaseException)
 
 
 class RpcError(RuntimeError):
@@ -153,6 +157,17 @@ def raised_again(error: Exception) -> Exception:
     copied = type(error)(*error.args)
     copied.__dict__.update(error.__dict__)
     return copied
+
+
+def raised_by_function(error: T) -> T:
+    """Corrects an error that a function has raised: it has run, though a call of its own has not.
+
+    Returns:
+        The error.
+    """
+    if isinstance(error, RpcError) and error.executed is False:
+        error.executed = None
+    return error
 
 
 def of_lost_message(text: str, executed: bool | None) -> RpcError:

@@ -12,6 +12,7 @@ import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import until
+from tests.support.ways import Call, ways
 from zrpc.testing import Mesh
 
 # Room for one call; each counts two KiB.
@@ -145,6 +146,20 @@ def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -
         owner = error_of(rref.rpc_sync().get, 1)
         assert isinstance(owner, rpc.OwnerDied)
         assert owner.executed is False
+
+
+def call_what_is_gone() -> None:
+    error = rpc.WorkerDied("worker2 is gone")
+    error.executed = False
+    raise error
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_function_has_run_though_a_call_of_its_own_has_not(
+    shared: Mesh, call: Call, to: int
+) -> None:
+    assert error_of(call, to, call_what_is_gone).executed is None
 
 
 def test_what_is_no_loss_says_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zrpc.errors import raised_by_function
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
@@ -91,5 +92,5 @@ class ValueSink:
             self._callee.report_failure(error)
         finally:  # also if it can't be logged
             self._callee.count(self.request, error)
-            self._value.set(error=error)
+            self._value.set(error=raised_by_function(error))
             self._callee.answer(self.request, None)
