@@ -98,3 +98,36 @@ def test_a_gradient_that_is_a_users_tensor_is_copied(saved: bool, shape: tuple[i
     gradient = run(Constant.apply(leaf))[leaf]
     gradient.zero_()
     assert torch.equal(constant, torch.ones(16))
+
+
+def frozen(layer: torch.nn.Linear) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def cast(layer: torch.nn.Linear) -> None:
+    layer.double()
+
+
+@pytest.mark.parametrize("change", [frozen, cast])
+def test_leaves_that_change_after_the_forward_pass_are_as_in_one_process(change: Any) -> None:
+    def changed() -> tuple[torch.nn.Linear, torch.Tensor]:
+        layer = torch.nn.Linear(4, 2)
+        loss = layer(torch.ones(4)).sum()
+        change(layer)
+        return layer, loss
+
+    alone, loss = changed()
+    loss.backward()
+    layer, loss = changed()
+    found = run(loss)
+    for expected, leaf in zip(alone.parameters(), layer.parameters(), strict=True):
+        torch.testing.assert_close(found.get(leaf), expected.grad)
+
+
+def test_a_leaf_with_two_nodes_gets_the_gradients_of_both_once() -> None:
+    """A leaf has another node after a change of its dtype."""
+    leaf = torch.ones(3, requires_grad=True)
+    before = (leaf * 2).sum()
+    leaf.data = leaf.data.double()
+    found = run(before + (leaf * 3).sum())
+    torch.testing.assert_close(found[leaf], torch.full((3,), 5.0, dtype=torch.float64))

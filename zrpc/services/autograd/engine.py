@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from zrpc.services.autograd.accumulation import Accumulation, must_run
 from zrpc.services.autograd.nodes import NO_GRADIENT
@@ -64,11 +65,12 @@ def run(
     state.tracer.forget()
     accumulators = state.tracer.leaves(leaves)
     variables = [node.variable for node in accumulators]
+    # The nodes of the graph, not the leaves: a leaf has another node if its dtype was changed since
+    # then, and is refused if it was frozen.
+    edges = [GradientEdge(node, 0) for node in accumulators]
     # With the start among the inputs the engine also runs the parts that lead to no leaf: the
     # gradients of each tensor that was received must be sent.
-    execute = partial(
-        _execute, [] if token is start else [token], retain_graph, (*variables, start)
-    )
+    execute = partial(_execute, [] if token is start else [token], retain_graph, (*edges, start))
     if must_run(variables):
         with Accumulation(state, accumulators) as accumulation:
             begins = [accumulation.begin_at(root) for root in roots]
@@ -84,7 +86,7 @@ def run(
 def _execute(
     tokens: Sequence[torch.Tensor],
     retain_graph: bool,
-    inputs: tuple[torch.Tensor, ...],
+    inputs: tuple[torch.Tensor | GradientEdge, ...],
     roots: Sequence[torch.Tensor],
     accumulate: bool,
 ) -> Sequence[torch.Tensor | None]:
@@ -108,7 +110,7 @@ def _add(state: ContextState, found: list[tuple[torch.Tensor, torch.Tensor | Non
     shared = []
     while found:
         leaf, gradient = found.pop()
-        if gradient is None:
+        if gradient is None or not leaf.requires_grad:  # as in torch's AccumulateGrad
             continue
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
         if _is_unshared(gradient, uses):
