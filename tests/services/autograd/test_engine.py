@@ -131,3 +131,12 @@ def test_a_leaf_with_two_nodes_gets_the_gradients_of_both_once() -> None:
     leaf.data = leaf.data.double()
     found = run(before + (leaf * 3).sum())
     torch.testing.assert_close(found[leaf], torch.full((3,), 5.0, dtype=torch.float64))
+
+
+def test_a_dense_gradient_is_added_to_a_sparse_one() -> None:
+    leaf, state = torch.ones(3, 2, requires_grad=True), ContextState(0)
+    rows = torch.nn.functional.embedding(torch.tensor([0, 2]), leaf, sparse=True)
+    engine.run([rows.sum()], state.start, False, state)
+    engine.run([(leaf * 3).sum()], state.start, False, state)
+    expected = torch.tensor([[4.0, 4.0], [3.0, 3.0], [4.0, 4.0]])
+    torch.testing.assert_close(state.gradients[leaf], expected)

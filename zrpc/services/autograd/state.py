@@ -187,7 +187,10 @@ class ContextState:
         """Adds to the gradient of a leaf."""
         with self.lock:
             before = self.gradients.get(leaf)
-            self.gradients[leaf] = gradient if before is None else before + gradient
+            if before is not None:
+                # torch adds a sparse tensor to a dense one, not the other way round.
+                gradient = gradient + before if before.is_sparse else before + gradient
+            self.gradients[leaf] = gradient
 
     def gradient_of(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient of a leaf, or None if it has none."""
