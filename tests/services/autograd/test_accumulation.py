@@ -24,6 +24,18 @@ class Failing(torch.autograd.Function):
         raise ValueError("in a node")
 
 
+class Precise(torch.autograd.Function):
+    """Its gradient has another dtype than its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return torch.full((3,), 1.001)
+
+
 @pytest.fixture
 def leaf() -> torch.Tensor:
     leaf = torch.rand(3, requires_grad=True)
@@ -154,3 +166,15 @@ def test_no_hooks_of_a_run_stay_on_a_node(
             handle = register(lambda *_: None)
             assert len(handle.hooks_dict_ref()) == 1
             handle.remove()
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="new in torch 2.10")
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_a_leaf_with_hooks_may_have_gradients_of_another_dtype(dtype: torch.dtype | None) -> None:
+    leaf = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    leaf.grad_dtype = dtype
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    state, precise = ContextState(1), Precise.apply(leaf)
+    for _ in range(2):
+        engine.run([precise], state.start, True, state)
+    torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 2.002))

@@ -168,7 +168,8 @@ class _Loan:
         self._lock, self._before = lock, leaf.grad
         held = self._state.gradient_of(leaf)
         # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
-        leaf.grad = None if held is None else held.to(leaf.dtype, copy=True)
+        dtype = getattr(leaf, "grad_dtype", leaf.dtype)  # new in torch 2.10
+        leaf.grad = None if held is None else held.to(dtype or held.dtype, copy=True)
 
     def end(self, keep: bool) -> None:
         """Puts ``.grad`` back, if that is not done yet; the context keeps what it was."""
