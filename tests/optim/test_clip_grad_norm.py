@@ -71,8 +71,9 @@ def test_a_parameter_without_gradient_does_not_count(mesh: Mesh) -> None:
     torch.testing.assert_close([found[0], found[2]], [expected[0], expected[2]])
 
 
-def test_the_norm_of_no_gradients_is_0(mesh: Mesh) -> None:
-    (norm, found), (expected_norm, _) = clip_both(mesh, [None, None], 0.5)
+@pytest.mark.parametrize("norm_type", [2.0, 0.0, float("inf"), float("-inf")])
+def test_the_norm_of_no_gradients_is_0(mesh: Mesh, norm_type: float) -> None:
+    (norm, found), (expected_norm, _) = clip_both(mesh, [None, None], 0.5, norm_type)
     assert norm.item() == expected_norm.item() == 0.0
     assert found == [None, None]
 

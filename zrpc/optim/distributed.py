@@ -263,7 +263,9 @@ def clip_grad_norm_(
     norms = _wait_for_all(
         [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
     )
-    total = torch.linalg.vector_norm(torch.cat(norms), norm_type) if norms else torch.zeros(())
+    found = torch.cat(norms) if norms else torch.zeros(0)
+    # An empty vector has no largest element.
+    total = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.zeros(())
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"expected gradients with a finite norm of order {norm_type}, found {total.item()}: "
