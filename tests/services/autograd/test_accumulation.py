@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.waiting import SOON
 from zrpc.errors import RpcError
 from zrpc.services.autograd import accumulation, engine
 from zrpc.services.autograd.accumulation import Accumulation
@@ -178,3 +180,33 @@ def test_a_leaf_with_hooks_may_have_gradients_of_another_dtype(dtype: torch.dtyp
     for _ in range(2):
         engine.run([precise], state.start, True, state)
     torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 2.002))
+
+
+@pytest.mark.parametrize("register", ["post_accumulate_grad_hook", "hook"])
+@pytest.mark.parametrize("same", [True, False], ids=["same context", "other context"])
+def test_a_hook_may_run_a_pass_over_its_own_leaf(
+    leaf: torch.Tensor, register: str, same: bool
+) -> None:
+    before, node, seen = leaf.grad, accumulator_of(leaf), []
+    first = ContextState(1)
+    second = first if same else ContextState(2)
+
+    @torch.enable_grad()
+    def again(*_: Any) -> None:
+        assert leaf.grad is not None
+        seen.append(leaf.grad[0].item())
+        if len(seen) == 1:
+            run(second, (leaf * 3).sum())
+            seen.append(leaf.grad[0].item())
+
+    at = leaf if register.startswith("post") else node
+    handle = getattr(at, f"register_{register}")(again)
+    thread = threading.Thread(target=run, args=(first, (leaf * 2).sum()), daemon=True)
+    thread.start()
+    thread.join(SOON)
+    assert not thread.is_alive()
+    handle.remove()
+    assert leaf.grad is before
+    assert seen == ([2.0, 5.0, 5.0] if same else [2.0, 3.0, 2.0])
+    found = first.gradients[leaf] if same else first.gradients[leaf] + second.gradients[leaf]
+    torch.testing.assert_close(found, torch.full((3,), 5.0))

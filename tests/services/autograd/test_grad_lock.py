@@ -131,3 +131,20 @@ def test_contexts_are_not_confused_if_there_is_none(pool: ThreadPoolExecutor) ->
         future = pool.submit(held, [A], Use.STEP, None)
         assert waits(future)
     future.result(SOON).release()
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_pass_in_a_hook_shares_the_hooks_leaf_also_if_a_step_waits(
+    pool: ThreadPoolExecutor, context: int
+) -> None:
+    one = held([A], Use.HOOKS, 1)
+    step = waiting_step(pool, [A])
+    nested = pool.submit(held, [A], Use.HOOKS, context)
+    assert waits(nested)  # of another thread
+    inner = held([A], Use.HOOKS, context)
+    assert inner.lent == ([A] if context == 1 else [])
+    inner.release()
+    assert not step.done()
+    one.release()
+    step.result(SOON).release()
+    nested.result(SOON).release()

@@ -162,6 +162,8 @@ class _Loan:
         leaf = self._leaf
         lock = GradLock([leaf], use, self._state.context_id)
         lock.acquire()
+        if lock.lent:
+            return  # a hook of this context runs this pass: the gradient is there already
         if use is Use.RUN and leaf.grad is not None:
             # DDP may have made `.grad` a view of a bucket, which it overwrites.
             self._saved = leaf.grad.clone()

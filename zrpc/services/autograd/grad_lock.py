@@ -41,7 +41,8 @@ class GradLock:
     """Exclusive use of ``.grad`` of some leaves: acquired once, or a ``with`` statement.
 
     A hook may step an optimizer with the gradients of its own context. So a step does not wait for
-    leaves that are in use by a pass of its context; they have the context's gradient already.
+    leaves that are in use by a pass of its context; they have the context's gradient already. Nor
+    does a pass that a hook runs wait for the hook's own leaf.
 
     Args:
         leaves: the leaves.
@@ -49,7 +50,7 @@ class GradLock:
         context_id: the context whose gradients these are, if any.
 
     Attributes:
-        lent: leaves that a pass of the same context uses, while a step holds the lock.
+        lent: leaves that a pass of the same context uses, while the lock is held.
     """
 
     def __init__(self, leaves: Iterable[torch.Tensor], use: Use, context_id: int | None) -> None:
@@ -57,11 +58,15 @@ class GradLock:
         self._leaves = list(leaves)
         self._use = use
         self._context_id = context_id
+        self._thread = threading.get_ident()
+        # The locks of passes in whose hooks this one runs, and whose contexts are others.
+        self._outer: dict[int, GradLock] = {}
 
     def acquire(self) -> None:
         """Waits until nothing else uses the leaves.
 
-        Hooks, steps and other runs of the engine end that; none of them waits for this lock.
+        Hooks, steps and other runs of the engine end that; none of them waits for this lock. Used
+        by the thread that has made the lock.
 
         Raises:
             RpcError: to wait could be to wait in a circle.
@@ -72,8 +77,13 @@ class GradLock:
             try:
                 _changed.wait_for(self._is_free)
                 for leaf in self._leaves:
-                    if _held.setdefault(id(leaf), self) is not self:
+                    other = _held.get(id(leaf))
+                    if other is not None and other._context_id == self._context_id:
                         self.lent.append(leaf)
+                        continue
+                    if other is not None:
+                        self._outer[id(leaf)] = other
+                    _held[id(leaf)] = self
             except BaseException:
                 self._drop()
                 raise
@@ -106,6 +116,8 @@ class GradLock:
         for leaf in self._leaves:
             if _held.get(id(leaf)) is self:
                 del _held[id(leaf)]
+                if id(leaf) in self._outer:
+                    _held[id(leaf)] = self._outer[id(leaf)]
 
     def _is_free(self) -> bool:
         users = self._users()
@@ -134,6 +146,8 @@ class GradLock:
         }
 
     def _may_share(self, other: GradLock) -> bool:
+        if self._use is Use.HOOKS:
+            return other._use is Use.HOOKS and other._thread == self._thread
         return self._use is Use.STEP and other._is_of_pass_in(self._context_id)
 
     def _is_of_pass_in(self, context_id: int | None) -> bool:
@@ -149,12 +163,16 @@ class GradLock:
     def _is_behind_a_step(self) -> bool:
         """Returns whether a step has waited longer for one of these leaves.
 
-        A context that has some leaves goes first: the step may wait for them. And a step that
-        waits for a run over a DDP module keeps nobody waiting, since that run needs other workers.
+        A context or a thread that has some leaves goes first: the step may wait for them. And a
+        step that waits for a run over a DDP module keeps nobody waiting, since that run needs other
+        workers.
         """
         if self._use is Use.RUN or not _waiting:
             return False
-        if any(lock._is_of_pass_in(self._context_id) for lock in _held.values()):
+        if any(
+            lock._is_of_pass_in(self._context_id) or lock._thread == self._thread
+            for lock in _held.values()
+        ):
             return False
         own = set(map(id, self._leaves))
         for step in _waiting:
