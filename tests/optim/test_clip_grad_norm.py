@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +20,13 @@ from tests.optim.remote_parameters import (
     run_backward,
     use,
 )
+from tests.support.warm import warm_commands
 from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+ROOT = Path(__file__).parents[2]
 
 Clipped = tuple[torch.Tensor, list[Any]]
 
@@ -159,3 +164,74 @@ def test_a_step_uses_the_clipped_gradients(mesh: Mesh) -> None:
     step = 0.5 / 6**0.5
     torch.testing.assert_close(a, torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64) - step)
     torch.testing.assert_close(b, a)
+
+
+# An owner whose gradient is on a pretended accelerator. Values are copied from there as threes.
+PROGRAM = f"""
+import os
+import sys
+import torch
+sys.path.insert(0, {str(ROOT)!r})  # for this test's own modules
+"""
+PROGRAM += """
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretended")
+empty = torch._C._acc.create_empty_tensor
+library = torch.library.Library("aten", "IMPL")
+
+
+def implement(name, function):
+    library.impl(name, function, "PrivateUse1")
+
+
+implement("empty.memory_format", lambda size, dtype=None, **_: empty(tuple(size), dtype))
+implement("linalg_vector_norm", lambda gradient, *_, **__: empty((), gradient.dtype))
+implement("mul.Tensor", lambda gradient, factor: empty(tuple(gradient.shape), gradient.dtype))
+implement("_copy_from", lambda _, to, non_blocking=False: to.fill_(3))
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.support.identity import here
+from zrpc.agent.current import current_agent
+from zrpc.optim import clip_grad_norm_
+from zrpc.services.autograd.service import AutogradService
+from zrpc.testing import local_mesh
+
+parameter = torch.nn.Parameter(torch.ones(3))
+
+
+def refer(context_id):
+    state = current_agent().service(AutogradService).contexts.find(context_id)
+    state.set_gradient(parameter, empty((3,), torch.float32))
+    return zrpc.RRef(parameter)
+
+
+def run():
+    with dist_autograd.context() as context_id:
+        rref = zrpc.rpc_sync("worker1", here(refer), (context_id,))
+        return clip_grad_norm_(context_id, [rref], 1.0)
+
+
+with local_mesh(2, timeout=60) as mesh:
+    print(mesh.run(0, run), flush=True)
+os._exit(0)  # as in tests/services/autograd/test_accelerators.py
+"""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch can't pretend an accelerator",
+)
+def test_gradients_on_an_accelerator_are_clipped(tmp_path: Path) -> None:
+    script = tmp_path / "clip.py"
+    script.write_text(PROGRAM)
+    found = subprocess.run(
+        [warm_commands().python, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert found.stdout == "tensor(3.)\n", found.stdout + found.stderr

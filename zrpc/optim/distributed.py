@@ -279,10 +279,10 @@ def clip_grad_norm_(
 
 
 def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
-    """Returns the norms of the gradients of this worker's parameters, as a vector."""
+    """Returns the norms of the gradients of this worker's parameters, as a vector on the CPU."""
     gradients = _autograd().contexts.gradients_if_any(context_id)
     norms = [
-        torch.linalg.vector_norm(_values(gradients[param]), norm_type)
+        torch.linalg.vector_norm(_values(gradients[param]), norm_type).cpu()
         for param in (rref.local_value() for rref in rrefs)
         if param in gradients
     ]
