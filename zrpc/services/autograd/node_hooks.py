@@ -3,7 +3,8 @@
 A node does not list its hooks. To find out whether it has any, one must be added and removed again,
 for each leaf in each pass. But torch calls a function in Python for each hook that Python adds to a
 node. So a wrapper around that function notes all hooks, and as long as there are none, no node is
-looked at. Most programs have hooks on tensors and modules only, which don't count here.
+looked at. Most programs have hooks on tensors only, or hooks of modules for the forward pass, which
+don't count here. Full backward hooks of modules do: torch hangs them on nodes of each graph.
 """
 
 from __future__ import annotations
