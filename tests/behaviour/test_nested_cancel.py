@@ -57,9 +57,11 @@ def nested_in_a_callback(watched: Watched, *args: Any) -> Any:
         nested.add_done_callback(finish)
 
     def finish(future: Any) -> None:
-        with contextlib.suppress(rpc.RpcError), watched_end(watched):
-            future.wait()
-        result.set_result(None)
+        try:
+            with watched_end(watched):
+                future.wait()
+        except rpc.RpcError as error:  # it may come before the caller's own time is over
+            result.set_exception(error)
 
     first.add_done_callback(callback)
     return result
