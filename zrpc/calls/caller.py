@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from zrpc.calls.answer_error import error_in
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.finalizer_calls import NextTurn, call_soon
@@ -35,14 +36,7 @@ from zrpc.calls.pending_calls import (
 from zrpc.calls.profiling import begin_profile, end_profile, profiler
 from zrpc.calls.recorder import CallMarks, Recorder
 from zrpc.calls.settling import wait_until_settled
-from zrpc.errors import (
-    ProtocolError,
-    RpcError,
-    WorkerDied,
-    has_shut_down,
-    raised_again,
-    raised_by_function,
-)
+from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
@@ -51,8 +45,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import in_handler
-from zrpc.wire.exceptions import load_exception
-from zrpc.wire.kind import METERED, Kind, Tag
+from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -369,7 +362,7 @@ class Caller:
         if isinstance(outcome, Exception):
             raise raised_again(outcome)
         if outcome.kind == _ERROR:
-            raise _error_in(outcome)
+            raise error_in(outcome)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
 
     # -- what comes instead of the answer, or on the way -----------------------------------
@@ -450,12 +443,6 @@ class Caller:
         """Tells the callee that the caller no longer waits for its answer; in any thread."""
         if not self._outbox.closed:
             self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
-
-
-def _error_in(answer: Message) -> Exception:
-    error = load_exception(answer.body)
-    unread = answer.attachments is not None and Tag.UNREAD in answer.attachments
-    return error if unread else raised_by_function(error)
 
 
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -13,7 +13,9 @@ import sys
 from threading import get_ident
 from types import FrameType
 
-__all__ = ["ident", "interrupts_zrpc"]
+from zrpc.errors import RpcError
+
+__all__ = ["check_wait", "ident", "interrupts_zrpc"]
 
 # What zrpc calls while it holds a lock: its own code may be behind frames of these.
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
@@ -35,6 +37,16 @@ def interrupts_zrpc() -> bool:
             return root == "zrpc"
         frame = frame.f_back
     return False
+
+
+def check_wait() -> None:
+    """Raises RpcError if this thread must not wait for another worker. Ask for `ident` first."""
+    if interrupts_zrpc():
+        raise RpcError(
+            "a finalizer (__del__) can't wait for another worker if the garbage collector runs it "
+            "in the midst of zrpc's own code. The call itself is made: use rpc_async, and don't "
+            "wait for its future"
+        )
 
 
 def _note(phase: str, _info: object) -> None:

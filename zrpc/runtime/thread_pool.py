@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
@@ -111,12 +110,8 @@ def acquire(
     """
     if gate.acquire(blocking=False):
         return True
-    if garbage_collector.ident and garbage_collector.interrupts_zrpc():
-        raise RpcError(
-            "a finalizer (__del__) can't wait for another worker if the garbage collector runs it "
-            "in the midst of zrpc's own code. The call itself is made: use rpc_async, and don't "
-            "wait for its future"
-        )
+    if garbage_collector.ident:
+        garbage_collector.check_wait()
     pool: HandlerPool | None = getattr(_thread, "pool", None)
     if pool is None:
         if receive is not None:
