@@ -174,30 +174,18 @@ import torch
 sys.path.insert(0, {str(ROOT)!r})  # for this test's own modules
 """
 PROGRAM += """
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-_setup_privateuseone_for_python_backend("pretended")
-empty = torch._C._acc.create_empty_tensor
-library = torch.library.Library("aten", "IMPL")
-
-
-def implement(name, function):
-    library.impl(name, function, "PrivateUse1")
-
-
-implement("empty.memory_format", lambda size, dtype=None, **_: empty(tuple(size), dtype))
-implement("linalg_vector_norm", lambda gradient, *_, **__: empty((), gradient.dtype))
-implement("mul.Tensor", lambda gradient, factor: empty(tuple(gradient.shape), gradient.dtype))
-implement("_copy_from", lambda _, to, non_blocking=False: to.fill_(3))
-
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.support.identity import here
+from tests.support.pretended import empty, implement
 from zrpc.agent.current import current_agent
 from zrpc.optim import clip_grad_norm_
 from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import local_mesh
 
+implement("linalg_vector_norm", lambda gradient, *_, **__: empty((), gradient.dtype))
+implement("mul.Tensor", lambda gradient, factor: empty(tuple(gradient.shape), gradient.dtype))
+implement("_copy_from", lambda _, to, non_blocking=False: to.fill_(3))
 parameter = torch.nn.Parameter(torch.ones(3))
 
 

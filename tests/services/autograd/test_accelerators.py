@@ -18,21 +18,9 @@ import torch
 sys.path.insert(0, {str(ROOT)!r})  # for this test's own modules
 """
 PROGRAM += """
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-_setup_privateuseone_for_python_backend("pretended")
-empty = torch._C._acc.create_empty_tensor
-library = torch.library.Library("aten", "IMPL")
-
-
-def make_empty(size, *, dtype=None, **_):
-    return empty(tuple(size), dtype or torch.float32)
-
-
-library.impl("empty.memory_format", make_empty, "PrivateUse1")
-
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import call, gradients_at, leaf
+from tests.support.pretended import empty
 from zrpc.services.autograd import backward
 from zrpc.testing import local_mesh
 
