@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import sys
 import threading
 from typing import Any
 
@@ -55,6 +56,28 @@ def test_gather(shared: Mesh) -> None:
         return await asyncio.gather(*[rpc.rpc_async(i % 2, echo, (i,)) for i in range(50)])
 
     assert asyncio.run(main()) == list(range(50))
+
+
+def test_asyncio_wait(shared: Mesh) -> None:
+    async def main() -> set[int]:
+        waits = [asyncio.ensure_future(rpc.rpc_async(1, echo, (i,))) for i in range(5)]
+        done, _ = await asyncio.wait(waits, timeout=SOON)
+        return {each.result() for each in done}
+
+    assert asyncio.run(main()) == set(range(5))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.wait takes what can be awaited")
+def test_asyncio_wait_for_what_is_no_future_of_asyncio_is_an_error(shared: Mesh) -> None:
+    async def main() -> None:
+        with Gate() as gate:
+            future = rpc.rpc_async(1, gate.wait_inside, (1,))
+            with pytest.raises(TypeError, match="give it ensure_future"):
+                await asyncio.wait([future])
+            gate.open()
+            assert await future == 1
+
+    asyncio.run(main())
 
 
 def test_wait_for_times_out(shared: Mesh) -> None:

@@ -387,6 +387,9 @@ def _check_callback(method: str, callback: object) -> None:
             f"{method}(): incompatible function arguments. Expected a function that takes the "
             f"future, but got {callback!r}"
         )
+    if getattr(callback, "__module__", None) == "asyncio.tasks":
+        # It would complete a future of the event loop in another thread, and never wake the loop.
+        raise TypeError("asyncio.wait takes futures of asyncio: give it ensure_future(future)")
 
 
 class _Callback:
