@@ -18,6 +18,7 @@ by a second pool of one thread.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -52,6 +53,7 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.allocator import keep_freed_memory
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.switch_interval import SwitchInterval
+from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
 from zrpc.wire.kind import Kind, Tag
@@ -59,6 +61,8 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 __all__ = ["Agent"]
+
+logger = logging.getLogger(__name__)
 
 S = TypeVar("S")
 
@@ -105,6 +109,7 @@ class Agent:
         self.joined_at = time.monotonic()
         self.services: list[Service] = []
         self._turn_enders: Sequence[Callable[[], None]] = ()
+        self._ticking: Sequence[Callable[[], None]] = ()
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = HandlerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -189,6 +194,14 @@ class Agent:
             self._plug_in(make(self))
         with_turns = overriding(Service, "after_turn", self.services)
         self._turn_enders = [each.after_turn for each in with_turns]
+        self._ticking = (
+            self.peers.tick,
+            self.pool.relieve,
+            self.completions.relieve,
+            self.callee.drop_abandoned,
+            self.outbox.retry,
+            *(each.tick for each in overriding(Service, "tick", self.services)),
+        )
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
@@ -286,13 +299,12 @@ class Agent:
             self._closing.look(now)
 
     def _tick(self) -> None:
-        self.peers.tick()
-        self.pool.relieve()
-        self.completions.relieve()
-        self.callee.drop_abandoned()
-        self.outbox.retry()
-        for service in self.services:
-            service.tick()
+        for part in self._ticking:
+            try:
+                part()
+            except Exception:  # noqa: PERF203 - the others go on: they find lost workers, say
+                with printing_errors():
+                    logger.exception("%s: a part of a tick failed", self.worker_info)
 
     def _on_member_lost(self, member: MemberId) -> None:
         self.caller.calls.fail(self.caller.died, member)

@@ -1,0 +1,30 @@
+"""What a worker does ten times a second."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.support.waiting import SOON
+from zrpc.testing import Mesh
+
+
+def test_the_other_parts_of_a_tick_go_on_if_one_fails(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, failed, gone_on = mesh.agent(0), threading.Event(), threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise KeyError("on purpose")
+
+    before = agent._ticking
+    agent._ticking = (fail, *before, gone_on.set)
+    try:
+        assert failed.wait(SOON)
+        assert gone_on.wait(SOON)
+    finally:
+        agent._ticking = before
+    assert "a part of a tick failed" in caplog.text
+    assert "on purpose" in caplog.text
