@@ -112,9 +112,9 @@ class _ByValue:
     """A function that arrives as a copy, since it can't be imported."""
 
     def __init__(self, fn: Callable[..., object]) -> None:
-        import cloudpickle
+        from zrpc.by_value import dumps
 
-        self._pickled = cloudpickle.dumps(fn)
+        self._pickled = dumps(fn)
 
     def __reduce__(self) -> Any:
         return pickle.loads, (self._pickled,)

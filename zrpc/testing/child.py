@@ -30,8 +30,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-import cloudpickle
-
+from zrpc.by_value import dumps
 from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
@@ -117,7 +116,7 @@ class _WorkerProcess:
         except BaseException as error:  # SystemExit and pytest's outcomes too go to the test
             return _failure(error)
         try:
-            data: bytes = cloudpickle.dumps((True, value))
+            data: bytes = dumps((True, value))
         except Exception as error:
             return _failure(WorkerFailed(f"the result can't be pickled: {value!r}: {error}"))
         return data
@@ -150,9 +149,9 @@ def _failure(error: BaseException) -> bytes:
         for name in _OUTCOMES:
             copyreg.pickle(getattr(outcomes, name), _reduce_outcome)
     try:
-        data: bytes = cloudpickle.dumps((False, error, text))
+        data: bytes = dumps((False, error, text))
         pickle.loads(data)  # many exceptions can be pickled, but not unpickled
     except Exception as reason:
         substitute = WorkerFailed(f"{type(error).__name__}: {error} (it can't be sent: {reason})")
-        data = cloudpickle.dumps((False, substitute, text))
+        data = dumps((False, substitute, text))
     return data

@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from zrpc.by_value import dumps
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
@@ -186,7 +187,7 @@ class ProcessWorker(Worker):
     ) -> Future[Any]:
         """Queues ``fn(*args, **kwargs)`` for the main thread of the process."""
         with _pickling_by_value(self._shared.by_value):
-            pickled = cloudpickle.dumps((fn, args, kwargs))
+            pickled = dumps((fn, args, kwargs))
         return self._request(f"runs {name_of(fn)}", "call", pickled)
 
     def shutdown(self, graceful: bool) -> Future[list[str]]:

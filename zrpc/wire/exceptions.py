@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import cloudpickle
 import torch
 
+from zrpc import by_value
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 
@@ -114,12 +114,12 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     """Returns the error as a pickle that is known to load, or None."""
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
-    by_name, by_value = (
-        (_dump_cut, _dump_cut_by_value) if in_graph else (pickle.dumps, cloudpickle.dumps)
+    by_name, by_copy = (
+        (_dump_cut, _dump_cut_by_value) if in_graph else (pickle.dumps, by_value.dumps)
     )
     pickled = _checked(error, by_name)
     if pickled is None or (b"__main__" in pickled and not same_main):
-        return _checked(error, by_value)
+        return _checked(error, by_copy)
     return pickled
 
 
@@ -157,7 +157,7 @@ class _CuttingPickler(pickle.Pickler):
         return _reduce_cut(obj)
 
 
-class _ByValueCuttingPickler(cloudpickle.Pickler):
+class _ByValueCuttingPickler(by_value.ByValuePickler):
     """The same for what only cloudpickle pickles."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -14,9 +14,9 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import cloudpickle
 import torch
 
+from zrpc.by_value import ByValuePickler
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
@@ -62,10 +62,10 @@ class _GraphPickler(_Pickler):
         return reduce_in_graph(obj)
 
 
-class _ByValuePickler(cloudpickle.Pickler):
+class _ByValuePickler(ByValuePickler):
     """The pickler of cloudpickle, with our dispatch table first."""
 
-    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, cloudpickle.Pickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, ByValuePickler.dispatch_table)
 
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
