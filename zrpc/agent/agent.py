@@ -109,7 +109,6 @@ class Agent:
         self.joined_at = time.monotonic()
         self.services: list[Service] = []
         self._turn_enders: Sequence[Callable[[], None]] = ()
-        self._ticking: Sequence[Callable[[], None]] = ()
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = HandlerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -194,14 +193,6 @@ class Agent:
             self._plug_in(make(self))
         with_turns = overriding(Service, "after_turn", self.services)
         self._turn_enders = [each.after_turn for each in with_turns]
-        self._ticking = (
-            self.peers.tick,
-            self.pool.relieve,
-            self.completions.relieve,
-            self.callee.drop_abandoned,
-            self.outbox.retry,
-            *(each.tick for each in overriding(Service, "tick", self.services)),
-        )
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
@@ -299,7 +290,15 @@ class Agent:
             self._closing.look(now)
 
     def _tick(self) -> None:
-        for part in self._ticking:
+        parts = (
+            self.peers.tick,
+            self.pool.relieve,
+            self.completions.relieve,
+            self.callee.drop_abandoned,
+            self.outbox.retry,
+            *(service.tick for service in self.services),
+        )
+        for part in parts:
             try:
                 part()
             except Exception:  # noqa: PERF203 - the others go on: they find lost workers, say
