@@ -76,8 +76,14 @@ def as_current(agent: Agent) -> Iterator[Agent]:
 
 
 def context_of(agent: Agent) -> contextvars.Context:
-    """Returns a new context in which ``agent`` is the current one."""
+    """Returns a copy of the current context in which ``agent`` is the current one.
+
+    zrpc's own variables are left out: this may be a handler of another agent.
+    """
     context = contextvars.Context()
+    for variable, value in contextvars.copy_context().items():
+        if not variable.name.startswith("zrpc_"):
+            context.run(variable.set, value)
     context.run(_current.set, agent)
     return context
 

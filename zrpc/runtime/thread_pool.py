@@ -23,6 +23,7 @@ from typing import NamedTuple, Protocol
 
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.job_context import run_in_copies
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.thread_errors import printing_errors
 
@@ -154,8 +155,7 @@ class HandlerPool:
     Args:
         size: the number of jobs that may run at once.
         name: the prefix of the threads' names.
-        context: every thread runs in a copy of it, so context variables set there (the current
-            agent) hold in all jobs.
+        context: every job runs in a copy of its own.
 
     Attributes:
         begun: the number of jobs ever begun, approximately.
@@ -168,6 +168,7 @@ class HandlerPool:
         self._size = size
         self._name = name
         self._context = context or contextvars.Context()
+        self._run_in_copy = run_in_copies(self._context)
         # The lock guards everything below. It is held for a few instructions at a time, and no
         # other lock is taken while it is held.
         self._lock = threading.Lock()
@@ -377,7 +378,7 @@ class HandlerPool:
         self.begun += 1  # only compared for changes: a lost increment does no harm
         _thread.begun = time.perf_counter()
         try:
-            job()
+            self._run_in_copy(job)
         except BaseException:
             with printing_errors():
                 logger.exception("A job of %s failed; its thread goes on", self._name)

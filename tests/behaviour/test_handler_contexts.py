@@ -1,0 +1,105 @@
+"""Each handler's context variables are its own, and begin as they were when zrpc started."""
+
+from __future__ import annotations
+
+import contextvars
+import decimal
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import zrpc
+from zrpc.testing import Mesh
+
+variable = contextvars.ContextVar("variable", default="unset")
+
+
+def set_variable() -> str:
+    found = variable.get()
+    variable.set("of another handler")
+    return found
+
+
+def set_precision() -> int:
+    found = decimal.getcontext().prec
+    decimal.getcontext().prec = 5  # in place
+    return found
+
+
+def set_error_handling() -> str:
+    return np.seterr(over="raise")["over"]
+
+
+async def set_variable_async() -> str:
+    return set_variable()
+
+
+async def set_precision_async() -> int:
+    return set_precision()
+
+
+def set_variable_in_a_callback() -> zrpc.Future[str]:
+    return zrpc.rpc_async("worker0", len, args=("",)).then(lambda _: set_variable())
+
+
+SETTERS = [
+    set_variable,
+    set_precision,
+    set_error_handling,
+    set_variable_async,
+    set_precision_async,
+    zrpc.functions.async_execution(set_variable_in_a_callback),
+]
+
+
+@pytest.mark.parametrize("setter", SETTERS, ids=lambda setter: setter.__name__)
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_what_a_handler_sets_is_not_seen_by_the_next(
+    caller: Mesh, setter: Callable[[], object]
+) -> None:
+    found = [zrpc.rpc_sync("worker1", setter) for _ in range(20)]
+    assert len(set(found)) == 1
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_what_a_method_of_an_rref_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
+    class Setter:
+        def __init__(self) -> None:
+            set_variable()
+
+        set = staticmethod(set_variable)
+
+    rref = zrpc.remote("worker1", Setter)
+    assert {rref.rpc_sync().set() for _ in range(20)} == {"unset"}
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
+def test_what_a_callback_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
+    calls = [zrpc.rpc_async("worker1", len, args=("",)) for _ in range(20)]
+    futures = [call.then(lambda _: set_variable()) for call in calls]
+    assert {future.wait() for future in futures} == {"unset"}
+
+
+@pytest.mark.parametrize("setter", [set_variable, set_variable_async])
+def test_handlers_see_what_was_set_before_their_worker_started(
+    alone: int, setter: Callable[[], object]
+) -> None:
+    def run() -> list[object]:
+        variable.set("before")
+        with zrpc.session("me", rank=0, world_size=1):
+            variable.set("after")
+            return [zrpc.rpc_sync("me", setter) for _ in range(2)]
+
+    assert contextvars.copy_context().run(run) == ["before", "before"]
+
+
+@pytest.mark.parametrize("setter", [set_precision, set_precision_async])
+def test_a_precision_set_before_the_worker_started_holds_in_each_handler(
+    alone: int, setter: Callable[[], object]
+) -> None:
+    with decimal.localcontext() as context:
+        context.prec = 50
+        with zrpc.session("me", rank=0, world_size=1):
+            assert [zrpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
+        assert decimal.getcontext().prec == 50
