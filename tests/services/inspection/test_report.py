@@ -226,8 +226,7 @@ def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
         assert "nothing to do (--all shows them)" in callee
         everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
         assert "Thread zrpc-worker1-io-" in everything
-        # Python 3.10 does not know the classes.
-        assert re.search(r"in (HandlerPool\.)?_run|in (LeaderFollower\.)?_lead", everything)
+        assert re.search(r"in HandlerPool\._run|in LeaderFollower\._lead", everything)
         assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
         door.opened.set()
         assert [future.wait() for future in futures] == ["in", "in"]

@@ -25,7 +25,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -168,7 +168,7 @@ def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
 def _activity(name: str, stack: Sequence[FrameType], request: Message | None) -> Activity:
     """Describes a thread or a coroutine by its stack, the innermost frame first."""
     frames = [
-        Frame(each.f_code.co_filename, each.f_lineno, _name(each.f_code))
+        Frame(each.f_code.co_filename, each.f_lineno, each.f_code.co_qualname)
         for each in reversed(stack)
     ]
     where = next((each for each in reversed(frames) if _is_users(each.file)), None)
@@ -201,10 +201,6 @@ def _outward(frame: FrameType | None) -> list[FrameType]:
             stack.append(frame)
         frame = frame.f_back
     return stack
-
-
-def _name(code: CodeType) -> str:
-    return getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname
 
 
 def _is_users(file: str) -> bool:
@@ -258,6 +254,4 @@ def _futures_gathered(task: asyncio.Task[Any] | None) -> list[Future[Any]]:
 
 def _held_by(coroutine: Any, kind: type[T]) -> list[T]:
     """Returns the objects of a type that a suspended coroutine's own frame refers to."""
-    # As the garbage collector sees it: Python 3.10 finds them by the frame.
-    held = gc.get_referents(coroutine, _frame_of(coroutine))
-    return [each for each in held if isinstance(each, kind)]
+    return [each for each in gc.get_referents(coroutine) if isinstance(each, kind)]
