@@ -16,7 +16,7 @@ from tests.support.waiting import until
 from tests.support.watched import Watched
 from zrpc.agent.current import set_default_agent
 from zrpc.testing import Mesh, local_mesh
-from zrpc.testing.processes import warm_server
+from zrpc.testing.server import warm_server
 
 
 @pytest.fixture

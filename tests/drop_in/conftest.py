@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.programs import Programs
 from tests.support.warm import warm_commands
-from zrpc.testing.processes import warm_server
+from zrpc.testing.server import warm_server
 
 DEADLINE = 120.0
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")

@@ -20,7 +20,7 @@ from tests.partitions.worker import EXIT_SECONDS, SLACK
 from tests.transport.two_hosts import ENTER
 from zrpc.launch.task import Task
 from zrpc.membership.secret import new_secret
-from zrpc.testing.processes import warm_server
+from zrpc.testing.server import warm_server
 from zrpc.testing.startup import warm_up
 
 __all__ = ["Hosts", "Outcome", "hosts", "run_round"]

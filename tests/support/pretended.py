@@ -8,17 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import (  # type: ignore[attr-defined]
-    _setup_privateuseone_for_python_backend,
-)
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretended")
-_library = torch.library.Library("aten", "IMPL")
+_library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def empty(size: Any, dtype: torch.dtype | None = None) -> Any:
     """Returns a tensor on the accelerator."""
-    return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.float32)  # type: ignore[attr-defined]
+    return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.float32)
 
 
 def implement(name: str, function: Any) -> None:

@@ -16,7 +16,7 @@ from textwrap import dedent
 
 from zrpc.launch.task import Task
 from zrpc.testing.leaks import files_in
-from zrpc.testing.processes import warm_server
+from zrpc.testing.server import warm_server
 
 SCRIPT_DEADLINE = 180.0  # two fresh processes need more than 60 s on a machine with load 60
 

@@ -27,6 +27,9 @@ class Calling:
     def wait(self, call: PendingCall) -> None:
         wait_until_settled(call, self.receive)
 
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
+        errand()
+
     def decode(self, outcome: Any) -> Any:
         return outcome
 

@@ -9,6 +9,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.targets import echo
+from zrpc.wire.member_id import member_id_of
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 
@@ -21,7 +22,7 @@ OVERHEAD_BYTES = 2_000
 def travel(obj: Any) -> int:
     """How many bytes travel for an object."""
     message = Message(1)
-    Encoder(None, 0, True).pack(obj, message)
+    Encoder(None, member_id_of(0, 0), True).pack(obj, message)
     buffers = sum(memoryview(buffer).nbytes for buffer in message.buffers)
     return len(message.first_frame()) + buffers
 

@@ -259,7 +259,10 @@ class ForkedServer(ForkServer):
         sys_path, startup_modules = _fresh_interpreter()
         lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD) for fd in fds]
         task = Task.function(
-            *("tests.support.warm_program:serve", *lifted, os.getpid(), self._preload),
+            "tests.support.warm_program:serve",
+            *lifted,
+            os.getpid(),
+            self._preload,
             startup_modules,
         ).within(
             cwd=os.getcwd(),
