@@ -165,9 +165,14 @@ def raised_by_function(error: T) -> T:
     Returns:
         The error.
     """
-    if isinstance(error, RpcError) and error.executed is False:
-        error.executed = None
+    if was_not_executed(error):
+        error.executed = None  # type: ignore[attr-defined]
     return error
+
+
+def was_not_executed(error: BaseException) -> bool:
+    """Returns whether an error says that the function was not called; see `RpcError.executed`."""
+    return isinstance(error, RpcError) and error.executed is False
 
 
 def of_lost_message(text: str, executed: bool | None) -> RpcError:

@@ -179,6 +179,7 @@ class Agent:
         self.dispatcher.register(Kind.RESULT, self.caller.on_answer)
         self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
         self.dispatcher.register_extension(Tag.UNREAD, self.caller.on_unread)
+        self.dispatcher.register_extension(Tag.UNCALLED, lambda *_: None)
         self.dispatcher.register(
             Kind.TERMINATION, lambda message: shutdown.receive(message.sender, message.body)
         )
