@@ -23,7 +23,7 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
 from zrpc.class_versions import ClassVersions
 
-__all__ = ["ByValuePickler", "dumps"]
+__all__ = ["ByValuePickler", "find_in_main", "is_drop_in"]
 
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
@@ -51,7 +51,6 @@ class ByValuePickler(cloudpickle.Pickler):
         buffer_callback: takes buffers.
         same_main: whether a name in ``__main__`` means the same at the receiver.
         copies: whether a copy is sent along with each such name, for a receiver that lacks it.
-            Programs under ``zrpc run`` always send one, since they can't know of zrpc's rules.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -69,7 +68,7 @@ class ByValuePickler(cloudpickle.Pickler):
     ) -> None:
         super().__init__(file, protocol, buffer_callback)
         self._same_main = same_main
-        self._copies = same_main and (copies or _is_drop_in())
+        self._copies = copies
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces functions and classes."""
@@ -91,7 +90,9 @@ class ByValuePickler(cloudpickle.Pickler):
         Raises:
             Exception: it can't be pickled.
         """
-        return dumps(obj)
+        with io.BytesIO() as file:
+            type(self)(file).dump(obj)
+            return file.getvalue()
 
     def _reduce_to_name(self, obj: Any, path: str) -> Any:
         copy = None
@@ -100,22 +101,10 @@ class ByValuePickler(cloudpickle.Pickler):
                 copy = self.copy(obj)
         if copy is None and getattr(obj, "__module__", None) == "__main__":
             return path  # pickle's own way, which error messages and traces read
-        return _find_in_main, (path, copy)
+        return find_in_main, (path, copy)
 
 
-def dumps(obj: object, same_main: bool = False) -> bytes:
-    """Returns an object as a pickle.
-
-    Args:
-        obj: the object.
-        same_main: whether a name in ``__main__`` means the same at the receiver.
-    """
-    with io.BytesIO() as file:
-        ByValuePickler(file, same_main=same_main).dump(obj)
-        return file.getvalue()
-
-
-def _is_drop_in() -> bool:
+def is_drop_in() -> bool:
     """Returns whether ``zrpc run`` or the like has put zrpc in the place of torch's RPC."""
     return any(type(finder).__module__.startswith("zrpc.drop_in") for finder in sys.meta_path)
 
@@ -152,8 +141,8 @@ def _find(module: Any, path: str) -> Any:
     return functools.reduce(getattr, path.split("."), module) if path else module
 
 
-def _find_in_main(path: str, copy: bytes | None) -> Any:
-    """Returns what the main script has under a name, or else the copy that the sender has added."""
+def find_in_main(path: str, copy: bytes | None = None) -> Any:
+    """Returns what the main script has under a name, or else a copy, which is a pickle."""
     try:
         return _find(sys.modules["__main__"], path)
     except AttributeError:

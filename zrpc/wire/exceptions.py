@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zrpc import by_value
+from zrpc.by_value import ByValuePickler, is_drop_in
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.pickling import dumps
@@ -119,7 +119,7 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     by_name, by_copy = (
         (_dump_cut, partial(_dump_cut_by_value, same_main=same_main))
         if in_graph
-        else (pickle.dumps, partial(dumps, same_main=same_main))
+        else (pickle.dumps, partial(dumps, same_main=same_main, copies=is_drop_in()))
     )
     pickled = _checked(error, by_name)
     if pickled is None or (b"__main__" in pickled and not same_main):
@@ -161,7 +161,7 @@ class _CuttingPickler(pickle.Pickler):
         return _reduce_cut(obj)
 
 
-class _ByValueCuttingPickler(by_value.ByValuePickler):
+class _ByValueCuttingPickler(ByValuePickler):
     """The same for what only cloudpickle pickles."""
 
     def reducer_override(self, obj: Any) -> Any:

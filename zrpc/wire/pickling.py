@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -295,8 +296,11 @@ class Decoder:
         if relations:
             relate(self.tensors, relations)
 
-    def unpack(self) -> Any:
+    def unpack(self, fetch: Callable[[str], Any] | None = None) -> Any:
         """Returns the object that the message holds.
+
+        Args:
+            fetch: returns what the main script lacks, by its name there; None if that is an error.
 
         Raises:
             SerializationError: the pickle names something that doesn't exist here, or is damaged.
@@ -306,7 +310,10 @@ class Decoder:
         thread.decoder = self
         try:
             buffers = self.message.buffers
-            return pickle.loads(self.message.body, buffers=map(aligned, buffers) if buffers else ())
+            ready = map(aligned, buffers) if buffers else ()
+            if fetch is not None:
+                return _Fetching(self.message.body, ready, fetch).load()
+            return pickle.loads(self.message.body, buffers=ready)
         except (AttributeError, ImportError) as error:
             raise self._unreadable(
                 f"{error}. Default RPC pickler does not serialize function code that can be "
@@ -329,6 +336,26 @@ class Decoder:
         elif self.message.kind in REQUESTS:
             error.executed = False
         return error
+
+
+class _Fetching(pickle.Unpickler):
+    """Unpickles what names in the main script mean that this process lacks."""
+
+    def __init__(self, body: Any, buffers: Iterable[Any], fetch: Callable[[str], Any]) -> None:
+        super().__init__(io.BytesIO(body), buffers=buffers)
+        self._fetch = functools.cache(fetch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what a module has under a name."""
+        try:
+            return super().find_class(module, name)
+        except AttributeError as lacking:
+            if module != "__main__":
+                raise
+            try:
+                return self._fetch(name)
+            except Exception as error:
+                raise lacking from error
 
 
 class _BytesEncoder(Encoder):
