@@ -141,7 +141,8 @@ if __name__ == "__main__":
     print(queue.get())
     zrpc.spawn(lambda rank, thing, go: go(rank, thing), (Thing(), of_main))
     shared = torch.zeros(1).share_memory_()
-    zrpc.spawn(lambda rank, shared: shared.fill_(3), (shared,))
+    shared.step = 3
+    zrpc.spawn(lambda rank, shared: shared.fill_(shared.step), (shared,))
     print(shared.item())
     zrpc.spawn(lambda rank: print(only_here(), flush=True))
     try:

@@ -25,7 +25,7 @@ from zrpc.wire.current_message import decoder, encoder, thread
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import REDUCERS, Reducer
+from zrpc.wire.reducers import REDUCERS, Reducer, _with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 from zrpc.wire.views import Relation, relate
@@ -87,7 +87,8 @@ class _ByValuePickler(ByValuePickler):
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
         if type(obj) in self._reducers:
             with contextlib.suppress(Exception):
-                return self._reducers[type(obj)](obj)
+                reduced = self._reducers[type(obj)](obj)
+                return _with_attributes(obj, reduced) if isinstance(obj, torch.Tensor) else reduced
         check_sendable(obj)
         current = encoder()
         reduced = NotImplemented
