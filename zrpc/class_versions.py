@@ -135,7 +135,7 @@ def _fingerprints(cls: type) -> Mapping[str, Any]:
     It refers to code and not to functions, which would keep the class alive.
     """
     return {
-        name: (_identity(value), *(_fingerprint(function) for function in _functions_in(value)))
+        name: (id(value), *(_fingerprint(function) for function in _functions_in(value)))
         for name, value in list(vars(cls).items())
         if _is_code(value)
     }
@@ -153,10 +153,3 @@ def _fingerprint(function: types.FunctionType) -> tuple[Any, ...]:
     """Returns what changes if a function is replaced, or gets other code or defaults in place."""
     defaults = id(function.__defaults__), id(function.__kwdefaults__)
     return (weakref.ref(function), function.__code__, *defaults)
-
-
-def _identity(value: object) -> object:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a property, say
-        return id(value)

@@ -166,8 +166,8 @@ def raised_by_function(error: T) -> T:
     Returns:
         The error.
     """
-    if was_not_executed(error):
-        error.executed = None  # type: ignore[attr-defined]
+    if isinstance(error, RpcError) and error.executed is False:
+        error.executed = None
     return error
 
 

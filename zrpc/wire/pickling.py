@@ -360,9 +360,9 @@ class _Fetching(pickle.Unpickler):
 
 
 class _BytesEncoder(Encoder):
-    """Packs what is no message of a mesh. Functions and classes go by value at once.
+    """Packs what is no message of a mesh.
 
-    The mesh's modules may be such that the receiver can't import, and only cloudpickle knows them.
+    It asks cloudpickle at once, which may have been told to send a module by value.
     """
 
     __slots__ = ("_options",)
