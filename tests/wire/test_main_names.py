@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.wire.test_pickling import arrived, sent
 from zrpc.errors import SerializationError
@@ -265,3 +266,21 @@ def test_what_has_no_copy_is_named_only(scripts: Scripts) -> None:
         "lambda: register", lambda value: dumps(value, same_main=True, copies=True)
     )
     assert pickle.loads(pickled)() is scripts.theirs.register
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_torchscript_function_is_named_only_if_the_scripts_are_the_same(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, same_main: bool
+) -> None:
+    monkeypatch.setattr(twice, "__module__", "__main__")
+    scripts.ours.twice = torch.jit.script(twice)
+    scripts.theirs.twice = len
+    for expression in ("twice", "(lambda: twice)()"):
+        found = scripts.travel(expression, same_main)
+        assert (found is len) is same_main
+        if not same_main:
+            assert found(torch.ones(1)).item() == 2
