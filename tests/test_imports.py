@@ -105,6 +105,7 @@ SURFACE: dict[str, set[str]] = {
         "call_counters",
         "codec",
         "function_names",
+        "main_copies",
         "message_hooks",
         "open_telemetry",
         "execution",
