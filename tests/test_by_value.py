@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import zrpc
-from zrpc.by_value import dumps
 from zrpc.testing import Mesh
+from zrpc.wire.pickling import dumps
 
 
 def nested() -> Callable[[], Callable[[], None]]:

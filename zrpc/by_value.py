@@ -1,23 +1,38 @@
 """Pickles functions and classes that can't be imported: by value, as cloudpickle does.
 
-cloudpickle leaves out the name of the file with the function from version 3.1.3 on. Without it, a
-traceback shows no lines of source. So it is put back here.
+Three things differ from cloudpickle. What can be found in the main script by its name is pickled
+by that name if the receiver runs the same script. A class is made once at a receiver, and has a
+state of its own there from then on: see `ClassVersions`. And the name of a function's file is kept.
+cloudpickle leaves it out from version 3.1.3 on, and then a traceback shows no lines of source.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import pickle
+import sys
 import types
 from collections import ChainMap
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
 
 import cloudpickle
+from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
-__all__ = ["ByValuePickler", "dumps"]
+from zrpc.class_versions import ClassVersions
+
+__all__ = ["ByValuePickler", "find_in_main", "is_drop_in"]
 
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
+# What has a name in a module that it can be found by.
+_NAMED = (types.FunctionType, type, types.ModuleType, TypeVar)
+# The length of what cloudpickle reduces a class to if it goes by value.
+_BY_VALUE_PARTS = 6
 _reduce: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
+_versions = ClassVersions(_DYNAMIC_CLASS_TRACKER_BY_ID)
 
 
 def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
@@ -28,15 +43,119 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 class ByValuePickler(cloudpickle.Pickler):
-    """The pickler of cloudpickle, with the names of files."""
+    """The pickler of cloudpickle, with the names of files and of what is in the main script.
+
+    Args:
+        file: as for ``pickle.Pickler``, as the next two are.
+        protocol: the protocol.
+        buffer_callback: takes buffers.
+        same_main: whether a name in ``__main__`` means the same at the receiver.
+        copies: whether a copy is sent along with each such name, for a receiver that lacks it.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
     )
 
+    def __init__(
+        self,
+        file: Any,
+        protocol: int | None = None,
+        buffer_callback: Any = None,
+        *,
+        same_main: bool = False,
+        copies: bool = False,
+    ) -> None:
+        super().__init__(file, protocol, buffer_callback)
+        self._same_main = same_main
+        self._copies = copies
 
-def dumps(obj: object) -> bytes:
-    """Returns an object as a pickle."""
-    with io.BytesIO() as file:
-        ByValuePickler(file).dump(obj)
-        return file.getvalue()
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduces functions and classes."""
+        if not issubclass(type(obj), _NAMED):
+            return super().reducer_override(obj)
+        if self._same_main and (path := _path_in_main(obj)) is not None:
+            return self._reduce_to_name(obj, path)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and type(reduced) is tuple and len(reduced) == _BY_VALUE_PARTS:
+            number = _versions.number(obj)
+            # Again, since a function may have changed before the version was read.
+            make, arguments, state, *_, fill = super().reducer_override(obj)
+            return _make_once, (make, *arguments), (number, fill, state), None, None, _fill
+        return reduced
+
+    def copy(self, obj: Any) -> bytes:
+        """Returns an object as a pickle, in which it goes by value.
+
+        Raises:
+            Exception: it can't be pickled.
+        """
+        with io.BytesIO() as file:
+            type(self)(file).dump(obj)
+            return file.getvalue()
+
+    def _reduce_to_name(self, obj: Any, path: str) -> Any:
+        copy = None
+        if self._copies:
+            with contextlib.suppress(Exception):  # it may refer to a lock, which has no copy
+                copy = self.copy(obj)
+        if copy is None and getattr(obj, "__module__", None) == "__main__":
+            return path  # pickle's own way, which error messages and traces read
+        return find_in_main, (path, copy)
+
+
+def is_drop_in() -> bool:
+    """Returns whether ``zrpc run`` or the like has put zrpc in the place of torch's RPC."""
+    return any(type(finder).__module__.startswith("zrpc.drop_in") for finder in sys.meta_path)
+
+
+def _path_in_main(obj: Any) -> str | None:
+    """Returns the name that the main script has an object under; None if it has none there."""
+    main = sys.modules.get("__main__")
+    if obj is main:
+        return ""
+    if isinstance(obj, types.ModuleType):
+        home, name = None, obj.__name__
+        if name in sys.modules:
+            return None
+    else:
+        home = sys.modules.get(str(obj.__module__))
+        name = getattr(obj, "__qualname__", None) or obj.__name__
+    if home is not main and home is not None and _attribute(home, name) is obj:
+        return None
+    found = _attribute(main, name)
+    if found is obj:
+        return name
+    # A class method is found as a method of its class, and cloudpickle reduces it to its function.
+    return f"{name}.__func__" if getattr(found, "__func__", None) is obj else None
+
+
+def _attribute(module: Any, path: str) -> Any:
+    try:
+        return _find(module, path)
+    except Exception:  # a module or a class may run code of its own
+        return None
+
+
+def _find(module: Any, path: str) -> Any:
+    return functools.reduce(getattr, path.split("."), module) if path else module
+
+
+def find_in_main(path: str, copy: bytes | None = None) -> Any:
+    """Returns what the main script has under a name, or else a copy, which is a pickle."""
+    try:
+        return _find(sys.modules["__main__"], path)
+    except AttributeError:
+        if copy is None:
+            raise
+        return pickle.loads(copy)
+
+
+def _make_once(make: Callable[..., type], *arguments: Any) -> type:
+    """Returns the class that cloudpickle makes from these arguments, the last but one its id."""
+    return _versions.make(arguments[-2], functools.partial(make, *arguments))
+
+
+def _fill(cls: type, state: tuple[int, Callable[..., Any], tuple[dict[str, Any], Any]]) -> None:
+    number, fill, (attributes, more) = state
+    _versions.fill(cls, number, attributes, lambda cls, taken: fill(cls, (taken, more)))

@@ -54,9 +54,10 @@ class RpcError(RuntimeError):
     """The root of zrpc's own errors.
 
     Attributes:
-        executed: for a call that timed out, was cancelled or was lost: whether its function has
-            run. If False, it has not, and never will, so the call can be made again. If True, it
-            has. If None, that is not known: make the call again only if the function may run twice.
+        executed: for a call that timed out, was cancelled or was lost, or that could not be
+            unpickled: whether its function has run. If False, it has not, and never will, so the
+            call can be made again. If True, it has. If None, that is not known: make the call
+            again only if the function may run twice.
 
     Example:
         >>> def call_again_if_safe(to, function):
@@ -168,6 +169,11 @@ def raised_by_function(error: T) -> T:
     if isinstance(error, RpcError) and error.executed is False:
         error.executed = None
     return error
+
+
+def was_not_executed(error: BaseException) -> bool:
+    """Returns whether an error says that the function was not called; see `RpcError.executed`."""
+    return isinstance(error, RpcError) and error.executed is False
 
 
 def of_lost_message(text: str, executed: bool | None) -> RpcError:

@@ -162,6 +162,43 @@ def test_a_function_has_run_though_a_call_of_its_own_has_not(
     assert error_of(call, to, call_what_is_gone).executed is None
 
 
+class Unreadable:
+    """It can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_call_that_cannot_be_unpickled_has_not_run(shared: Mesh, call: Call, to: int) -> None:
+    error = error_of(call, to, echo, (Unreadable(),))
+    assert isinstance(error, rpc.SerializationError)
+    assert error.executed is False
+
+
+@ways
+def test_a_call_whose_result_cannot_be_unpickled_has_run(shared: Mesh, call: Call) -> None:
+    error = error_of(call, 1, Unreadable)
+    assert isinstance(error, rpc.SerializationError)
+    assert error.executed is True
+
+
+@ways
+def test_a_function_has_run_though_it_could_not_call_another(shared: Mesh, call: Call) -> None:
+    assert error_of(call, 1, call_with_what_is_unreadable).executed is None
+
+
+def call_with_what_is_unreadable() -> None:
+    rpc.rpc_sync("worker0", echo, (Unreadable(),))
+
+
+def test_a_method_that_cannot_be_unpickled_has_not_run(shared: Mesh) -> None:
+    rref = rpc.remote("worker1", list)
+    assert error_of(rref.rpc_sync().append, Unreadable()).executed is False
+    assert rref.to_here() == []
+
+
 def test_what_is_no_loss_says_nothing() -> None:
     assert rpc.RpcError("anything").executed is None
 

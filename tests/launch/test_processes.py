@@ -10,7 +10,6 @@ import pytest
 
 import zrpc
 from tests.support.warm import warm_commands
-from zrpc.launch import processes
 
 pytestmark = pytest.mark.system
 
@@ -109,5 +108,51 @@ def test_at_least_one_process() -> None:
         zrpc.spawn(print, nprocs=0)
 
 
-def test_what_can_be_imported_is_sent_by_name() -> None:
-    assert processes._picklable(os.getcwd) is os.getcwd
+_VALUES = """
+import threading
+import torch
+import torch.multiprocessing as mp
+import zrpc
+
+class Thing: pass
+
+LOCK = threading.Lock()
+STEPS = []
+
+def register(step):
+    with LOCK:
+        STEPS.append(step)
+
+def check(rank, small, script, queue, more):
+    assert small.dtype is torch.float8_e4m3fn
+    assert script(torch.ones(1)).shape == (1,)
+    queue.put(more["double"](rank + 2))
+
+def of_main(rank, thing):
+    register(thing)
+    assert type(thing) is Thing and STEPS == [thing]
+
+if __name__ == "__main__":
+    def only_here(): return "only here"
+
+    queue = mp.get_context("spawn").Queue()
+    small, script = torch.ones(2).to(torch.float8_e4m3fn), torch.jit.script(torch.nn.Linear(1, 1))
+    zrpc.spawn(check, (small, script, queue, {"double": lambda x: 2 * x, "again": queue}))
+    print(queue.get())
+    zrpc.spawn(lambda rank, thing, go: go(rank, thing), (Thing(), of_main))
+    shared = torch.zeros(1).share_memory_()
+    shared.step = 3
+    zrpc.spawn(lambda rank, shared: shared.fill_(shared.step), (shared,))
+    print(shared.item())
+    zrpc.spawn(lambda rank: print(only_here(), flush=True))
+    try:
+        zrpc.spawn(of_main, (["a", LOCK],))
+    except zrpc.SerializationError as error:
+        print("lock" in str(error))
+"""
+
+
+def test_arguments_are_sent_as_in_calls_and_shared_as_with_multiprocessing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_VALUES)
+    assert run(str(script)).splitlines() == ["4", "3.0", "only here", "True"]

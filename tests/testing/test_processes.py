@@ -10,6 +10,7 @@ import threading
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import zrpc
 from tests.support.waiting import until
@@ -110,6 +111,27 @@ def test_a_result_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:
     with pytest.raises(WorkerFailed, match="the result can't be pickled: <unlocked"):
         mesh.run(0, threading.Lock)
     assert mesh.run(0, my_name) == "worker0"
+
+
+def test_what_calls_can_send_is_sent_both_ways(mesh: Mesh) -> None:
+    def work(values: list[Any]) -> list[Any]:
+        script, small, view, large = values
+        large += script(torch.ones(1)).item() * 0
+        return [torch.jit.script(torch.nn.Identity()), small, view, large]
+
+    large = torch.ones(1 << 20)
+    values = [torch.jit.script(torch.nn.Linear(1, 1)), large[:2].to(torch.float8_e5m2)]
+    script, small, view, back = mesh.run(0, work, [*values, memoryview(b"abc"), large])
+    assert script(large[:1]).item() == 1
+    assert small.dtype is torch.float8_e5m2
+    assert view == b"abc"
+    assert isinstance(view, memoryview)
+    assert torch.equal(back.add_(0), large)
+
+
+def test_an_argument_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:
+    with pytest.raises(zrpc.SerializationError, match="found one of type lock"):
+        mesh.submit(0, my_name, [1, {"a": threading.Lock()}])
 
 
 def test_calls_to_a_killed_worker_fail(mesh: Mesh) -> None:

@@ -38,9 +38,11 @@ from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
 from zrpc.agent.shutdown import CollectiveShutdown, Shutdown, ShutdownTiming, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
+from zrpc.by_value import is_drop_in
 from zrpc.calls.callee import Callee
 from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
+from zrpc.calls.main_copies import fetching
 from zrpc.calls.message_hooks import overriding
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.recorder import Recorder
@@ -147,6 +149,8 @@ class Agent:
             self.receiver.run,
             self._on_handler_failed,
         )
+        if is_drop_in():
+            self.codec.fetch = fetching(membership, self.caller)
         self._wire(shutdown)
         self.recorder: Recorder | None = None
         self._closing = Closing(self, shutdown)
@@ -179,6 +183,7 @@ class Agent:
         self.dispatcher.register(Kind.RESULT, self.caller.on_answer)
         self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
         self.dispatcher.register_extension(Tag.UNREAD, self.caller.on_unread)
+        self.dispatcher.register_extension(Tag.UNCALLED, lambda *_: None)
         self.dispatcher.register(
             Kind.TERMINATION, lambda message: shutdown.receive(message.sender, message.body)
         )

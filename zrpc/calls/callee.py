@@ -20,7 +20,7 @@ from zrpc.calls.pending_calls import name_of_function
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.profiling import handler_profile, profiler
 from zrpc.calls.recorder import Recorder
-from zrpc.errors import RpcCancelledError
+from zrpc.errors import RpcCancelledError, was_not_executed
 from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.resource_limits import out_of_descriptors
@@ -29,7 +29,10 @@ from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["Callee"]
+__all__ = ["UNCALLED", "Callee"]
+
+# The extensions of an answer to a request whose function was not called.
+UNCALLED: Extensions = [(Tag.UNCALLED, b"")]
 
 logger = logging.getLogger(__name__)
 
@@ -241,4 +244,5 @@ class _Answer:
             if not (expected and self.request.scope.cancelled):
                 self._callee.report_failure(error)
         finally:  # also if there is no memory for the log
-            self._callee.answer_error(self.request, error)
+            uncalled = self.request.scope.function is None and was_not_executed(error)
+            self._callee.answer_error(self.request, error, UNCALLED if uncalled else ())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.errors import SerializationError
 from zrpc.membership.view import Membership
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -25,11 +27,16 @@ class Codec:
 
     Args:
         owner: the agent that packs; the reducers of services compare it.
+
+    Attributes:
+        fetch: returns a copy of what a member's main script has under a name that this worker's
+            lacks; None if that is an error.
     """
 
     def __init__(self, owner: Any, membership: Membership) -> None:
         self._owner = owner
         self._membership = membership
+        self.fetch: Callable[[MemberId, str], Any] | None = None
         self._context_hooks: Sequence[MessageHooks] = ()
         self._finishers: list[Callable[[Encoder], None]] = []
         self._openers: dict[int, Callable[[Decoder], None]] = {}
@@ -66,6 +73,12 @@ class Codec:
             # This enables grad as well. torch.inference_mode takes three times as long.
             with torch._C._InferenceMode(False):
                 return self.unpack(message)
-        value = Decoder(self._owner, message, self._openers).unpack()
+        decoder = Decoder(self._owner, message, self._openers)
+        try:
+            value = decoder.unpack()
+        except SerializationError as error:
+            if self.fetch is None or not isinstance(error.__cause__, AttributeError):
+                raise
+            value = decoder.unpack(partial(self.fetch, message.sender))
         message.buffers = ()  # they would keep large tensors alive as long as the message
         return value

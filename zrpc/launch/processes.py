@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from zrpc.launch.port import ReservedPort
@@ -37,7 +39,8 @@ def spawn(
 
     Args:
         fn: called with the worker's rank, from 0, and ``args``.
-        args: its other arguments; they must be picklable.
+        args: its other arguments: all that a call can send, and the queues and locks of
+            ``torch.multiprocessing``. Tensors share their memory with this process.
         nprocs: the number of processes.
         join: whether to wait until all of them have exited.
         daemon: whether they are stopped when this process exits.
@@ -71,7 +74,6 @@ def spawn(
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
-    sent = fn if start_method == "fork" else _picklable(fn)  # a fork has it, and unpickles nothing
     port = ReservedPort()
     port.hand_over()
     template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
@@ -79,7 +81,7 @@ def spawn(
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
     try:
         context: ProcessContext = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-            _run, (sent, tuple(args), environments), nprocs, False, daemon, start_method
+            _run, (_Work(fn, tuple(args)), environments), nprocs, False, daemon, start_method
         )
         weakref.finalize(context, port.close)
     except BaseException:
@@ -93,10 +95,7 @@ def spawn(
 
 
 def _run(
-    rank: int,
-    fn: Callable[..., object],
-    args: tuple[Any, ...],
-    environments: Sequence[Mapping[str, str]],
+    rank: int, work: Callable[[int], object], environments: Sequence[Mapping[str, str]]
 ) -> None:
     """Runs the function; in the new process."""
     import torch
@@ -105,28 +104,29 @@ def _run(
         torch.set_num_threads(int(environments[rank][_THREADS]))  # it is imported already
     os.environ.clear()
     os.environ.update(environments[rank])
-    fn(rank, *args)
+    work(rank)
 
 
-class _ByValue:
-    """A function that arrives as a copy, since it can't be imported."""
+class _Work:
+    """A function and its arguments, pickled as in a call, except for what processes can share."""
 
-    def __init__(self, fn: Callable[..., object]) -> None:
-        from zrpc.by_value import dumps
+    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self._fn_and_args = fn, args
 
-        self._pickled = dumps(fn)
+    def __call__(self, rank: int) -> None:
+        fn, args = self._fn_and_args
+        fn(rank, *args)
 
     def __reduce__(self) -> Any:
-        return pickle.loads, (self._pickled,)
+        # Called while a process starts: only then can the queues of multiprocessing be pickled.
+        from zrpc.wire.pickling import dumps
+
+        main = sys.modules["__main__"]  # which the process imports if it has a name or a file
+        same_main = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
+        shared = ForkingPickler(io.BytesIO()).dispatch_table
+        pickled = dumps(self._fn_and_args, same_main, copies=True, reducers=shared)
+        return _unpickled, (pickled,)
 
 
-def _picklable(fn: Callable[..., object]) -> Any:
-    """Returns the function, or a stand-in that arrives as the function."""
-    main = sys.modules["__main__"]
-    if getattr(fn, "__module__", None) != "__main__" or hasattr(main, "__file__"):
-        try:
-            pickle.dumps(fn)
-        except Exception:  # a lambda or a closure
-            return _ByValue(fn)
-        return fn
-    return _ByValue(fn)
+def _unpickled(pickled: bytes) -> _Work:
+    return _Work(*pickle.loads(pickled))

@@ -30,10 +30,10 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from zrpc.by_value import dumps
 from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
+from zrpc.wire.pickling import dumps
 
 __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import cloudpickle
 
-from zrpc.by_value import dumps
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
@@ -34,6 +33,7 @@ from zrpc.testing.procfs import command_of, read_text, session_members, state_of
 from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker, name_of
+from zrpc.wire.pickling import dumps
 
 __all__ = ["ProcessWorker", "process_workers"]
 

@@ -12,13 +12,15 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
-from zrpc import by_value
+from zrpc.by_value import ByValuePickler, is_drop_in
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
+from zrpc.wire.pickling import dumps
 
 __all__ = [
     "copied",
@@ -115,7 +117,9 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
     by_name, by_copy = (
-        (_dump_cut, _dump_cut_by_value) if in_graph else (pickle.dumps, by_value.dumps)
+        (_dump_cut, partial(_dump_cut_by_value, same_main=same_main))
+        if in_graph
+        else (pickle.dumps, partial(dumps, same_main=same_main, copies=is_drop_in()))
     )
     pickled = _checked(error, by_name)
     if pickled is None or (b"__main__" in pickled and not same_main):
@@ -138,9 +142,9 @@ def _dump_cut(error: Exception) -> bytes:
     return file.getvalue()
 
 
-def _dump_cut_by_value(error: Exception) -> bytes:
+def _dump_cut_by_value(error: Exception, same_main: bool) -> bytes:
     file = io.BytesIO()
-    _ByValueCuttingPickler(file).dump(error)
+    _ByValueCuttingPickler(file, same_main=same_main).dump(error)
     return file.getvalue()
 
 
@@ -157,7 +161,7 @@ class _CuttingPickler(pickle.Pickler):
         return _reduce_cut(obj)
 
 
-class _ByValueCuttingPickler(by_value.ByValuePickler):
+class _ByValueCuttingPickler(ByValuePickler):
     """The same for what only cloudpickle pickles."""
 
     def reducer_override(self, obj: Any) -> Any:

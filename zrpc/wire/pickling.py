@@ -7,11 +7,13 @@ something else at the receiver. Upper rooms add types of their own by `register_
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import functools
 import io
 import pickle
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,15 +22,19 @@ from zrpc.by_value import ByValuePickler
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
-from zrpc.wire.member_id import MemberId
+from zrpc.wire.kind import ANSWERS, REQUESTS
+from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import REDUCERS, Reducer
+from zrpc.wire.reducers import REDUCERS, Reducer, _with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 from zrpc.wire.views import Relation, relate
 
-__all__ = ["Decoder", "Encoder", "decoder", "encoder", "register_reducer"]
+__all__ = ["Decoder", "Encoder", "decoder", "dumps", "encoder", "register_reducer"]
 
+Reducers = Mapping[type, Reducer]
+
+_NO_REDUCERS: Reducers = {}
 _dispatch_table: dict[type, Reducer] = {**copyreg.dispatch_table, **REDUCERS}
 
 
@@ -63,18 +69,36 @@ class _GraphPickler(_Pickler):
 
 
 class _ByValuePickler(ByValuePickler):
-    """The pickler of cloudpickle, with our dispatch table first."""
+    """The pickler of cloudpickle, with our dispatch table first.
+
+    Args:
+        *args: as for `ByValuePickler`.
+        reducers: tried first, by type.
+        **options: as for `ByValuePickler`.
+    """
 
     dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, ByValuePickler.dispatch_table)
 
+    def __init__(self, *args: Any, reducers: Reducers = _NO_REDUCERS, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._reducers = reducers
+
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
+        if type(obj) in self._reducers:
+            with contextlib.suppress(Exception):
+                reduced = self._reducers[type(obj)](obj)
+                return _with_attributes(obj, reduced) if isinstance(obj, torch.Tensor) else reduced
         check_sendable(obj)
         current = encoder()
         reduced = NotImplemented
         if current is not None and current.in_graph:
             reduced = reduce_in_graph(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def copy(self, obj: Any) -> bytes:
+        """Returns an object as a pickle, in which it goes by value."""
+        return dumps(obj)
 
 
 class Encoder:
@@ -186,8 +210,11 @@ class Encoder:
         except Exception:  # cloudpickle pickles more types, and its errors say more
             pass
         self._start_over()
+        return self._pickle_by_value(obj)
+
+    def _pickle_by_value(self, obj: Any) -> bytes:
         try:
-            return self._dump(_ByValuePickler, obj)
+            return self._dump(self._by_value, obj)
         except (RpcError, MemoryError):
             raise
         except Exception as error:
@@ -211,10 +238,13 @@ class Encoder:
     def _is_picklable(self, obj: Any) -> bool:
         self._start_over()
         try:
-            self._dump(_ByValuePickler, obj)
+            self._dump(self._by_value, obj)
         except Exception:
             return False
         return True
+
+    def _by_value(self, *args: Any, **options: Any) -> _ByValuePickler:
+        return _ByValuePickler(*args, same_main=self.same_main, **options)
 
     def _dump(self, pickler: Any, obj: Any) -> bytes:
         file = io.BytesIO()
@@ -267,8 +297,11 @@ class Decoder:
         if relations:
             relate(self.tensors, relations)
 
-    def unpack(self) -> Any:
+    def unpack(self, fetch: Callable[[str], Any] | None = None) -> Any:
         """Returns the object that the message holds.
+
+        Args:
+            fetch: returns what the main script lacks, by its name there; None if that is an error.
 
         Raises:
             SerializationError: the pickle names something that doesn't exist here, or is damaged.
@@ -278,9 +311,12 @@ class Decoder:
         thread.decoder = self
         try:
             buffers = self.message.buffers
-            return pickle.loads(self.message.body, buffers=map(aligned, buffers) if buffers else ())
+            ready = map(aligned, buffers) if buffers else ()
+            if fetch is not None:
+                return _Fetching(self.message.body, ready, fetch).load()
+            return pickle.loads(self.message.body, buffers=ready)
         except (AttributeError, ImportError) as error:
-            raise SerializationError(
+            raise self._unreadable(
                 f"{error}. Default RPC pickler does not serialize function code that can be "
                 "imported: ensure that functions and classes are defined in modules that both "
                 "the caller and the callee can import, and those of a script before its init_rpc"
@@ -288,8 +324,90 @@ class Decoder:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
-            raise SerializationError(
+            raise self._unreadable(
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
             ) from error
         finally:
             thread.decoder = before
+
+    def _unreadable(self, text: str) -> SerializationError:
+        error = SerializationError(text)
+        if self.message.kind in ANSWERS:
+            error.executed = True
+        elif self.message.kind in REQUESTS:
+            error.executed = False
+        return error
+
+
+class _Fetching(pickle.Unpickler):
+    """Unpickles what names in the main script mean that this process lacks."""
+
+    def __init__(self, body: Any, buffers: Iterable[Any], fetch: Callable[[str], Any]) -> None:
+        super().__init__(io.BytesIO(body), buffers=buffers)
+        self._fetch = functools.cache(fetch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what a module has under a name."""
+        try:
+            return super().find_class(module, name)
+        except AttributeError as lacking:
+            if module != "__main__":
+                raise
+            try:
+                return self._fetch(name)
+            except Exception as error:
+                raise lacking from error
+
+
+class _BytesEncoder(Encoder):
+    """Packs what is no message of a mesh.
+
+    It asks cloudpickle at once, which may have been told to send a module by value.
+    """
+
+    __slots__ = ("_options",)
+
+    def __init__(self, same_main: bool, **options: Any) -> None:
+        super().__init__(None, NOBODY, same_main)
+        self._options = options
+
+    def _pickle(self, obj: Any) -> bytes:
+        return self._pickle_by_value(obj)
+
+    def _by_value(self, *args: Any, **options: Any) -> _ByValuePickler:
+        return super()._by_value(*args, **self._options, **options)
+
+
+def dumps(
+    obj: Any, same_main: bool = False, copies: bool = False, reducers: Reducers = _NO_REDUCERS
+) -> bytes:
+    """Returns an object as a pickle that may hold all that a message does, except for RRefs.
+
+    Args:
+        obj: the object.
+        same_main: whether a name in ``__main__`` means the same where the pickle is read.
+        copies: whether a copy is added for each such name, in case that it is missing there.
+        reducers: tried first, by type; if one fails, the object is reduced as in a message.
+
+    Raises:
+        SerializationError: ``obj`` can't be pickled.
+    """
+    message = Message(0)
+    _BytesEncoder(same_main, copies=copies, reducers=reducers).pack(obj, message)
+    return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
+
+
+class _Packed:
+    """A message that is pickled as the object in it."""
+
+    def __init__(self, message: Message) -> None:
+        self._message = message
+
+    def __reduce__(self) -> Any:
+        # Tensors are made in the memory of the buffers, and may be changed.
+        buffers = [bytearray(buffer) for buffer in self._message.buffers]
+        return _unpack, (self._message.body, self._message.table, buffers)
+
+
+def _unpack(body: bytes, table: bytes, buffers: Sequence[bytearray]) -> Any:
+    return Decoder(None, Message(0, body=body, table=table, buffers=buffers)).unpack()

@@ -168,8 +168,10 @@ def _reduce_script(script: Any) -> Any:
     if isinstance(script, torch.jit.ScriptFunction):
         *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
+        named = module != "__main__" or current_encoder().same_main
         # The name may refer to what a decorator has made of the script, such as async_execution.
-        if inspect.unwrap(getattr(sys.modules.get(module), name, None)) is script:  # type: ignore[arg-type]
+        found: Any = getattr(sys.modules.get(module), name, None)
+        if named and inspect.unwrap(found) is script:
             return _import_script, (module, name)
     file = io.BytesIO()
     torch.jit.save(script, file)

@@ -92,5 +92,6 @@ class ValueSink:
             self._callee.report_failure(error)
         finally:  # also if it can't be logged
             self._callee.count(self.request, error)
-            self._value.set(error=raised_by_function(error))
+            called = self.request.scope.function is not None
+            self._value.set(error=raised_by_function(error) if called else error)
             self._callee.answer(self.request, None)

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
+from zrpc.calls.callee import UNCALLED
 from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import OwnerDied, RpcError, has_shut_down
+from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
@@ -280,7 +281,8 @@ class RRefService(Service):
         try:
             content = value.get()
         except BaseException as error:
-            self.agent.callee.answer_error(request, error)
+            uncalled = UNCALLED if was_not_executed(error) else ()
+            self.agent.callee.answer_error(request, error, uncalled)
         else:
             self.agent.callee.answer(request, content)
 

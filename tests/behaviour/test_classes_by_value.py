@@ -1,0 +1,152 @@
+"""Classes that workers have only by value: their state, and what changes in them."""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import zrpc
+from zrpc.testing import Mesh
+
+pytestmark = [pytest.mark.system, pytest.mark.zrpc(workers=3, processes=True)]
+
+
+class Counter:
+    total = 0
+
+    def add(self) -> int:
+        type(self).total += 1
+        return self.total
+
+    def version(self) -> str:
+        return "first"
+
+
+class Sub(Counter):
+    def add(self) -> int:
+        return super().add() * 10
+
+
+class Slotted:
+    __slots__ = ("x",)
+    total = 0
+
+    def add(self) -> int:
+        Slotted.total += 1
+        return self.total
+
+
+@dataclass
+class Data:
+    x: int = 0
+
+    def add(self) -> int:
+        Data.total = getattr(Data, "total", 0) + 1  # type: ignore[attr-defined]
+        return Data.total  # type: ignore[attr-defined,no-any-return]
+
+
+class Color(enum.Enum):
+    RED = 1
+
+    def add(self) -> int:
+        Color.total = getattr(Color, "total", 0) + 1  # type: ignore[attr-defined]
+        return Color.total  # type: ignore[attr-defined,no-any-return]
+
+
+class Shape(abc.ABC):
+    total = 0
+
+    @abc.abstractmethod
+    def area(self) -> float: ...
+
+    def add(self) -> int:
+        Shape.total += 1
+        return self.total
+
+
+class Square(Shape):
+    def area(self) -> float:
+        return 1.0
+
+
+class Registry:
+    names: list[str] = []  # noqa: RUF012
+
+    def __init_subclass__(cls) -> None:
+        Registry.names.append(cls.__name__)
+
+
+class Registered(Registry):
+    def add(self) -> int:
+        Registry.names.append("call")
+        return Registry.names.count("call")
+
+
+def call(to: str, value: Any) -> Any:
+    return zrpc.rpc_sync(to, add, args=(value,))
+
+
+def add(value: Any) -> Any:
+    return value.add()
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (Counter, [1, 2, 3, 4]),
+        (Sub, [10, 20, 30, 40]),
+        (Slotted, [1, 2, 3, 4]),
+        (Data, [1, 2, 3, 4]),
+        (lambda: Color.RED, [1, 2, 3, 4]),
+        (Square, [1, 2, 3, 4]),
+        (Registered, [1, 2, 3, 4]),
+    ],
+    ids=["class", "subclass", "slots", "dataclass", "enum", "abc", "registry"],
+)
+def test_a_class_keeps_its_state_from_call_to_call(
+    mesh: Mesh, make: Callable[[], Any], found: list[int]
+) -> None:
+    """From two callers, of which one has the class itself by value."""
+    calls = [mesh.run(1, add, make()), mesh.run(1, add, make())]
+    calls += [mesh.run(0, call, "worker1", make()), mesh.run(0, call, "worker1", make())]
+    assert calls == found
+
+
+def test_a_subclass_is_made_once(mesh: Mesh) -> None:
+    for _ in range(3):
+        mesh.run(1, add, Registered())
+    names = mesh.run(1, lambda value: value.names, Registered())
+    assert names.count("Registered") <= 2  # that of the list that was sent, and its own
+
+
+def test_an_answer_does_not_revert_the_class_of_the_caller(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def through_all(value: Any) -> Any:
+        value.add()
+        return zrpc.rpc_sync("worker2", lambda value: (value.add(), value)[1], args=(value,))
+
+    monkeypatch.setattr(Counter, "total", 0)
+    sent = mesh.submit(1, through_all, Counter())
+    Counter.total = 7
+    back = sent.result()
+    assert type(back) is Counter
+    assert Counter.total == 7
+
+
+def test_a_redefined_method_reaches_the_workers(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(value: Any) -> Any:
+        return value.version()
+
+    assert mesh.run(1, add, Counter()) == 1
+    monkeypatch.setattr(Counter, "version", lambda self: "second")
+    assert mesh.run(1, version, Counter()) == "second"
+    assert mesh.run(0, zrpc.rpc_sync, "worker2", version, (Counter(),)) == "second"
+    assert mesh.run(1, add, Counter()) == 2

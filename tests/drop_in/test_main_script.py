@@ -1,0 +1,65 @@
+"""What only one worker's main script defines, in programs that were written for torch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.programs import Programs
+
+SOURCE = """
+import os, sys, threading
+import zrpc.drop_in
+zrpc.drop_in.install()
+import torch.distributed.rpc as rpc
+
+rank = int(os.environ["RANK"])
+
+class Shared: pass
+
+def is_shared(value):
+    return type(value) is Shared
+
+if rank == 0:
+    lock = threading.Lock()
+    def only_here(x=1):
+        return x + 1, is_shared(Shared())
+    def locked():
+        return lock
+    class OnlyHere:
+        def __init__(self, x): self.x = x
+else:
+    class OnlyThere:
+        def __init__(self, x): self.x = x
+    def made():
+        return OnlyThere(3), Shared()
+
+def check(value):
+    return value.x
+
+def call_made():
+    return made()
+
+rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+if rank == 0:
+    assert rpc.rpc_sync("worker1", only_here, args=(2,)) == (3, True)
+    assert rpc.rpc_async("worker1", lambda: only_here()).wait() == (2, True)
+    assert rpc.remote("worker1", only_here).to_here() == (2, True)
+    assert rpc.rpc_sync("worker1", check, args=(OnlyHere(5),)) == 5
+    assert rpc.rpc_sync("worker1", lambda x: check(x), args=(OnlyHere(5),)) == 5
+    assert rpc.rpc_sync("worker1", is_shared, args=(Shared(),))
+    assert rpc.rpc_sync("worker1", lambda x: is_shared(x), args=(Shared(),))
+    found, shared = rpc.rpc_sync("worker1", call_made)
+    assert found.x == 3 and is_shared(shared)
+    try:
+        rpc.rpc_sync("worker1", locked)
+        sys.exit("it has no copy")
+    except RuntimeError as error:
+        assert "'locked'" in str(error) and "RPC pickler does not serialize" in str(error)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.system
+def test_the_receiver_asks_for_what_it_lacks(programs: Programs) -> None:
+    for ended in programs.run(SOURCE):
+        assert ended.code == 0, ended.output

@@ -1,0 +1,286 @@
+"""What a message names in the main script, which both ends run."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.wire.test_pickling import arrived, sent
+from zrpc.errors import SerializationError
+from zrpc.wire.exceptions import dump_exception, load_exception
+from zrpc.wire.kind import Kind
+from zrpc.wire.pickling import Decoder, dumps
+
+SCRIPT = """
+import collections, dataclasses, enum, functools, threading, types, typing
+
+LOCK = threading.Lock()
+STEPS = []
+T = typing.TypeVar("T")
+config = types.ModuleType("config")
+Made = dataclasses.make_dataclass("Made", ["x"])
+
+def register(step):
+    with LOCK:
+        STEPS.append(step)
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+
+@logged
+def decorated(): pass
+
+def changed(): return "first"
+
+taken = changed
+
+def changed(): return "second"
+
+nameless = lambda: "nameless"
+
+class Meta(type): pass
+
+class OfMeta(metaclass=Meta): pass
+
+class Thing(typing.Generic[T]):
+    class Inner: pass
+    def method(self): pass
+    @classmethod
+    def make(cls): return cls
+    @staticmethod
+    def static(): pass
+
+class Color(enum.Enum):
+    RED = 1
+
+class Flags(enum.Flag):
+    A = 1
+    B = 2
+
+class Pair(typing.NamedTuple):
+    a: object = 1
+
+@dataclasses.dataclass
+class Data:
+    a: object = 1
+
+class Error(Exception): pass
+
+def error(attribute):
+    error = Error()
+    error.attribute = attribute
+    return error
+
+class Proud(enum.Enum):
+    ONE = "1"
+    def shout(self): return self.value
+"""
+
+
+class Scripts:
+    """The script as its sender and its receiver run it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.ours, self.theirs = types.ModuleType("__main__"), types.ModuleType("__main__")
+        for script in (self.ours, self.theirs):
+            exec(SCRIPT, vars(script))
+
+    def send(self, expression: str, pack: Callable[[Any], Any]) -> Any:
+        """Returns the message with the value that an expression has in the sender's script."""
+        self._monkeypatch.setitem(sys.modules, "__main__", self.ours)
+        message = pack(eval(expression, vars(self.ours)))
+        self._monkeypatch.setitem(sys.modules, "__main__", self.theirs)
+        return message
+
+    def travel(self, expression: str, same_main: bool = True) -> Any:
+        """Returns the value of an expression as it arrives."""
+        message = self.send(expression, lambda value: sent(value, same_main))
+        return Decoder(None, arrived(message)).unpack()
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    return Scripts(monkeypatch)
+
+
+NAMES = [
+    "register",
+    "decorated",
+    "Thing",
+    "Thing.Inner",
+    "Thing.method",
+    "Thing.static",
+    "Thing.make.__func__",
+    "OfMeta",
+    "Color",
+    "Color.RED",
+    "Flags.A | Flags.B",
+    "Proud.ONE.shout.__func__",
+    "Pair",
+    "Data",
+    "Made",
+    "T",
+    "config",
+]
+
+
+def test_what_stands_beside_a_lambda_is_named(scripts: Scripts) -> None:
+    for name in NAMES:
+        assert scripts.travel(f"(lambda: 0, {name})")[1] is eval(name, vars(scripts.theirs)), name
+
+
+def test_what_a_lambda_uses_is_named(scripts: Scripts) -> None:
+    for name in NAMES:
+        assert scripts.travel(f"lambda: {name}")() is eval(name, vars(scripts.theirs)), name
+
+
+@pytest.mark.parametrize(
+    ("expression", "find"),
+    [
+        ("collections.defaultdict(lambda: 0, a=Thing)", lambda found: found["a"]),
+        ("functools.partial(lambda x: x, Thing)", lambda found: found()),
+        ("(lambda kept: lambda: kept)(Thing)", lambda found: found()),
+        ("lambda kept=Thing: kept", lambda found: found()),
+        ("Data([Thing, lambda: 0])", lambda found: found.a[0]),
+        ("logged(lambda: Thing)", lambda found: found()),
+    ],
+)
+def test_what_carries_a_function_without_a_name_names_the_rest(
+    scripts: Scripts, expression: str, find: Callable[[Any], Any]
+) -> None:
+    assert find(scripts.travel(expression)) is scripts.theirs.Thing
+
+
+def test_the_class_of_an_instance_is_named(scripts: Scripts) -> None:
+    _, *found = scripts.travel("(lambda: 0, Thing(), Thing.Inner(), Pair(), Data(), OfMeta())")
+    theirs = scripts.theirs
+    assert [type(each) for each in found] == [
+        theirs.Thing,
+        theirs.Thing.Inner,
+        theirs.Pair,
+        theirs.Data,
+        theirs.OfMeta,
+    ]
+
+
+def test_a_class_method_is_the_one_of_the_receiver(scripts: Scripts) -> None:
+    _, make = scripts.travel("(lambda: 0, Thing.make)")
+    assert make() is scripts.theirs.Thing
+    assert make.__func__ is scripts.theirs.Thing.make.__func__
+
+
+def test_the_script_itself_is_named(scripts: Scripts) -> None:
+    scripts.ours.this = scripts.ours
+    assert scripts.travel("(lambda: 0, this)")[1] is scripts.theirs
+
+
+def test_plain_values_of_the_script_are_copied(scripts: Scripts) -> None:
+    scripts.ours.STEPS.append("mine")
+    found = scripts.travel("lambda: STEPS")()
+    assert found == ["mine"]
+    assert found is not scripts.theirs.STEPS
+
+
+def test_a_named_function_sees_the_values_of_the_receiver(scripts: Scripts) -> None:
+    scripts.travel("lambda step: register(step)")("a")
+    assert (scripts.ours.STEPS, scripts.theirs.STEPS) == ([], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("taken", "first"),
+        ("changed", "second"),
+        ("nameless", "nameless"),
+        ("lambda: taken()", "first"),
+    ],
+)
+def test_what_the_script_has_not_under_its_name_is_copied(
+    scripts: Scripts, expression: str, result: str
+) -> None:
+    del scripts.theirs.STEPS, scripts.theirs.nameless, scripts.theirs.taken
+    assert scripts.travel(expression)() == result
+
+
+@pytest.mark.parametrize("name", ["register", "Thing", "Color.RED", "Data()"])
+def test_all_is_copied_if_the_scripts_differ(scripts: Scripts, name: str) -> None:
+    del scripts.ours.LOCK
+    _, found = scripts.travel(f"(lambda: 0, {name})", same_main=False)
+    theirs = eval(name, vars(scripts.theirs))
+    assert found is not theirs
+    assert type(found).__name__ == type(theirs).__name__
+
+
+@pytest.mark.parametrize("kind", [Kind.CALL, Kind.RESULT])
+@pytest.mark.parametrize("name", ["register", "Thing", "Made", "Color.RED"])
+def test_what_the_receiver_lacks_is_named_in_the_error(
+    scripts: Scripts, name: str, kind: Kind
+) -> None:
+    message = arrived(scripts.send(f"lambda: {name}", sent))
+    message.kind = kind
+    missing = name.partition(".")[0]
+    delattr(scripts.theirs, missing)
+    with pytest.raises(SerializationError, match=f"'{missing}'") as raised:
+        Decoder(None, message).unpack()
+    assert raised.value.executed is (kind == Kind.RESULT)
+
+
+@pytest.mark.parametrize("name", ["Thing()", "Thing", "lambda: Thing"])
+def test_what_an_error_has_is_named(scripts: Scripts, name: str) -> None:
+    body = scripts.send(
+        f"error([lambda: 0, {name}])", lambda error: dump_exception(error, "there", same_main=True)
+    )
+    error = load_exception(body)
+    assert type(error) is scripts.theirs.Error
+    found = error.attribute[1]  # type: ignore[attr-defined]
+    found = found() if isinstance(found, types.FunctionType) else found
+    assert scripts.theirs.Thing in (found, type(found))
+
+
+@pytest.mark.parametrize("name", ["changed", "Thing", "Color.RED", "config"])
+def test_a_copy_replaces_what_the_receiver_lacks(scripts: Scripts, name: str) -> None:
+    def pack(value: Any) -> Any:
+        return dumps(value, same_main=True, copies=True)
+
+    pickled = scripts.send(f"lambda: {name}", pack)
+    assert pickle.loads(pickled)() is eval(name, vars(scripts.theirs))
+    missing = name.partition(".")[0]
+    delattr(scripts.theirs, missing)
+    found = pickle.loads(pickled)()
+    assert getattr(found, "__name__", missing) == missing
+
+
+def test_what_has_no_copy_is_named_only(scripts: Scripts) -> None:
+    """It refers to a lock."""
+    pickled = scripts.send(
+        "lambda: register", lambda value: dumps(value, same_main=True, copies=True)
+    )
+    assert pickle.loads(pickled)() is scripts.theirs.register
+
+
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_torchscript_function_is_named_only_if_the_scripts_are_the_same(
+    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, same_main: bool
+) -> None:
+    monkeypatch.setattr(twice, "__module__", "__main__")
+    scripts.ours.twice = torch.jit.script(twice)
+    scripts.theirs.twice = len
+    for expression in ("twice", "(lambda: twice)()"):
+        found = scripts.travel(expression, same_main)
+        assert (found is len) is same_main
+        if not same_main:
+            assert found(torch.ones(1)).item() == 2
