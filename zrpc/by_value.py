@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import cloudpickle
 
+from zrpc.error_parts import ErrorReducers
+
 __all__ = ["ByValuePickler", "dumps"]
 
 # What cloudpickle puts in the place of the name.
@@ -31,7 +33,7 @@ class ByValuePickler(cloudpickle.Pickler):
     """The pickler of cloudpickle, with the names of files."""
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table, ErrorReducers()
     )
 
 

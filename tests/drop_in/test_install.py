@@ -89,6 +89,42 @@ def test_scripts_of_torch_compile_beside_it(programs: Programs) -> None:
     assert ended.code == 0, ended.output
 
 
+def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
+    programs: Programs,
+) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        import torch.distributed.rpc as rpc
+
+        class OfTwo(Exception):
+            def __init__(self, a, b):
+                super().__init__(f"{a} and {b}")
+
+        class Formats(Exception):
+            def __init__(self, wanted, have=0):
+                super().__init__(f"wanted {wanted}, have {have}")
+
+        def fail(kind):
+            raise kind(7, 3)
+
+        rpc.init_rpc("worker0", rank=0, world_size=1)
+        try:
+            rpc.rpc_sync("worker0", fail, (OfTwo,))
+        except RuntimeError as error:
+            assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
+        else:
+            assert False
+        try:
+            rpc.rpc_sync("worker0", fail, (Formats,))
+        except Formats as error:
+            assert str(error) == "wanted 7, have 3"
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
 def test_private_names_that_libraries_use(programs: Programs) -> None:
     source = """
         import zrpc.drop_in

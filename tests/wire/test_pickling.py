@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import array
+import copyreg
+import decimal
+import enum
 import functools
 import math
 import pickle
@@ -302,6 +305,25 @@ def test_later_changes_of_a_tensor_do_not_change_the_message() -> None:
     message = sent(tensor)
     tensor.add_(1)
     assert Decoder(None, arrived(message)).unpack().tolist() == [0] * 4
+
+
+class Registered:
+    """A class whose module registers how to pickle it only when that is needed."""
+
+
+def test_a_reducer_that_the_program_registers_later_counts() -> None:
+    copyreg.pickle(Registered, lambda _: (str, ("reduced",)))
+    assert there([Registered()]) == ["reduced"]
+
+
+class Shape(enum.Enum):
+    ROUND = 1
+
+
+def test_objects_arrive_as_pickle_has_them_each_time() -> None:
+    for _ in range(2):
+        values = [Point(1, 2), Shape.ROUND, Shape, decimal.Decimal("1.5"), range(3)]
+        assert there(values) == values
 
 
 # -- reducers of upper rooms ---------------------------------------------------------------

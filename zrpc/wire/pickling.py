@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copyreg
 import io
+import operator
 import pickle
+import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from zrpc.by_value import ByValuePickler
+from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
@@ -39,19 +42,38 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
         cls: the type, without its subclasses.
         reducer: as for ``copyreg.pickle``; it finds the message by `encoder`.
     """
-    _dispatch_table[cls] = reducer
+    _dispatch_table[cls] = _Pickler.dispatch_table[cls] = reducer
 
 
+# What pickle does without a reducer, in C: with classes, and with all others.
+_reduce_to_name = operator.attrgetter("__qualname__")
+_reduce_by_protocol = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
 _NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
 
 
+class _KnownReducers(ErrorReducers):
+    """Our dispatch table, which keeps how instances of a class that can be imported are pickled.
+
+    A pickler asks for the class of each object. It takes long for those that are missing.
+    """
+
+    def __missing__(self, cls: type) -> Reducer:
+        try:
+            reducer = super().__missing__(cls)
+        except KeyError:
+            reducer = _reduce_to_name if issubclass(cls, type) else _reduce_by_protocol
+        if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+            self[cls] = reducer
+        return reducer
+
+
 class _Pickler(pickle.Pickler):
     """The C pickler, with our dispatch table."""
 
-    dispatch_table = _dispatch_table
+    dispatch_table = _KnownReducers(_dispatch_table)
 
 
 class _GraphPickler(_Pickler):
