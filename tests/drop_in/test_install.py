@@ -125,6 +125,33 @@ def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
     assert ended.code == 0, ended.output
 
 
+def test_a_program_for_torch_1_4_runs(programs: Programs) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        from datetime import timedelta
+        import torch
+        import torch.distributed.rpc as rpc
+        import torch.distributed.autograd as dist_autograd
+        from torch.distributed.rpc import ProcessGroupRpcBackendOptions
+        from torch.distributed.rpc.backend_registry import BackendType
+
+        options = ProcessGroupRpcBackendOptions()
+        options.num_send_recv_threads = 8
+        options.rpc_timeout = timedelta(seconds=30)
+        rpc.init_rpc("worker0", BackendType.PROCESS_GROUP, 0, 1, options)
+        assert rpc.get_rpc_timeout() == 30
+        rpc._set_rpc_timeout(timedelta(minutes=1))
+        assert rpc.rpc_sync("worker0", max, (1, 2), timeout=timedelta(seconds=9)) == 2
+        with dist_autograd.context():
+            loss = rpc.rpc_sync("worker0", torch.sum, (torch.ones(2, requires_grad=True),))
+            dist_autograd.backward([loss])
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
 def test_private_names_that_libraries_use(programs: Programs) -> None:
     source = """
         import zrpc.drop_in
