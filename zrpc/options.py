@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -218,16 +218,15 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @num_worker_threads.setter
     def num_worker_threads(self, count: int) -> None:
-        try:
-            count = operator.index(count)
-        except TypeError:
+        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
             raise TypeError(
                 f"num_worker_threads must be an int, but got {count!r} of type "
                 f"{type(count).__name__}"
-            ) from None
-        if count < 1:
-            raise OptionError(f"num_worker_threads must be positive, got {count}")
-        self._num_worker_threads = count
+            )
+        number = operator.index(count)
+        if number < 1:
+            raise OptionError(f"num_worker_threads must be positive, got {number}")
+        self._num_worker_threads = number
 
     @property
     def num_send_recv_threads(self) -> int:

@@ -132,6 +132,7 @@ def test_values_out_of_range_have_the_texts_of_torch(wrong: Any, text: str) -> N
     [
         {"num_worker_threads": 2.5},
         {"num_worker_threads": "4"},
+        {"num_worker_threads": True},
         {"rpc_timeout": None},
         {"rpc_timeout": "3"},
         {"init_timeout": "3"},
