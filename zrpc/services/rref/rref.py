@@ -21,8 +21,8 @@ from zrpc.errors import (
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
-from zrpc.services.rref.service import ITSELF, BackwardOfValue, RRefService
-from zrpc.services.rref.value import OwnedValue
+from zrpc.services.rref.service import BackwardOfValue, RRefService
+from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message

@@ -20,7 +20,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
 from zrpc.services.rref.protocol import References
-from zrpc.services.rref.value import OwnedValue
+from zrpc.services.rref.value import MethodCheck, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zrpc.services.rref.rref import RRef
 
-__all__ = ["ITSELF", "BackwardOfValue", "RRefService"]
+__all__ = ["BackwardOfValue", "RRefService"]
 
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
@@ -42,9 +42,6 @@ _LISTING_SECONDS = 5.0
 # A worker remembers this many of the values that it has freed: the caller of a method may give
 # up its call, and then its RRef, before the call arrives.
 _FREED_REMEMBERED = 4096
-
-# In the place of a method's name: the value itself is called.
-ITSELF = "__call__"
 
 # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
 _ID = struct.Struct("<IQ")
@@ -294,10 +291,9 @@ class RRefService(Service):
     def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
         def resolve() -> tuple[Any, Any, Any]:
             name, args, kwargs = self.agent.codec.unpack(request)
-            content = value.get()
-            method = content if name == ITSELF else getattr(content, name)
+            method = value.method(name)
             if args is None:  # it asks whether there is such a method
-                return _MethodCheck(name), (method,), {}
+                return MethodCheck(name), (method,), {}
             return method, args, kwargs
 
         # No thread waits for a value that is still to be made.
@@ -443,17 +439,6 @@ class RRefService(Service):
             for start in range(0, len(messages), _MAX_BATCH_LENGTH):
                 body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
                 self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
-
-
-class _MethodCheck:
-    """What runs to check a method. It is named after the method, in messages to people."""
-
-    def __init__(self, name: str) -> None:
-        self.__qualname__ = name
-
-    def __call__(self, method: Any) -> None:
-        if self.__qualname__ == ITSELF and not callable(method):
-            raise TypeError(f"{type(method).__name__!r} object is not callable")
 
 
 def _number(rref_id: RRefId) -> int:
