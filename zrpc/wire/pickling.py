@@ -12,6 +12,7 @@ import io
 import operator
 import pickle
 import sys
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -112,7 +113,9 @@ class Encoder:
     """
 
     __slots__ = (
+        "_attributes",
         "_finishers",
+        "_has_attributes",
         "_plain",
         "_tensors",
         "_undo",
@@ -142,6 +145,9 @@ class Encoder:
         self._finishers = finishers
         self._undo: list[Callable[[], None]] = []
         self._plain = True
+        # Whether an attribute of a tensor can be pickled, by its id. None: they are not looked at.
+        self._attributes: dict[int, bool] | None = None
+        self._has_attributes = False
         self._tensors: TensorWriter | None = None
         self.extensions: dict[int, bytearray] = {}
         self.buffers: list[Any] = []
@@ -172,6 +178,35 @@ class Encoder:
             action()
         self._undo.clear()
 
+    def sendable(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Returns those attributes of a tensor that can be pickled; warns of the others.
+
+        Only a message that can't be pickled is looked at in such detail.
+        """
+        self._has_attributes = True
+        if self._attributes is None:
+            return attributes
+        return {name: value for name, value in attributes.items() if self._may_send(name, value)}
+
+    def _may_send(self, name: str, value: Any) -> bool:
+        found = self._attributes
+        assert found is not None
+        if id(value) not in found:
+            found[id(value)] = True  # for a value that refers to the tensor
+            trial = Encoder(self.owner, self.destination, self.same_main, self.request)
+            trial.in_graph, trial._attributes = self.in_graph, found
+            try:
+                trial.pack(value, Message(0))
+                trial.abort()
+            except RpcError as error:
+                found[id(value)] = False
+                warnings.warn(
+                    f"the attribute {name!r} of a tensor is not sent, since a value of type "
+                    f"{type(value).__name__} can't be pickled: {error}",
+                    stacklevel=2,
+                )
+        return found[id(value)]
+
     def pack(self, obj: Any, message: Message) -> None:
         """Packs ``obj`` into ``message``.
 
@@ -182,7 +217,14 @@ class Encoder:
         before = getattr(thread, "encoder", None)
         thread.encoder = self
         try:
-            message.body = self._pickle(obj)
+            try:
+                message.body = self._pickle(obj)
+            except RpcError:
+                if not self._has_attributes or self._attributes is not None:
+                    raise
+                self._attributes = {}
+                self._start_over()
+                message.body = self._pickle(obj)
             if self._tensors is not None:
                 self._tensors.group(self.in_graph)
             for finish in self._finishers:

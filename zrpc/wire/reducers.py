@@ -13,7 +13,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
@@ -21,7 +21,10 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import SerializationError
 from zrpc.wire.current_message import current_encoder, decoder, thread
-from zrpc.wire.tensors import make_plain
+from zrpc.wire.tensors import attributes_of, make_plain
+
+if TYPE_CHECKING:
+    from zrpc.wire.pickling import Encoder
 
 __all__ = ["REDUCERS", "Reducer"]
 
@@ -45,15 +48,36 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     plain_row = tensors.add_plain(tensor)
     if plain_row is not None:
         return make_plain, plain_row
-    layout = tensor.layout
-    if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        reduced = _receive_tensor, (tensors.add(tensor),)
-        return reduced if type(tensor) is torch.Tensor else _with_attributes(tensor, reduced)
-    requires_grad, plain = tensor.requires_grad, tensor.detach()
-    if requires_grad and current_encoder().in_graph:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return _with_attributes(current, tensor, (_receive_tensor, (tensors.add(tensor),)))
+    reduced = _reduce_unusual(current, tensor)
+    if reduced is None:  # torch's own way keeps the attributes itself
+        return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return _with_attributes(current, tensor, reduced)
+
+
+def _with_attributes(
+    current: Encoder, tensor: torch.Tensor, reduced: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Adds the attributes that a program has set on a tensor, as pickle does."""
+    attributes = attributes_of(tensor)
+    if attributes is not None:
+        attributes = current.sendable(attributes)
+    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+def _reduce_unusual(current: Encoder, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Reduces a tensor that is not made from strided memory; None if torch must do it."""
+    layout, requires_grad, plain = tensor.layout, tensor.requires_grad, tensor.detach()
+    if requires_grad and current.in_graph:
         return _reduce_unusual_in_graph(tensor)
     if type(tensor) is torch.nn.Parameter:
-        return _with_attributes(tensor, (torch.nn.Parameter, (plain, requires_grad)))
+        return torch.nn.Parameter, (plain, requires_grad)
     if layout is torch.sparse_coo:
         coo = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
         return _rebuild_coo, (*coo, requires_grad)
@@ -63,21 +87,10 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return _rebuild_compressed, (*parts, requires_grad)
     if tensor.is_quantized and not requires_grad:
         return _reduce_quantized(plain)
-    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return None
 
 
-def _with_attributes(parameter: torch.Tensor, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds the attributes that a program has set on a parameter, as torch does for parameters."""
-    attributes = parameter.__dict__
-    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
-
-
-def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-
-
-def _reduce_unusual_in_graph(tensor: torch.Tensor) -> Any:
+def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reduces a sparse tensor of a graph to its values, which are part of the graph as well."""
     if tensor.is_nested:
         raise SerializationError(
@@ -96,7 +109,7 @@ def _reduce_unusual_in_graph(tensor: torch.Tensor) -> Any:
     return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
 
 
-def _reduce_quantized(tensor: torch.Tensor) -> Any:
+def _reduce_quantized(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.qscheme() is torch.per_tensor_affine:
         values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
         return torch._make_per_tensor_quantized_tensor, values
@@ -105,7 +118,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
         axis = tensor.q_per_channel_axis()
         channels = (tensor.int_repr(), scales, zero_points, axis)
         return torch._make_per_channel_quantized_tensor, channels
-    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return None
 
 
 def _receive_tensor(index: int) -> torch.Tensor:
