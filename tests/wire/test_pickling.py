@@ -9,7 +9,11 @@ import enum
 import functools
 import math
 import pickle
+import random
+import secrets
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +128,68 @@ def test_a_builtin_function_that_replaces_another_of_its_name(
 ) -> None:
     monkeypatch.setattr(math, "sqrt", math.floor)
     assert there(math.sqrt)(2.5) == 2
+
+
+class Hidden:
+    def tell(self) -> Hidden:
+        return self
+
+
+_hidden = Hidden()
+tell = _hidden.tell
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        random.random,
+        random.seed,
+        numpy.random.rand,
+        numpy.random.set_state,
+        secrets.token_hex,
+        tell,
+    ],
+)
+def test_methods_of_an_instance_that_a_module_hides_are_pickled_by_name(
+    method: Callable[..., Any],
+) -> None:
+    assert there(method) == method
+    assert there([method, lambda: method])[1]() == method  # by value
+    assert there(functools.partial(method)).func == method
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        random.Random(1).random,
+        random.Random(1).choice,
+        numpy.random.RandomState(1).rand,
+        Hidden().tell,
+    ],
+)
+def test_methods_of_other_instances_are_pickled_with_a_copy(method: Any) -> None:
+    for copy in (there(method), there(lambda: method)()):
+        assert copy.__name__ == method.__name__
+        assert copy.__self__ is not method.__self__
+
+
+def test_a_method_without_a_name_is_pickled_by_value() -> None:
+    value = Point(1, torch.ones(1))
+    assert there(types.MethodType(functools.partial(_x_of), value))() == 1
+
+
+def _x_of(point: Point) -> int:
+    return point.x
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_method_of_main_is_pickled_by_name_if_that_means_the_same(
+    monkeypatch: pytest.MonkeyPatch, same_main: bool
+) -> None:
+    main = types.ModuleType("__main__")
+    exec("class Of: \n def go(self): return self\nof = Of()\ngo = of.go", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert (there(main.go, same_main)() is main.of) == same_main
 
 
 def test_lambdas_and_closures_are_pickled_by_value() -> None:

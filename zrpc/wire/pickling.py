@@ -12,6 +12,7 @@ import io
 import operator
 import pickle
 import sys
+import types
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import REDUCERS, Reducer
+from zrpc.wire.reducers import REDUCERS, Reducer, reduce_method_by_value
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 from zrpc.wire.views import Relation, relate
@@ -88,7 +89,9 @@ class _GraphPickler(_Pickler):
 class _ByValuePickler(ByValuePickler):
     """The pickler of cloudpickle, with our dispatch table first."""
 
-    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, ByValuePickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {types.MethodType: reduce_method_by_value}, _dispatch_table, ByValuePickler.dispatch_table
+    )
 
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""

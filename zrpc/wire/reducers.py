@@ -20,13 +20,13 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import SerializationError
-from zrpc.wire.current_message import current_encoder, decoder, thread
+from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
 from zrpc.wire.tensors import attributes_of, make_plain
 
 if TYPE_CHECKING:
     from zrpc.wire.pickling import Encoder
 
-__all__ = ["REDUCERS", "Reducer"]
+__all__ = ["REDUCERS", "Reducer", "reduce_method_by_value"]
 
 Reducer = Callable[[Any], Any]
 
@@ -228,7 +228,47 @@ def _reduce_builtin(function: Any) -> Any:
     """Reduces a C function to its module and name; for torch's this halves the time."""
     name = function.__name__
     module = sys.modules.get(function.__module__)
-    return name if getattr(module, name, None) is function else function.__reduce__()
+    if getattr(module, name, None) is function:
+        return name
+    return _reduce_to_module(function, type(function.__self__).__module__) or function.__reduce__()
+
+
+def _reduce_method(method: types.MethodType) -> Any:
+    return _reduce_method_of_module(method) or method.__reduce__()
+
+
+def reduce_method_by_value(method: types.MethodType) -> Any:
+    """Reduces a bound method for cloudpickle, which may send its function by value."""
+    return _reduce_method_of_module(method) or (
+        types.MethodType,
+        (method.__func__, method.__self__),
+    )
+
+
+def _reduce_method_of_module(method: types.MethodType) -> Any:
+    found = _reduce_to_module(method, type(method.__self__).__module__)
+    return found or _reduce_to_module(method, getattr(method, "__module__", None))
+
+
+def _reduce_to_module(method: Any, module: Any) -> Any:
+    """Reduces a bound method that a module, or a package that it is in, offers as a function.
+
+    An example is ``random.random``: its object is an instance that the module hides, and each
+    process has its own. Returns None if the method is not one of those.
+    """
+    name = getattr(method, "__name__", None)
+    while module and isinstance(module, str):
+        found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        if type(found) is type(method) and found == method:
+            current = encoder()
+            known = module != "__main__" or current is None or current.same_main
+            return (_import_function, (module, name)) if known else None
+        module = module.rpartition(".")[0]
+    return None
+
+
+def _import_function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _reduce_operator(operator: Any) -> Any:
@@ -254,6 +294,7 @@ REDUCERS: dict[type, Reducer] = {
     torch._C.ScriptMethod: _reduce_script_method,
     memoryview: _reduce_view,
     types.BuiltinFunctionType: _reduce_builtin,
+    types.MethodType: _reduce_method,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
 }

@@ -61,8 +61,8 @@ _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _copy_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _copy_of.restype = ctypes.py_object
 
-# Returns the attributes that a program has set on a tensor, or None. Asking for `__dict__` would make
-# one for each tensor.
+# Returns the attributes that a program has set on a tensor, or None. A tensor that is asked for its
+# `__dict__` makes one.
 attributes_of: Any
 if sys.version_info >= (3, 11):
     attributes_of = object.__getstate__
