@@ -173,6 +173,19 @@ def test_methods_of_other_instances_are_pickled_with_a_copy(method: Any) -> None
         assert copy.__self__ is not method.__self__
 
 
+def test_the_module_of_the_instance_need_not_be_the_one_of_its_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    importer, home = types.ModuleType("zrpc_importer"), types.ModuleType("zrpc_home")
+    for module in (importer, home):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    home.hidden = Hidden()  # type: ignore[attr-defined]
+    home.tell = importer.tell = home.hidden.tell  # type: ignore[attr-defined]
+    assert b"zrpc_home" in sent(home.tell).body
+    assert there(home.tell) == home.tell
+    assert there(secrets.choice) == secrets.choice
+
+
 def test_a_method_without_a_name_is_pickled_by_value() -> None:
     value = Point(1, torch.ones(1))
     assert there(types.MethodType(functools.partial(_x_of), value))() == 1

@@ -6,6 +6,7 @@ module, which make the values on arrival.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
@@ -230,41 +231,66 @@ def _reduce_builtin(function: Any) -> Any:
     module = sys.modules.get(function.__module__)
     if getattr(module, name, None) is function:
         return name
-    return _reduce_to_module(function, type(function.__self__).__module__) or function.__reduce__()
+    return _reduce_to_module(function) or function.__reduce__()
 
 
 def _reduce_method(method: types.MethodType) -> Any:
-    return _reduce_method_of_module(method) or method.__reduce__()
+    return _reduce_to_module(method) or method.__reduce__()
 
 
 def reduce_method_by_value(method: types.MethodType) -> Any:
     """Reduces a bound method for cloudpickle, which may send its function by value."""
-    return _reduce_method_of_module(method) or (
-        types.MethodType,
-        (method.__func__, method.__self__),
-    )
+    parts = (method.__func__, method.__self__)
+    return _reduce_to_module(method) or (types.MethodType, parts)
 
 
-def _reduce_method_of_module(method: types.MethodType) -> Any:
-    found = _reduce_to_module(method, type(method.__self__).__module__)
-    return found or _reduce_to_module(method, getattr(method, "__module__", None))
+def _reduce_to_module(method: Any) -> Any:
+    """Reduces a bound method that a module offers as a function, such as ``random.random``.
 
-
-def _reduce_to_module(method: Any, module: Any) -> Any:
-    """Reduces a bound method that a module, or a package that it is in, offers as a function.
-
-    An example is ``random.random``: its object is an instance that the module hides, and each
-    process has its own. Returns None if the method is not one of those.
+    Its object is an instance that the module hides, and each process has its own. Returns None if
+    no module offers the method.
     """
-    name = getattr(method, "__name__", None)
-    while module and isinstance(module, str):
-        found = getattr(sys.modules.get(module), "__dict__", {}).get(name)
-        if type(found) is type(method) and found == method:
-            current = encoder()
-            known = module != "__main__" or current is None or current.same_main
-            return (_import_function, (module, name)) if known else None
-        module = module.rpartition(".")[0]
-    return None
+    module = _module_that_offers(method)
+    current = encoder()
+    if module is None or (module == "__main__" and current is not None and not current.same_main):
+        return None
+    return _import_function, (module, method.__name__)
+
+
+def _module_that_offers(method: Any) -> str | None:
+    for name in (type(method.__self__).__module__, getattr(method, "__module__", None)):
+        while name and isinstance(name, str):
+            if _offers(name, method):
+                return name
+            name = name.rpartition(".")[0]  # the package that the module is in
+    named_alike = _modules_with(getattr(method, "__name__", ""), len(sys.modules))
+    others = [name for name in named_alike if _offers(name, method)]
+    # Those that have only imported the function don't have the instance.
+    others.sort(key=lambda name: (not _has(name, method.__self__), name == "__main__"))
+    return others[0] if others else None
+
+
+def _offers(module: str, method: Any) -> bool:
+    found = _globals_of(module).get(getattr(method, "__name__", ""))
+    return type(found) is type(method) and found == method
+
+
+def _has(module: str, instance: object) -> bool:
+    return any(value is instance for value in _globals_of(module).values())
+
+
+def _globals_of(module: str) -> dict[str, Any]:
+    return getattr(sys.modules.get(module), "__dict__", {})
+
+
+@functools.lru_cache(maxsize=1024)
+def _modules_with(name: str, modules: int) -> tuple[str, ...]:
+    """Returns the modules that have a bound method of this name.
+
+    They are looked up again when there is another number of ``modules``, as that takes long.
+    """
+    kinds = (types.MethodType, types.BuiltinFunctionType)
+    return tuple(each for each in list(sys.modules) if type(_globals_of(each).get(name)) in kinds)
 
 
 def _import_function(module: str, name: str) -> Any:
