@@ -257,20 +257,21 @@ def _reduce_to_module(method: Any) -> Any:
     return _import_function, (module, method.__name__)
 
 
-def _module_that_offers(method: Any) -> str | None:
-    for name in (type(method.__self__).__module__, getattr(method, "__module__", None)):
-        while name and isinstance(name, str):
-            if _offers(name, method):
-                return name
-            name = name.rpartition(".")[0]  # the package that the module is in
+def _module_that_offers(method: Any) -> Any:
+    of_class = type(method.__self__).__module__
+    if _offers(of_class, method):
+        return of_class
+    of_function = getattr(method, "__module__", None)
+    if of_function != of_class and _offers(of_function, method):
+        return of_function
     named_alike = _modules_with(getattr(method, "__name__", ""), len(sys.modules))
-    others = [name for name in named_alike if _offers(name, method)]
+    others = [module for module in named_alike if _offers(module, method)]
     # Those that have only imported the function don't have the instance.
-    others.sort(key=lambda name: (not _has(name, method.__self__), name == "__main__"))
+    others.sort(key=lambda module: (not _has(module, method.__self__), module == "__main__"))
     return others[0] if others else None
 
 
-def _offers(module: str, method: Any) -> bool:
+def _offers(module: Any, method: Any) -> bool:
     found = _globals_of(module).get(getattr(method, "__name__", ""))
     return type(found) is type(method) and found == method
 
@@ -279,7 +280,7 @@ def _has(module: str, instance: object) -> bool:
     return any(value is instance for value in _globals_of(module).values())
 
 
-def _globals_of(module: str) -> dict[str, Any]:
+def _globals_of(module: Any) -> dict[str, Any]:
     return getattr(sys.modules.get(module), "__dict__", {})
 
 
