@@ -26,7 +26,10 @@ def handler_name(request: Message) -> str:
 
     It is the function's own name once that is unpickled, and the one in the message before.
     """
-    name = getattr(request.scope.function, "__qualname__", None)
+    try:
+        name = request.scope.function.__qualname__
+    except Exception:  # of an object that can be called
+        name = None
     return readable(name) if isinstance(name, str) else function_of(request)
 
 
