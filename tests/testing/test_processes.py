@@ -118,7 +118,7 @@ def test_an_exception_that_its_args_do_not_make_again_keeps_its_type(mesh: Mesh)
     def fail() -> None:
         raise OfTwo(1, 2)
 
-    with pytest.raises(OfTwo, match="^1 and 2$"):
+    with pytest.raises(OfTwo, match=r"^1 and 2$"):
         mesh.run(0, fail)
 
 
