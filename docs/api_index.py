@@ -28,7 +28,11 @@ _TESTING = ("testing",)
 # What other modules of zrpc call: public in Python only.
 _INTERNAL = {"Future.of_call", "Future.on_settled", "RRef.fail"}
 # Names of torch's that are the same object under a second name.
-_ALIASES = {"PyRRef": "RRef", "TensorPipeRpcBackendOptions": "ZmqRpcBackendOptions"}
+_ALIASES = {
+    "PyRRef": "RRef",
+    "ProcessGroupRpcBackendOptions": "ZmqRpcBackendOptions",
+    "TensorPipeRpcBackendOptions": "ZmqRpcBackendOptions",
+}
 _HEAD = """\
 # All names
 

@@ -53,9 +53,11 @@ LEAVES = {
     "zrpc.by_value",
     "zrpc.class_versions",
     "zrpc.constants",
+    "zrpc.error_parts",
     "zrpc.errors",
     "zrpc.functions",
     "zrpc.options",
+    "zrpc.stand_in",
 }
 # A service may know these others, and no more.
 NEIGHBOURS = {
@@ -169,7 +171,15 @@ SURFACE: dict[str, set[str]] = {
         "table",
     },
     "face": {"api", "autograd", "backend_registry", "bootstrap", "optim"},
-    "leaves": {"by_value", "constants", "errors", "functions", "options"},
+    "leaves": {
+        "by_value",
+        "constants",
+        "error_parts",
+        "errors",
+        "functions",
+        "options",
+        "stand_in",
+    },
 }
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"

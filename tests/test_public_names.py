@@ -62,6 +62,7 @@ OWN_NAMES = {
     "NotInitializedError",
     "OptionError",
     "OwnerDied",
+    "ProcessGroupRpcBackendOptions",
     "ProtocolError",
     "RemoteError",
     "RendezvousError",

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from zrpc.observe import span as span
     from zrpc.observe import stats as stats
     from zrpc.observe import trace as trace
+    from zrpc.options import ProcessGroupRpcBackendOptions as ProcessGroupRpcBackendOptions
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
@@ -96,7 +97,8 @@ _NAMES = {
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
         on_worker_lost session set_rpc_timeout world_size""",
     "zrpc.observe": "span stats trace",
-    "zrpc.options": "RpcBackendOptions TensorPipeRpcBackendOptions ZmqRpcBackendOptions",
+    "zrpc.options": """ProcessGroupRpcBackendOptions RpcBackendOptions
+        TensorPipeRpcBackendOptions ZmqRpcBackendOptions""",
     "zrpc.services.debugger.debugger": "breakpoint",
     "zrpc.services.rref.rref": "PyRRef RRef",
     "zrpc.testing.startup": "local_mesh",

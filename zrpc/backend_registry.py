@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from enum import Enum
 from typing import Any
 
@@ -11,14 +12,17 @@ __all__ = ["BackendType", "construct_rpc_backend_options"]
 
 
 class BackendType(Enum):
-    """The back ends: ZeroMQ, also under the name of torch's own."""
+    """The back ends: ZeroMQ, also under the names of torch's own, now and in torch 1.4 to 1.7."""
 
     ZMQ = "ZMQ"
-    TENSORPIPE = ZMQ
+    TENSORPIPE = PROCESS_GROUP = ZMQ
 
 
 def construct_rpc_backend_options(
-    backend: BackendType, rpc_timeout: float = 60.0, init_method: str = "env://", **kwargs: Any
+    backend: BackendType,
+    rpc_timeout: float | timedelta = 60.0,
+    init_method: str = "env://",
+    **kwargs: Any,
 ) -> ZmqRpcBackendOptions:
     """Returns the options of a back end; see `zrpc.ZmqRpcBackendOptions`."""
     return ZmqRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)

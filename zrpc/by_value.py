@@ -22,8 +22,9 @@ import cloudpickle
 from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
 from zrpc.class_versions import ClassVersions
+from zrpc.error_parts import ErrorReducers
 
-__all__ = ["ByValuePickler", "find_in_main", "is_drop_in"]
+__all__ = ["ByValuePickler", "find_in_main"]
 
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
@@ -54,7 +55,7 @@ class ByValuePickler(cloudpickle.Pickler):
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table, ErrorReducers()
     )
 
     def __init__(
@@ -102,11 +103,6 @@ class ByValuePickler(cloudpickle.Pickler):
         if copy is None and getattr(obj, "__module__", None) == "__main__":
             return path  # pickle's own way, which error messages and traces read
         return find_in_main, (path, copy)
-
-
-def is_drop_in() -> bool:
-    """Returns whether ``zrpc run`` or the like has put zrpc in the place of torch's RPC."""
-    return any(type(finder).__module__.startswith("zrpc.drop_in") for finder in sys.meta_path)
 
 
 def _path_in_main(obj: Any) -> str | None:

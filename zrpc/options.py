@@ -6,7 +6,8 @@ import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -19,6 +20,7 @@ from zrpc.errors import OptionError
 
 __all__ = [
     "DEFAULT_HEARTBEAT_TIMEOUT_SEC",
+    "ProcessGroupRpcBackendOptions",
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",
     "ZmqRpcBackendOptions",
@@ -48,7 +50,8 @@ class RpcBackendOptions:
     """The options that every back end has.
 
     Args:
-        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit.
+        rpc_timeout: the default timeout of a call, in seconds or as a ``timedelta``; 0 means no
+            limit.
         init_method: where the workers meet, as in ``torch.distributed.init_process_group``:
             ``env://``, ``tcp://host:port`` or ``file:///path``.
 
@@ -59,7 +62,7 @@ class RpcBackendOptions:
 
     def __init__(
         self,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        rpc_timeout: float | timedelta = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
     ) -> None:
         try:
@@ -74,7 +77,7 @@ class RpcBackendOptions:
         return self._rpc_timeout
 
     @rpc_timeout.setter
-    def rpc_timeout(self, seconds: float) -> None:
+    def rpc_timeout(self, seconds: float | timedelta) -> None:
         self._rpc_timeout = checked_timeout("rpc_timeout", seconds)
 
     @property
@@ -98,8 +101,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     Args:
         num_worker_threads: the number of handlers that may run at once on this worker. A
             handler does not count while it waits for another call.
-        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit. Timeouts longer
-            than 1e9 seconds (31 years), here and in other options, count as 1e9.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit. This and all other
+            timeouts may be a ``timedelta``. Longer ones than 1e9 seconds (31 years) count as 1e9.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``,
             ``file:///path``.
         init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds. Default:
@@ -138,6 +141,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         device_maps: accepted for scripts that set it. zrpc sends no device memory yet, so sending
             a tensor that isn't on the CPU is an error.
         devices: accepted for scripts that set it.
+        num_send_recv_threads: another name of ``num_worker_threads``, which it replaces if it is
+            set; for scripts that were written for torch 1.7 or older.
 
     Raises:
         OptionError: the number of threads is below 1; a timeout, an interval or a number of bytes
@@ -159,7 +164,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self,
         *,
         num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        rpc_timeout: float | timedelta = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
         init_timeout: float | None = None,
         transport: str = "auto",
@@ -174,6 +179,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
+        num_send_recv_threads: int | None = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
         if transport not in ("auto", "ipc", "tcp"):
@@ -190,6 +196,8 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             )
         self.max_bytes_in_flight = int(max_bytes_in_flight)
         self.num_worker_threads = num_worker_threads
+        if num_send_recv_threads is not None:
+            self.num_send_recv_threads = num_send_recv_threads
         self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
         self.transport = transport
         self.security = security
@@ -210,16 +218,24 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @num_worker_threads.setter
     def num_worker_threads(self, count: int) -> None:
-        try:
-            count = operator.index(count)
-        except TypeError:
+        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
             raise TypeError(
                 f"num_worker_threads must be an int, but got {count!r} of type "
                 f"{type(count).__name__}"
-            ) from None
-        if count < 1:
-            raise OptionError(f"num_worker_threads must be positive, got {count}")
-        self._num_worker_threads = count
+            )
+        number = operator.index(count)
+        if number < 1:
+            raise OptionError(f"num_worker_threads must be positive, got {number}")
+        self._num_worker_threads = number
+
+    @property
+    def num_send_recv_threads(self) -> int:
+        """Another name of `num_worker_threads`."""
+        return self.num_worker_threads
+
+    @num_send_recv_threads.setter
+    def num_send_recv_threads(self, count: int) -> None:
+        self.num_worker_threads = count
 
     @property
     def init_timeout(self) -> float:
@@ -284,8 +300,9 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
 
 
-# Existing scripts name torch's back end; its options mean the same here.
+# Existing scripts name one of torch's back ends; their options mean the same here.
 TensorPipeRpcBackendOptions = ZmqRpcBackendOptions
+ProcessGroupRpcBackendOptions = ZmqRpcBackendOptions  # of torch 1.4 to 1.7
 
 
 def _to_device(device: _Device) -> torch.device:
@@ -293,8 +310,16 @@ def _to_device(device: _Device) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
+def is_unset(seconds: Any) -> bool:
+    """Returns whether a timeout is a negative number, which stands for the default timeout."""
+    try:
+        return seconds < 0  # type: ignore[no-any-return]
+    except TypeError:  # a timedelta, or no timeout at all
+        return False
+
+
 def checked_timeout(name: str, seconds: Any) -> float:
-    """Returns ``seconds`` as a float, `LONGEST_TIMEOUT` at most.
+    """Returns a number of seconds or a ``timedelta`` as a float, `LONGEST_TIMEOUT` at most.
 
     Raises:
         OptionError: it is negative, infinite or not a number.
@@ -306,18 +331,15 @@ def checked_timeout(name: str, seconds: Any) -> float:
         if LONGEST_TIMEOUT < seconds < float("inf"):
             return LONGEST_TIMEOUT
     except TypeError:
-        raise no_timeout(name, seconds) from None
+        if isinstance(seconds, timedelta):
+            return checked_timeout(name, seconds.total_seconds())
+        raise TypeError(
+            f"{name} must be a number of seconds, 0 for no limit, but got {seconds!r} of type "
+            f"{type(seconds).__name__}"
+        ) from None
     raise OptionError(
         f"RPC Timeout must be non-negative: {name} must be a finite number of seconds, or 0 for "
         f"no limit, but got {seconds}"
-    )
-
-
-def no_timeout(name: str, seconds: Any) -> TypeError:
-    """Returns the error for a timeout of another type."""
-    return TypeError(
-        f"{name} must be a number of seconds, 0 for no limit, but got {seconds!r} of type "
-        f"{type(seconds).__name__}"
     )
 
 

@@ -73,8 +73,13 @@ def test_a_timeout_says_that_it_was_inherited(shared: Mesh) -> None:
 def test_a_fetch_that_times_out_says_so(shared: Mesh) -> None:
     with Gate() as gate:
         rref = rpc.remote("worker1", gate.wait_inside)
-        with pytest.raises(rpc.RpcTimeoutError, match=r"FETCH on worker1 \(rank 1\)"):
+        with pytest.raises(rpc.RpcTimeoutError, match=r"to_here on worker1 \(rank 1\)"):
             rref.to_here(timeout=0.05)
+
+
+def test_a_gathering_that_times_out_says_so(shared: Mesh) -> None:
+    with pytest.raises(rpc.RpcTimeoutError, match=r"error: all_gather on worker0 \(rank 0\)"):
+        rpc.all_gather(1, timeout=0.02)
 
 
 # -- whether the function has run ----------------------------------------------------------------

@@ -37,10 +37,17 @@ def _make_own(code: int, detail: str) -> Own:
 
 
 class Misfit(Exception):
-    """Its args don't fit its constructor: pickle can't make it anew."""
+    """Its args don't fit its constructor: pickle can't make it again."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two} make a misfit")
+
+
+class Short(Exception):
+    """Its args fit its constructor, but then its text is another."""
+
+    def __init__(self, wanted: object, have: int = 0) -> None:
+        super().__init__(f"wanted {wanted}, have {have}")
 
 
 class Unpicklable(Exception):
@@ -171,6 +178,26 @@ def test_own_exception_with_attributes(shared: Mesh, call: Call) -> None:
 
 @ways
 @pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize(("kind", "text"), [(Short, "wanted 7, have 3"), (Misfit, "7 and 3 make")])
+def test_an_exception_that_formats_its_own_text_keeps_it(
+    shared: Mesh, call: Call, to: int, kind: Any, text: str
+) -> None:
+    with pytest.raises(kind, match=f"^{text}"):
+        call(to, fail_with, (kind, 7, 3), timeout=5)
+
+
+def test_an_exception_that_is_a_value_keeps_its_text(shared: Mesh) -> None:
+    (there,) = rpc.rpc_sync(1, texts_of, ([Short(7, 3)],))
+    assert there == "wanted 7, have 3"
+    assert str(rpc.rpc_sync(1, Misfit, (1, 2))) == "1 and 2 make a misfit"
+
+
+def texts_of(errors: list[Exception]) -> list[str]:
+    return [str(error) for error in errors]
+
+
+@ways
+@pytest.mark.parametrize("to", [0, 1])
 def test_an_exception_that_refuses_attributes_arrives(shared: Mesh, call: Call, to: int) -> None:
     with pytest.raises(Frozen) as info:
         call(to, fail_with, (Frozen, 7), timeout=5)
@@ -265,7 +292,6 @@ def test_each_caller_gets_an_exception_of_its_own(shared: Mesh) -> None:
 @pytest.mark.parametrize(
     ("kind", "args", "text"),
     [
-        (Misfit, (1, 2), "1 and 2 make a misfit"),
         (Unpicklable, (), "has a lock"),
         (SystemExit, (3,), "SystemExit"),
         (KeyboardInterrupt, (), "KeyboardInterrupt"),

@@ -227,7 +227,7 @@ def test_ranks_that_do_not_fit(alone: int, rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("rank", "0"), ("rank", 0.0), ("world_size", "1"), ("world_size", [1])],
+    [("rank", "0"), ("rank", False), ("rank", 0.0), ("world_size", "1"), ("world_size", True)],
     ids=str,
 )
 def test_numbers_of_other_types(alone: int, name: str, value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -47,6 +48,38 @@ def test_torchs_name_and_arguments() -> None:
     )
     assert (options.num_worker_threads, options.rpc_timeout) == (8, 20.0)
     assert isinstance(options, rpc.RpcBackendOptions)
+
+
+def test_names_and_arguments_of_torch_1_7() -> None:
+    assert rpc.ProcessGroupRpcBackendOptions is rpc.ZmqRpcBackendOptions
+    assert rpc.BackendType.PROCESS_GROUP is rpc.BackendType.ZMQ
+    options = rpc.ProcessGroupRpcBackendOptions(
+        num_send_recv_threads=4, rpc_timeout=timedelta(seconds=20), init_method="file:///tmp/x"
+    )
+    assert (options.num_send_recv_threads, options.num_worker_threads) == (4, 4)
+    assert (options.rpc_timeout, options.init_method) == (20.0, "file:///tmp/x")
+    options.num_send_recv_threads = 32
+    options.rpc_timeout = timedelta(milliseconds=1500)
+    assert (options.num_worker_threads, options.rpc_timeout) == (32, 1.5)
+    made = rpc.backend_registry.construct_rpc_backend_options(
+        rpc.BackendType.PROCESS_GROUP, rpc_timeout=timedelta(minutes=1), num_send_recv_threads=2
+    )
+    assert (made.num_worker_threads, made.rpc_timeout) == (2, 60.0)
+    with pytest.raises(rpc.OptionError, match="must be positive, got 0"):
+        rpc.ProcessGroupRpcBackendOptions(num_send_recv_threads=0)
+
+
+def test_a_timedelta_is_a_time_as_its_seconds_are() -> None:
+    options = rpc.ZmqRpcBackendOptions(
+        rpc_timeout=timedelta.max,
+        init_timeout=timedelta(minutes=2),
+        heartbeat_timeout=timedelta(seconds=3),
+        warn_after=timedelta(0),
+    )
+    assert (options.rpc_timeout, options.init_timeout) == (1e9, 120.0)
+    assert (options.heartbeat_timeout, options.warn_after) == (3.0, 0.0)
+    with pytest.raises(rpc.OptionError, match="RPC Timeout must be non-negative"):
+        rpc.ZmqRpcBackendOptions(rpc_timeout=timedelta(seconds=-1))
 
 
 def test_they_take_keywords_only() -> None:
@@ -99,6 +132,7 @@ def test_values_out_of_range_have_the_texts_of_torch(wrong: Any, text: str) -> N
     [
         {"num_worker_threads": 2.5},
         {"num_worker_threads": "4"},
+        {"num_worker_threads": True},
         {"rpc_timeout": None},
         {"rpc_timeout": "3"},
         {"init_timeout": "3"},

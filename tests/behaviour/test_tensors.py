@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+import zrpc.autograd as dist_autograd
 from tests.support.travel import LARGE, SMALL, assert_same, back, bits
 from zrpc.testing import Mesh
 
@@ -197,16 +199,67 @@ class TestGradients:
         assert torch.equal(received, sent)
         assert received.requires_grad is requires_grad
 
-    def test_attributes_of_a_tensor_stay_here(self, shared: Mesh, size: int) -> None:
-        """As in torch."""
+    def test_attributes_of_a_tensor(self, shared: Mesh, size: int) -> None:
         sent = torch.ones(size)
-        sent.tag = threading.Lock()  # type: ignore[attr-defined]
-        assert not hasattr(back(sent), "tag")
+        sent.tag, sent.twin = "x", sent  # type: ignore[attr-defined]
+        received, again, view = back([sent, sent, sent[:1]])
+        assert received.twin is received is again
+        assert received.tag == "x"
+        assert vars(view) == {}
+        assert torch.equal(received, sent)
+
+    def test_an_attribute_that_can_not_be_pickled_is_left_out(
+        self, shared: Mesh, size: int
+    ) -> None:
+        sent = torch.nn.Parameter(torch.ones(size))
+        sent.lock, sent.tag = threading.Lock(), "x"  # type: ignore[attr-defined]
+        sent.owner = torch.nn.ParameterList([sent])  # type: ignore[attr-defined]
+        with pytest.warns(UserWarning, match="attribute 'lock' of a tensor is not sent") as warned:
+            received = rpc.rpc_sync(1, attributes_of, (sent, 1))
+        assert received == ["owner", "tag"]
+        assert len(warned) == 1
 
     def test_sent_without_grad_mode(self, shared: Mesh, size: int) -> None:
         with torch.no_grad():
             received = back(torch.zeros(size, requires_grad=True))
         assert received.requires_grad
+
+
+def attributes_of(tensor: torch.Tensor, _: object = None) -> list[str]:
+    return sorted(vars(tensor))
+
+
+def tagged(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    tensor = make()
+    tensor.tag = "x"  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2),
+        lambda: torch.ones(0),
+        lambda: torch.tensor(1.0),
+        lambda: torch.ones(2, requires_grad=True),
+        lambda: torch.nn.Parameter(torch.ones(2)),
+        lambda: torch.ones(2, 3).t(),
+        lambda: torch.ones(2, device="meta"),
+        lambda: torch.eye(2).to_sparse(),
+        lambda: torch.nn.Parameter(torch.eye(2).to_sparse()),
+        lambda: torch.eye(2).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2)]),
+    ],
+)
+def test_attributes_of_tensors_of_all_kinds(
+    shared: Mesh, make: Callable[[], torch.Tensor], in_context: bool
+) -> None:
+    with dist_autograd.context() if in_context else contextlib.nullcontext():
+        assert rpc.rpc_sync(1, attributes_of, (tagged(make),)) == ["tag"]
+        assert vars(rpc.rpc_sync(1, tagged, (make,))) == {"tag": "x"}
+        assert vars(rpc.remote(1, tagged, (make,)).to_here()) == {"tag": "x"}
 
 
 # -- sparse ----------------------------------------------------------------------------------

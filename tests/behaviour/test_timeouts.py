@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -179,6 +180,40 @@ def test_a_timeout_of_another_type(shared: Mesh, timeout: Any) -> None:
         with pytest.raises(TypeError, match=found):
             call()
     assert rpc.rpc_sync(1, echo, (1,)) == 1
+
+
+@pytest.mark.system
+def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
+    soon = timedelta(milliseconds=20)
+    rref = rpc.remote(1, echo, (gate,))
+    assert rref.to_here(timedelta(seconds=20)) is gate
+    for call in (
+        lambda: rpc.rpc_sync(1, gate.wait_inside, timeout=soon),
+        lambda: rpc.rpc_async(1, gate.wait_inside, timeout=soon).wait(),
+        lambda: rpc.remote(1, gate.wait_inside).to_here(soon),
+        lambda: rref.rpc_sync(timeout=soon).wait_inside(),
+        lambda: rref.rpc_async(timeout=soon).wait_inside().wait(),
+        lambda: rpc.wait_all([rpc.rpc_async(1, gate.wait_inside)], timeout=soon),
+        lambda: rpc.all_gather(1, timeout=soon),
+    ):
+        with pytest.raises(rpc.RpcTimeoutError):
+            call()
+    gate.open()
+    for set_timeout in (rpc._set_rpc_timeout, rpc.set_rpc_timeout):
+        set_timeout(timedelta(minutes=1.5))
+        assert rpc.get_rpc_timeout() == 90.0
+
+
+def test_a_negative_timedelta_does_not_stand_for_the_default(shared: Mesh) -> None:
+    before = timedelta(seconds=-1)
+    for call in (
+        lambda: rpc.rpc_sync(1, echo, (1,), timeout=before),
+        lambda: rpc.remote(1, echo, (1,), timeout=before),
+        lambda: rpc.RRef(1).to_here(before),
+        lambda: rpc._set_rpc_timeout(before),
+    ):
+        with pytest.raises(rpc.OptionError, match="non-negative"):
+            call()
 
 
 # -- a nested call never outlives its caller ---------------------------------------------------

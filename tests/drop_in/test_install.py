@@ -89,6 +89,69 @@ def test_scripts_of_torch_compile_beside_it(programs: Programs) -> None:
     assert ended.code == 0, ended.output
 
 
+def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
+    programs: Programs,
+) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        import torch.distributed.rpc as rpc
+
+        class OfTwo(Exception):
+            def __init__(self, a, b):
+                super().__init__(f"{a} and {b}")
+
+        class Formats(Exception):
+            def __init__(self, wanted, have=0):
+                super().__init__(f"wanted {wanted}, have {have}")
+
+        def fail(kind):
+            raise kind(7, 3)
+
+        rpc.init_rpc("worker0", rank=0, world_size=1)
+        try:
+            rpc.rpc_sync("worker0", fail, (OfTwo,))
+        except RuntimeError as error:
+            assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
+        else:
+            assert False
+        try:
+            rpc.rpc_sync("worker0", fail, (Formats,))
+        except Formats as error:
+            assert str(error) == "wanted 7, have 3"
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
+def test_a_program_for_torch_1_4_runs(programs: Programs) -> None:
+    source = """
+        import zrpc.drop_in
+        zrpc.drop_in.install()
+        from datetime import timedelta
+        import torch
+        import torch.distributed.rpc as rpc
+        import torch.distributed.autograd as dist_autograd
+        from torch.distributed.rpc import ProcessGroupRpcBackendOptions
+        from torch.distributed.rpc.backend_registry import BackendType
+
+        options = ProcessGroupRpcBackendOptions()
+        options.num_send_recv_threads = 8
+        options.rpc_timeout = timedelta(seconds=30)
+        rpc.init_rpc("worker0", BackendType.PROCESS_GROUP, 0, 1, options)
+        assert rpc.get_rpc_timeout() == 30
+        rpc._set_rpc_timeout(timedelta(minutes=1))
+        assert rpc.rpc_sync("worker0", max, (1, 2), timeout=timedelta(seconds=9)) == 2
+        with dist_autograd.context():
+            loss = rpc.rpc_sync("worker0", torch.sum, (torch.ones(2, requires_grad=True),))
+            dist_autograd.backward([loss])
+        rpc.shutdown()
+        """
+    (ended,) = programs.run(source, 1)
+    assert ended.code == 0, ended.output
+
+
 def test_private_names_that_libraries_use(programs: Programs) -> None:
     source = """
         import zrpc.drop_in

@@ -33,7 +33,7 @@ def test_a_destination_that_does_not_exist(members: Membership, to: Any) -> None
     assert "worker0, worker1, worker2, worker3" in str(caught.value)
 
 
-@pytest.mark.parametrize("to", [None, 1.0, b"worker1", ["worker1"], object()])
+@pytest.mark.parametrize("to", [None, 1.0, b"worker1", ["worker1"], object(), True, False])
 def test_a_destination_of_another_type(members: Membership, to: Any) -> None:
     with pytest.raises(ValueError, match=r"from name .*expected a name, a rank"):
         members.find(to)

@@ -34,9 +34,17 @@ class Failure(Exception):
     pass
 
 
-class Unsendable(Exception):
+class OfTwo(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+    def __repr__(self) -> str:
+        return "Unsendable"
 
 
 def my_name() -> str:
@@ -100,11 +108,19 @@ def test_a_failed_assertion_shows_the_compared_values(mesh: Mesh) -> None:
 
 def test_an_exception_that_cannot_be_unpickled_is_described(mesh: Mesh) -> None:
     def fail() -> None:
-        raise Unsendable(1, 2)
+        raise LookupError(Unsendable())
 
-    with pytest.raises(WorkerFailed, match="Unsendable: 1 and 2"):
+    with pytest.raises(WorkerFailed, match="LookupError: Unsendable"):
         mesh.run(0, fail)
     assert mesh.run(0, my_name) == "worker0"
+
+
+def test_an_exception_that_its_args_do_not_make_again_keeps_its_type(mesh: Mesh) -> None:
+    def fail() -> None:
+        raise OfTwo(1, 2)
+
+    with pytest.raises(OfTwo, match=r"^1 and 2$"):
+        mesh.run(0, fail)
 
 
 def test_a_result_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:

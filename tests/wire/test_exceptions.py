@@ -40,11 +40,6 @@ class WithState(Exception):
         self.extra = None
 
 
-class OfTwo(Exception):
-    def __init__(self, a: object, b: object) -> None:
-        super().__init__(f"{a} {b}")
-
-
 class FailsToShow(Exception):
     def __repr__(self) -> str:
         raise ValueError("no repr")
@@ -137,7 +132,6 @@ def test_causes_of_the_remote_error_are_in_its_text() -> None:
         SystemExit(3),
         KeyboardInterrupt(),
         GeneratorExit(),
-        OfTwo(1, 2),
         FailsToReduce("x"),
         ValueError(threading.Lock()),
     ],

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import array
+import copyreg
+import decimal
+import enum
 import functools
 import math
 import pickle
+import random
+import secrets
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +128,81 @@ def test_a_builtin_function_that_replaces_another_of_its_name(
 ) -> None:
     monkeypatch.setattr(math, "sqrt", math.floor)
     assert there(math.sqrt)(2.5) == 2
+
+
+class Hidden:
+    def tell(self) -> Hidden:
+        return self
+
+
+_hidden = Hidden()
+tell = _hidden.tell
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        random.random,
+        random.seed,
+        numpy.random.rand,
+        numpy.random.set_state,
+        secrets.token_hex,
+        tell,
+    ],
+)
+def test_methods_of_an_instance_that_a_module_hides_are_pickled_by_name(
+    method: Callable[..., Any],
+) -> None:
+    assert there(method) == method
+    assert there([method, lambda: method])[1]() == method  # by value
+    assert there(functools.partial(method)).func == method
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        random.Random(1).random,
+        random.Random(1).choice,
+        numpy.random.RandomState(1).rand,
+        Hidden().tell,
+    ],
+)
+def test_methods_of_other_instances_are_pickled_with_a_copy(method: Any) -> None:
+    for copy in (there(method), there(lambda: method)()):
+        assert copy.__name__ == method.__name__
+        assert copy.__self__ is not method.__self__
+
+
+def test_the_module_of_the_instance_need_not_be_the_one_of_its_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    importer, home = types.ModuleType("zrpc_importer"), types.ModuleType("zrpc_home")
+    for module in (importer, home):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    home.hidden = Hidden()  # type: ignore[attr-defined]
+    home.tell = importer.tell = home.hidden.tell  # type: ignore[attr-defined]
+    assert b"zrpc_home" in sent(home.tell).body
+    assert there(home.tell) == home.tell
+    assert there(secrets.choice) == secrets.choice
+
+
+def test_a_method_without_a_name_is_pickled_by_value() -> None:
+    value = Point(1, torch.ones(1))
+    assert there(types.MethodType(functools.partial(_x_of), value))() == 1
+
+
+def _x_of(point: Point) -> int:
+    return point.x
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_method_of_main_is_pickled_by_name_if_that_means_the_same(
+    monkeypatch: pytest.MonkeyPatch, same_main: bool
+) -> None:
+    main = types.ModuleType("__main__")
+    exec("class Of: \n def go(self): return self\nof = Of()\ngo = of.go", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert (there(main.go, same_main)() is main.of) == same_main
 
 
 def test_lambdas_and_closures_are_pickled_by_value() -> None:
@@ -302,6 +384,25 @@ def test_later_changes_of_a_tensor_do_not_change_the_message() -> None:
     message = sent(tensor)
     tensor.add_(1)
     assert Decoder(None, arrived(message)).unpack().tolist() == [0] * 4
+
+
+class Registered:
+    """A class whose module registers how to pickle it only when that is needed."""
+
+
+def test_a_reducer_that_the_program_registers_later_counts() -> None:
+    copyreg.pickle(Registered, lambda _: (str, ("reduced",)))
+    assert there([Registered()]) == ["reduced"]
+
+
+class Shape(enum.Enum):
+    ROUND = 1
+
+
+def test_objects_arrive_as_pickle_has_them_each_time() -> None:
+    for _ in range(2):
+        values = [Point(1, 2), Shape.ROUND, Shape, decimal.Decimal("1.5"), range(3)]
+        assert there(values) == values
 
 
 # -- reducers of upper rooms ---------------------------------------------------------------

@@ -29,6 +29,7 @@ from typing import ClassVar, TypeVar
 
 from torch.distributed import Store
 
+from zrpc import stand_in
 from zrpc.agent.call_filter import tag_own_loggers
 from zrpc.agent.closing import Closing, work_in_progress
 from zrpc.agent.current import as_current, context_of
@@ -38,7 +39,6 @@ from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
 from zrpc.agent.shutdown import CollectiveShutdown, Shutdown, ShutdownTiming, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
-from zrpc.by_value import is_drop_in
 from zrpc.calls.callee import Callee
 from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
@@ -149,7 +149,7 @@ class Agent:
             self.receiver.run,
             self._on_handler_failed,
         )
-        if is_drop_in():
+        if stand_in.is_active():
             self.codec.fetch = fetching(membership, self.caller)
         self._wire(shutdown)
         self.recorder: Recorder | None = None

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ from zrpc.calls.settling import wait_until_settled
 from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.options import ZmqRpcBackendOptions, checked_timeout, no_timeout
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
@@ -115,12 +116,9 @@ class Caller:
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
 
-    def timeout(self, seconds: float) -> float:
-        """How long a call may take, in seconds: 0 for no limit, the default if negative."""
-        try:
-            return self.rpc_timeout if seconds < 0 else checked_timeout("timeout", seconds)
-        except TypeError:
-            raise no_timeout("timeout", seconds) from None
+    def timeout(self, seconds: float | timedelta) -> float:
+        """How long a call may take, in seconds: 0 for no limit, the default if it is below 0."""
+        return self.rpc_timeout if is_unset(seconds) else checked_timeout("timeout", seconds)
 
     # -- a call, from top to bottom --------------------------------------------------------
 
@@ -243,8 +241,8 @@ class Caller:
             raise has_shut_down()
         recorder = self.recorder
         packing = 0.0 if recorder is None else time.monotonic()
-        asked, timeout = timeout, self.timeout(timeout)
-        limit: Limit = DEFAULT_LIMIT if asked < 0 else OWN_LIMIT
+        limit: Limit = DEFAULT_LIMIT if is_unset(timeout) else OWN_LIMIT
+        timeout = self.timeout(timeout)
         message = Message(kind)
         peer = to.member_id
         encoder = self._codec.encoder(peer)

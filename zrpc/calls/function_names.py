@@ -7,7 +7,7 @@ import pickletools
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["call_title", "function_of", "handler_name", "kind_name", "readable"]
+__all__ = ["asked_for", "call_title", "function_of", "handler_name", "kind_name", "readable"]
 
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
@@ -26,7 +26,10 @@ def handler_name(request: Message) -> str:
 
     It is the function's own name once that is unpickled, and the one in the message before.
     """
-    name = getattr(request.scope.function, "__qualname__", None)
+    try:
+        name = request.scope.function.__qualname__
+    except Exception:  # of an object that can be called
+        name = None
     return readable(name) if isinstance(name, str) else function_of(request)
 
 
@@ -66,6 +69,11 @@ def call_title(kind: int, what: str, waits: bool, caller: str, callee: str) -> s
     if kind == Kind.CALL:
         label = "rpc_sync" if waits else "rpc_async"
     return f"{label}{what and '#'}{readable(what)}({caller} -> {callee})"
+
+
+def asked_for(what: object, kind: int) -> str:
+    """Returns what users know a call by: its function's or method's name, or what makes it."""
+    return readable(what) or ("to_here" if kind == Kind.FETCH else kind_name(kind))
 
 
 def kind_name(kind: int) -> str:

@@ -16,6 +16,7 @@ from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from zrpc.calls.call_counters import CallCount, Table
+from zrpc.calls.function_names import asked_for
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.wire.kind import Kind
@@ -304,7 +305,7 @@ class PendingCall:
         """The error of a call whose deadline has passed."""
         if (unsent := self._calls.unsent(self)) is not None:
             return unsent
-        what = self.what or getattr(self.kind, "name", "a request")
+        what = asked_for(self.what, self.kind) if self.what or self.kind else "a request"
         where = self._calls.describe(self.peer)
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "

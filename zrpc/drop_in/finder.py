@@ -8,6 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from zrpc import stand_in
 from zrpc.drop_in.names import MODULES
 
 
@@ -54,6 +55,7 @@ def install() -> None:
     is_loaded = "torch" in sys.modules and not _torch_is_loading()
     if is_loaded:
         _check_that_nothing_runs()
+    stand_in.begin()
     sys.meta_path.insert(0, _Finder())
     if is_loaded:
         _replace_in_loaded_modules()

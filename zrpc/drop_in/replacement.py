@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NoReturn
 
-from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS, advice
+from zrpc.drop_in.names import KEPT, MODULES, OF_OLDER_TORCH, REPLACEMENTS, advice
 
 # What was removed from each module.
 _removed: dict[str, dict[str, Any]] = {}
@@ -34,13 +34,15 @@ def replace_names(module: ModuleType) -> None:
     _removed[module.__name__] = removed
     for name in removed:
         del names[name]
-    if module.__name__ == "torch.distributed.rpc":  # older programs name it there
+    replaced = set(removed)
+    if module.__name__ == "torch.distributed.rpc":  # older programs name these there
         names.setdefault("Future", sys.modules["torch.futures"].Future)
+        replaced.update(OF_OLDER_TORCH)
 
     def find(name: str) -> Any:
-        if name not in removed:
+        if name not in replaced:
             raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-        names[name] = value = _replacement(module.__name__, name, removed[name])
+        names[name] = value = _replacement(module.__name__, name, removed.get(name))
         return value
 
     names["__getattr__"] = find
@@ -110,7 +112,7 @@ def _belongs_to_rpc(name: str, value: Any) -> bool:
 
 
 def _replacement(module: str, name: str, value: Any) -> Any:
-    home = REPLACEMENTS.get(name)
+    home = REPLACEMENTS.get(name) or OF_OLDER_TORCH.get(name)
     if home is None:
         return _unsupported(f"{module}.{name}", value)
     while _keepers:

@@ -83,7 +83,7 @@ def resolve_rank(
     settings = find_settings(os.environ)  # the rank doesn't depend on the host's name
     values: dict[str, int | None] = {}
     for name, given in (("rank", rank), ("world_size", world_size)):
-        if not (given is None or isinstance(given, SupportsIndex)):
+        if isinstance(given, bool) or not (given is None or isinstance(given, SupportsIndex)):
             raise TypeError(
                 f"expected an int as {name}, but got {given!r} of type {type(given).__name__}: "
                 "leave it out if it is in the environment, or convert it by int()"

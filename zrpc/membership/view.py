@@ -105,7 +105,7 @@ class Membership:
             found = self._by_rank.get(to.id)
             if found == to:
                 return found
-        elif isinstance(to, int):
+        elif isinstance(to, int) and not isinstance(to, bool):
             if to in self._by_rank:
                 return self._by_rank[to]
         else:

@@ -104,7 +104,7 @@ class Collectives(Service):
             self._waiting[call] = names, number
             oldest = min(other for waits, other in self._waiting.values() if waits == names)
         try:
-            body = (_contribute, (names, number, oldest, own, value), {})
+            body = (all_gather, (names, number, oldest, own, value), {})
             return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
         finally:
             with self._lock:
@@ -224,8 +224,9 @@ class Collectives(Service):
             self._declined.clear()
 
 
+# A call that times out is known by the function's name: so this has the one that programs use.
 @async_execution
-def _contribute(names: Names, number: int, oldest: int, name: str, value: Any) -> Future[Any]:
+def all_gather(names: Names, number: int, oldest: int, name: str, value: Any) -> Future[Any]:
     return current_agent().service(Collectives).contribute(names, number, oldest, name, value)
 
 

@@ -7,7 +7,6 @@ whose use in a backward pass raises.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import pickle
 import traceback
@@ -17,7 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from zrpc.by_value import ByValuePickler, is_drop_in
+from zrpc import stand_in
+from zrpc.by_value import ByValuePickler
+from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.pickling import dumps
@@ -89,21 +90,12 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 
 def copied(error: BaseException, cause: BaseException | None = None) -> BaseException:
     """Returns a copy with this cause and no traceback; the error itself if it can't be copied."""
-    for copied_by in (copy.copy, _bare_copy):
-        # copy.copy calls the class with the error's args, which need not fit its __init__.
-        with contextlib.suppress(Exception, SystemExit):
-            made = copied_by(error)
-            if type(made) is type(error) and str(made) == str(error):
-                set_cause(made, cause)
-                return made
+    with contextlib.suppress(Exception, SystemExit):
+        made = copy_of_error(error)
+        if str(made) == str(error):
+            set_cause(made, cause)
+            return made
     return error
-
-
-def _bare_copy(error: BaseException) -> BaseException:
-    """Returns a copy that is made without its ``__init__``."""
-    made = type(error).__new__(type(error), *error.args)
-    made.__dict__.update(error.__dict__)
-    return made
 
 
 def error_text(body: Any) -> str:
@@ -116,10 +108,12 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     """Returns the error as a pickle that is known to load, or None."""
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
+    if stand_in.is_active() and not pickle_can_make(error):
+        return None  # as in torch
     by_name, by_copy = (
         (_dump_cut, partial(_dump_cut_by_value, same_main=same_main))
         if in_graph
-        else (pickle.dumps, partial(dumps, same_main=same_main, copies=is_drop_in()))
+        else (_dump, partial(dumps, same_main=same_main, copies=stand_in.is_active()))
     )
     pickled = _checked(error, by_name)
     if pickled is None or (b"__main__" in pickled and not same_main):
@@ -130,10 +124,16 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
 def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
     try:
         pickled = dumps(error)
-        # An exception pickles as its type and args, which may not fit its __init__.
+        # Its class, or what it consists of, may say how to pickle it, and be wrong.
         return pickled if type(pickle.loads(pickled)) is type(error) else None
     except BaseException:  # SystemExit too
         return None
+
+
+def _dump(error: Exception) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(error)
+    return file.getvalue()
 
 
 def _dump_cut(error: Exception) -> bytes:
@@ -154,8 +154,14 @@ def _reduce_cut(value: Any) -> Any:
     return NotImplemented
 
 
-class _CuttingPickler(pickle.Pickler):
-    """Cuts tensors from their graph."""
+class _Pickler(pickle.Pickler):
+    """Takes exceptions apart."""
+
+    dispatch_table = ErrorReducers()
+
+
+class _CuttingPickler(_Pickler):
+    """Cuts tensors from their graph, too."""
 
     def reducer_override(self, obj: Any) -> Any:
         return _reduce_cut(obj)

@@ -11,7 +11,11 @@ import contextlib
 import copyreg
 import functools
 import io
+import operator
 import pickle
+import sys
+import types
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -19,13 +23,14 @@ from typing import Any, ClassVar
 import torch
 
 from zrpc.by_value import ByValuePickler
+from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
-from zrpc.wire.current_message import decoder, encoder, thread
+from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import REDUCERS, Reducer, _with_attributes
+from zrpc.wire.reducers import REDUCERS, Reducer, reduce_method_by_value, with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
 from zrpc.wire.views import Relation, relate
@@ -45,19 +50,38 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
         cls: the type, without its subclasses.
         reducer: as for ``copyreg.pickle``; it finds the message by `encoder`.
     """
-    _dispatch_table[cls] = reducer
+    _dispatch_table[cls] = _Pickler.dispatch_table[cls] = reducer
 
 
+# What pickle does without a reducer, in C: with classes, and with all others.
+_reduce_to_name = operator.attrgetter("__qualname__")
+_reduce_by_protocol = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
 _NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
 
 
+class _KnownReducers(ErrorReducers):
+    """Our dispatch table, which keeps how instances of a class that can be imported are pickled.
+
+    A pickler asks for the class of each object. It takes long for those that are missing.
+    """
+
+    def __missing__(self, cls: type) -> Reducer:
+        try:
+            reducer = super().__missing__(cls)
+        except KeyError:
+            reducer = _reduce_to_name if issubclass(cls, type) else _reduce_by_protocol
+        if getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is cls:
+            self[cls] = reducer
+        return reducer
+
+
 class _Pickler(pickle.Pickler):
     """The C pickler, with our dispatch table."""
 
-    dispatch_table = _dispatch_table
+    dispatch_table = _KnownReducers(_dispatch_table)
 
 
 class _GraphPickler(_Pickler):
@@ -77,7 +101,9 @@ class _ByValuePickler(ByValuePickler):
         **options: as for `ByValuePickler`.
     """
 
-    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, ByValuePickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {types.MethodType: reduce_method_by_value}, _dispatch_table, ByValuePickler.dispatch_table
+    )
 
     def __init__(self, *args: Any, reducers: Reducers = _NO_REDUCERS, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -88,7 +114,9 @@ class _ByValuePickler(ByValuePickler):
         if type(obj) in self._reducers:
             with contextlib.suppress(Exception):
                 reduced = self._reducers[type(obj)](obj)
-                return _with_attributes(obj, reduced) if isinstance(obj, torch.Tensor) else reduced
+                if isinstance(obj, torch.Tensor):
+                    return with_attributes(current_encoder(), obj, reduced)
+                return reduced
         check_sendable(obj)
         current = encoder()
         reduced = NotImplemented
@@ -114,7 +142,9 @@ class Encoder:
     """
 
     __slots__ = (
+        "_attributes",
         "_finishers",
+        "_has_attributes",
         "_plain",
         "_tensors",
         "_undo",
@@ -144,6 +174,9 @@ class Encoder:
         self._finishers = finishers
         self._undo: list[Callable[[], None]] = []
         self._plain = True
+        # Whether an attribute of a tensor can be pickled, by its id. None: they are not looked at.
+        self._attributes: dict[int, bool] | None = None
+        self._has_attributes = False
         self._tensors: TensorWriter | None = None
         self.extensions: dict[int, bytearray] = {}
         self.buffers: list[Any] = []
@@ -174,6 +207,35 @@ class Encoder:
             action()
         self._undo.clear()
 
+    def sendable(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Returns those attributes of a tensor that can be pickled; warns of the others.
+
+        Only a message that can't be pickled is looked at in such detail.
+        """
+        self._has_attributes = True
+        if self._attributes is None:
+            return attributes
+        return {name: value for name, value in attributes.items() if self._may_send(name, value)}
+
+    def _may_send(self, name: str, value: Any) -> bool:
+        found = self._attributes
+        assert found is not None
+        if id(value) not in found:
+            found[id(value)] = True  # for a value that refers to the tensor
+            trial = Encoder(self.owner, self.destination, self.same_main, self.request)
+            trial.in_graph, trial._attributes = self.in_graph, found
+            try:
+                trial.pack(value, Message(0))
+                trial.abort()
+            except RpcError as error:
+                found[id(value)] = False
+                warnings.warn(
+                    f"the attribute {name!r} of a tensor is not sent, since a value of type "
+                    f"{type(value).__name__} can't be pickled: {error}",
+                    stacklevel=2,
+                )
+        return found[id(value)]
+
     def pack(self, obj: Any, message: Message) -> None:
         """Packs ``obj`` into ``message``.
 
@@ -184,7 +246,14 @@ class Encoder:
         before = getattr(thread, "encoder", None)
         thread.encoder = self
         try:
-            message.body = self._pickle(obj)
+            try:
+                message.body = self._pickle(obj)
+            except RpcError:
+                if not self._has_attributes or self._attributes is not None:
+                    raise
+                self._attributes = {}
+                self._start_over()
+                message.body = self._pickle(obj)
             if self._tensors is not None:
                 self._tensors.group(self.in_graph)
             for finish in self._finishers:

@@ -6,6 +6,7 @@ module, which make the values on arrival.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
@@ -13,17 +14,20 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import SerializationError
-from zrpc.wire.current_message import current_encoder, decoder, thread
-from zrpc.wire.tensors import make_plain
+from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
+from zrpc.wire.tensors import attributes_of, make_plain
 
-__all__ = ["REDUCERS", "Reducer"]
+if TYPE_CHECKING:
+    from zrpc.wire.pickling import Encoder
+
+__all__ = ["REDUCERS", "Reducer", "reduce_method_by_value", "with_attributes"]
 
 Reducer = Callable[[Any], Any]
 
@@ -45,15 +49,36 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     plain_row = tensors.add_plain(tensor)
     if plain_row is not None:
         return make_plain, plain_row
-    layout = tensor.layout
-    if layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
-        reduced = _receive_tensor, (tensors.add(tensor),)
-        return reduced if type(tensor) is torch.Tensor else _with_attributes(tensor, reduced)
-    requires_grad, plain = tensor.requires_grad, tensor.detach()
-    if requires_grad and current_encoder().in_graph:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested:
+        return with_attributes(current, tensor, (_receive_tensor, (tensors.add(tensor),)))
+    reduced = _reduce_unusual(current, tensor)
+    if reduced is None:  # torch's own way keeps the attributes itself
+        return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return with_attributes(current, tensor, reduced)
+
+
+def with_attributes(
+    current: Encoder, tensor: torch.Tensor, reduced: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Adds the attributes that a program has set on a tensor, as pickle does."""
+    attributes = attributes_of(tensor)
+    if attributes is not None:
+        attributes = current.sendable(attributes)
+    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
+
+
+def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+def _reduce_unusual(current: Encoder, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Reduces a tensor that is not made from strided memory; None if torch must do it."""
+    layout, requires_grad, plain = tensor.layout, tensor.requires_grad, tensor.detach()
+    if requires_grad and current.in_graph:
         return _reduce_unusual_in_graph(tensor)
     if type(tensor) is torch.nn.Parameter:
-        return _with_attributes(tensor, (torch.nn.Parameter, (plain, requires_grad)))
+        return torch.nn.Parameter, (plain, requires_grad)
     if layout is torch.sparse_coo:
         coo = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
         return _rebuild_coo, (*coo, requires_grad)
@@ -63,21 +88,10 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return _rebuild_compressed, (*parts, requires_grad)
     if tensor.is_quantized and not requires_grad:
         return _reduce_quantized(plain)
-    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return None
 
 
-def _with_attributes(parameter: torch.Tensor, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Adds the attributes that a program has set on a parameter, as torch does for parameters."""
-    attributes = parameter.__dict__
-    return (*reduced, attributes, None, None, _set_attributes) if attributes else reduced
-
-
-def _set_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        setattr(parameter, name, value)
-
-
-def _reduce_unusual_in_graph(tensor: torch.Tensor) -> Any:
+def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reduces a sparse tensor of a graph to its values, which are part of the graph as well."""
     if tensor.is_nested:
         raise SerializationError(
@@ -96,7 +110,7 @@ def _reduce_unusual_in_graph(tensor: torch.Tensor) -> Any:
     return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
 
 
-def _reduce_quantized(tensor: torch.Tensor) -> Any:
+def _reduce_quantized(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.qscheme() is torch.per_tensor_affine:
         values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
         return torch._make_per_tensor_quantized_tensor, values
@@ -105,7 +119,7 @@ def _reduce_quantized(tensor: torch.Tensor) -> Any:
         axis = tensor.q_per_channel_axis()
         channels = (tensor.int_repr(), scales, zero_points, axis)
         return torch._make_per_channel_quantized_tensor, channels
-    return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+    return None
 
 
 def _receive_tensor(index: int) -> torch.Tensor:
@@ -217,7 +231,73 @@ def _reduce_builtin(function: Any) -> Any:
     """Reduces a C function to its module and name; for torch's this halves the time."""
     name = function.__name__
     module = sys.modules.get(function.__module__)
-    return name if getattr(module, name, None) is function else function.__reduce__()
+    if getattr(module, name, None) is function:
+        return name
+    return _reduce_to_module(function) or function.__reduce__()
+
+
+def _reduce_method(method: types.MethodType) -> Any:
+    return _reduce_to_module(method) or method.__reduce__()
+
+
+def reduce_method_by_value(method: types.MethodType) -> Any:
+    """Reduces a bound method for cloudpickle, which may send its function by value."""
+    parts = (method.__func__, method.__self__)
+    return _reduce_to_module(method) or (types.MethodType, parts)
+
+
+def _reduce_to_module(method: Any) -> Any:
+    """Reduces a bound method that a module offers as a function, such as ``random.random``.
+
+    Its object is an instance that the module hides, and each process has its own. Returns None if
+    no module offers the method.
+    """
+    module = _module_that_offers(method)
+    current = encoder()
+    if module is None or (module == "__main__" and current is not None and not current.same_main):
+        return None
+    return _import_function, (module, method.__name__)
+
+
+def _module_that_offers(method: Any) -> Any:
+    of_class = type(method.__self__).__module__
+    if _offers(of_class, method):
+        return of_class
+    of_function = getattr(method, "__module__", None)
+    if of_function != of_class and _offers(of_function, method):
+        return of_function
+    named_alike = _modules_with(getattr(method, "__name__", ""), len(sys.modules))
+    others = [module for module in named_alike if _offers(module, method)]
+    # Those that have only imported the function don't have the instance.
+    others.sort(key=lambda module: (not _has(module, method.__self__), module == "__main__"))
+    return others[0] if others else None
+
+
+def _offers(module: Any, method: Any) -> bool:
+    found = _globals_of(module).get(getattr(method, "__name__", ""))
+    return type(found) is type(method) and found == method
+
+
+def _has(module: str, instance: object) -> bool:
+    return any(value is instance for value in _globals_of(module).values())
+
+
+def _globals_of(module: Any) -> dict[str, Any]:
+    return getattr(sys.modules.get(module), "__dict__", {})
+
+
+@functools.lru_cache(maxsize=1024)
+def _modules_with(name: str, modules: int) -> tuple[str, ...]:
+    """Returns the modules that have a bound method of this name.
+
+    They are looked up again when there is another number of ``modules``, as that takes long.
+    """
+    kinds = (types.MethodType, types.BuiltinFunctionType)
+    return tuple(each for each in list(sys.modules) if type(_globals_of(each).get(name)) in kinds)
+
+
+def _import_function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _reduce_operator(operator: Any) -> Any:
@@ -243,6 +323,7 @@ REDUCERS: dict[type, Reducer] = {
     torch._C.ScriptMethod: _reduce_script_method,
     memoryview: _reduce_view,
     types.BuiltinFunctionType: _reduce_builtin,
+    types.MethodType: _reduce_method,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
 }

@@ -18,6 +18,7 @@ import ctypes
 import itertools
 import math
 import pickle
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from zrpc.errors import ProtocolError, SerializationError
 from zrpc.wire.alignment import ALIGNMENT, aligned
 from zrpc.wire.views import Relation, base_of, is_changeable, span_of
 
-__all__ = ["INLINE_BYTES", "TensorWriter", "make_plain", "read_table"]
+__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of", "make_plain", "read_table"]
 
 # Up to this size, bytes are part of the pickle or the table. Above it, a frame of its own costs
 # less than these copies.
@@ -59,6 +60,14 @@ _PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
 _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
 _copy_of.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _copy_of.restype = ctypes.py_object
+
+# Returns the attributes that a program has set on a tensor, or None. A tensor that is asked for its
+# `__dict__` makes one.
+attributes_of: Any
+if sys.version_info >= (3, 11):
+    attributes_of = object.__getstate__
+else:
+    attributes_of = lambda tensor: tensor.__dict__ or None  # noqa: E731
 
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
@@ -117,6 +126,7 @@ class TensorWriter:
             or (number >= _FIRST_COMPLEX and tensor.is_conj())
             or tensor.is_neg()
             or tensor.is_nested
+            or attributes_of(tensor) is not None
         ):
             return None
         size = tensor.nbytes

@@ -183,7 +183,7 @@ def test_what_remote_makes_may_take_its_time(mesh: Mesh, door: Gate, warnings: W
             time.sleep(0.001)  # it has no event
         rules.check_calls(later(60))
         [text] = warnings.all()
-        assert "- FETCH at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
+        assert "- to_here at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
     door.opened.set()
     assert waits.result() == "in"
 

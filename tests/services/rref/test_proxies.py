@@ -133,6 +133,67 @@ def test_other_callables(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "__len__") == 3
 
 
+def test_a_proxy_is_called_as_its_value(mesh: Mesh, counter: Any) -> None:
+    def at_user() -> None:
+        assert counter.rpc_sync()(4) == 5
+        assert counter.rpc_async()(number=4).wait() == 5
+        assert counter.remote()(4).to_here() == 5
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            counter.rpc_sync()()
+
+    mesh.run(0, at_user)
+
+
+@pytest.mark.parametrize(
+    ("value", "argument", "result"), [(len, "abc", 3), (Counter, 7, Counter), (lambda x: -x, 2, -2)]
+)
+def test_functions_and_classes_are_called_by_their_proxy(
+    mesh: Mesh, value: Any, argument: Any, result: Any
+) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", itself, args=(value,))
+        found = rref.rpc_sync()(argument)
+        assert found == result or type(found) is result
+
+    mesh.run(0, at_user)
+
+
+def itself(value: Any) -> Any:
+    return value
+
+
+def test_a_value_that_can_not_be_called_is_a_type_error(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", int, args=(3,))
+        for call in (
+            lambda: rref.rpc_sync()(1),
+            lambda: rref.rpc_async()(1).wait(),
+            lambda: rref.remote()(1),
+        ):
+            with pytest.raises(TypeError, match="'int' object is not callable"):
+                call()
+
+    mesh.run(0, at_user)
+
+
+def test_the_check_of_a_method_is_known_by_the_method_s_name(mesh: Mesh) -> None:
+    def at_user() -> None:
+        waits = zrpc.remote("worker1", itself, args=(Waits(),))
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"error: slow on worker1 \(rank 1\)"):
+            waits.remote(timeout=0.05).slow()
+
+    mesh.run(0, at_user)
+    event("go").set()
+
+
+class Waits:
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        assert event("go").wait(SOON)
+        return lambda: None
+
+
 def test_async_execution(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "later", "worker0", 2).tolist() == [13]
     assert mesh.run(0, call, counter, "static_later", "worker0", 2) == 3

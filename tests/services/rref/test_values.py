@@ -243,7 +243,7 @@ def test_an_error_shows_where_it_was_raised(mesh: Mesh) -> None:
     mesh.run(0, at_user)
 
 
-@pytest.mark.parametrize("function", [fail_unusually, fail_with_what_cannot_travel, exit_handler])
+@pytest.mark.parametrize("function", [fail_with_what_cannot_travel, exit_handler])
 def test_an_error_that_cannot_be_sent_arrives_as_text(mesh: Mesh, function: Any) -> None:
     def at_user() -> None:
         rref = zrpc.remote("worker1", function)
@@ -253,6 +253,17 @@ def test_an_error_that_cannot_be_sent_arrives_as_text(mesh: Mesh, function: Any)
             ) as caught:
                 rref.to_here()
             assert function.__name__ in str(caught.value)
+
+    mesh.run(0, at_user)
+
+
+def test_an_error_that_its_args_do_not_make_again_keeps_its_type(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", fail_unusually)
+        for _ in range(2):
+            with pytest.raises(Unusual, match=r"^1 and 2$") as caught:
+                rref.to_here()
+            assert caught.value.a == 1
 
     mesh.run(0, at_user)
 

@@ -12,6 +12,7 @@ import zrpc
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Activity, Call, Frame, Request, Snapshot
 from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
+from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 
 __all__ = ["Report", "stack_text"]
@@ -154,7 +155,7 @@ class Report:
 
     def _call(self, call: Call) -> str:
         left = "without a timeout" if call.left is None else f"times out in {call.left:.1f} s"
-        return f"{call.what or call.kind} at {self._name(call.to)}, for {call.age:.1f} s, {left}"
+        return f"{_asked_for(call)} at {self._name(call.to)}, for {call.age:.1f} s, {left}"
 
     def _request(self, request: Request) -> str:
         return f"{self._what(request)} for {self._name(request.caller)}"
@@ -162,7 +163,7 @@ class Report:
     def _what(self, request: Request) -> str:
         """Returns what is asked for. The caller knows the names of functions sent by value."""
         call = self._call_of(request)
-        return request.what or (call.what if call is not None else "") or request.kind
+        return request.what or (call.what if call is not None else "") or _asked_for(request)
 
     def _call_of(self, request: Request) -> Call | None:
         """Returns a request as its caller sees it, or None if that worker did not answer."""
@@ -183,7 +184,7 @@ class Report:
         if node.kind == "activity":
             activity = self._graph.activity(node)
             if link.call is not None:
-                what = link.call.what or link.call.kind
+                what = _asked_for(link.call)
                 needs = f"{what} at {self._name(link.call.to)}, for {link.call.age:.1f} s"
                 return f"{self._who(node)} waits for {needs}{_at(activity.where)}."
             return (
@@ -223,6 +224,11 @@ def _told(path: Sequence[tuple[Node, Link]]) -> list[tuple[Node, Link]]:
 def _workers(cycle: Sequence[tuple[Node, Link]]) -> str:
     count = len({node.member for node, _ in cycle})
     return "one worker" if count == 1 else f"{count} workers"
+
+
+def _asked_for(each: Call | Request) -> str:
+    """Returns what users know a call by: a function's or method's name, or what makes it."""
+    return each.what or ("to_here" if each.kind == Kind.FETCH.name else each.kind)
 
 
 def _at(where: Frame | None) -> str:

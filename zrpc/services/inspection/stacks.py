@@ -33,7 +33,7 @@ import torch
 import zrpc
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import Execution, RequestJob
-from zrpc.calls.function_names import handler_name, kind_name
+from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
 from zrpc.runtime.context_thread import ContextThread
@@ -175,7 +175,7 @@ def _activity(name: str, stack: Sequence[FrameType], request: Message | None) ->
     activity = Activity(name, frames, where)
     if request is not None:
         activity.request = (request.sender, request.call_id)
-        activity.what = handler_name(request) or kind_name(request.kind)
+        activity.what = asked_for(handler_name(request), request.kind)
     return activity
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from zrpc.agent.agent import Agent
-from zrpc.calls.function_names import kind_name, readable
+from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_calls import PendingCall
 from zrpc.services.inspection.snapshot import Activity
 from zrpc.services.inspection.stacks import activities
@@ -84,7 +84,7 @@ class StuckCalls:
         )
 
     def _describe(self, call: PendingCall, activity: Activity | None, now: float) -> str:
-        what = readable(call.what) or kind_name(call.kind)
+        what = asked_for(call.what, call.kind)
         line = f"{what} at {self._name(call.peer)}, for which "
         if activity is None:
             line += "nobody waits yet that can be seen"

@@ -22,7 +22,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
-from zrpc.services.rref.value import OwnedValue
+from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
@@ -210,7 +210,8 @@ class RRef(Generic[T]):
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Returns a proxy whose methods run on the value at its owner, and return their results.
 
-        ``rref.rpc_sync().f(x)`` costs one message each way.
+        ``rref.rpc_sync().f(x)`` costs one message each way. ``rref.rpc_sync()(x)`` calls the value
+        itself: a module, for example, or a function.
 
         Args:
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
@@ -226,7 +227,7 @@ class RRef(Generic[T]):
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
         The first use of a method's name asks the owner whether the value has that method, so
-        that AttributeError is raised here if it does not.
+        that AttributeError is raised here if it does not, or TypeError if it can't be called.
         """
         return _Proxy(self._call_method_remotely, timeout)
 
@@ -275,10 +276,10 @@ class RRef(Generic[T]):
 
     def _call_method_remotely(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
         self._check()
-        agent = self._service.agent
         if name not in self._methods:
-            agent.caller.call(self._owner, Kind.CALL, (_check_method, (self, name), {}), timeout)
+            self._ask(Kind.METHOD, (name, None, None), timeout)
             self._methods |= {name}
+        agent = self._service.agent
         return self._create(agent, self._owner, (name, args, kwargs), timeout, self)
 
     def _check(self) -> None:
@@ -331,6 +332,7 @@ PyRRef = RRef
 class _Proxy:
     """Each attribute is a function that calls the value's method of that name at its owner.
 
+    To call the proxy is to call the value.
     ``call`` is given the timeout, the name, the arguments and the keyword arguments.
     """
 
@@ -339,6 +341,9 @@ class _Proxy:
     def __init__(self, call: Callable[[float, str, Any, Any], Any], timeout: float) -> None:
         self._call = call
         self._timeout = timeout
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._timeout, ITSELF, args, kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         call, timeout = self._call, self._timeout
@@ -353,11 +358,6 @@ class _Proxy:
 def plug_in(agent: Agent) -> RRefService:
     """Plugs RRefs into an agent; see `join_mesh`."""
     return RRefService(agent, RRef._of_fork)
-
-
-def _check_method(rref: RRef[Any], name: str) -> None:
-    """Raises AttributeError if the value has no such attribute; at the owner."""
-    getattr(rref.local_value(), name)
 
 
 def _reduce_rref(rref: RRef[Any]) -> Any:

@@ -21,7 +21,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
 from zrpc.services.rref.protocol import References
-from zrpc.services.rref.value import OwnedValue
+from zrpc.services.rref.value import MethodCheck, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -293,7 +293,10 @@ class RRefService(Service):
     def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
         def resolve() -> tuple[Any, Any, Any]:
             name, args, kwargs = self.agent.codec.unpack(request)
-            return getattr(value.get(), name), args, kwargs
+            method = value.method(name)
+            if args is None:  # it asks whether there is such a method
+                return MethodCheck(name), (method,), {}
+            return method, args, kwargs
 
         # No thread waits for a value that is still to be made.
         scope = self.agent.callee.accept(request)

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
-__all__ = ["OwnedValue"]
+__all__ = ["ITSELF", "MethodCheck", "OwnedValue"]
+
+# In the place of a method's name: the value itself is called.
+ITSELF = "__call__"
 
 # From this number on, followers that nobody waits for any longer are looked for.
 _MANY = 64
@@ -83,6 +86,11 @@ class OwnedValue:
             raise copied(self._error, self._error.__cause__).with_traceback(None)
         return self._value
 
+    def method(self, name: str) -> Any:
+        """Returns a method of the value, or the value itself; waits for it."""
+        value = self.get()
+        return value if name == ITSELF else getattr(value, name)
+
     def _wait(self, timeout: float) -> None:
         gate = threading.Lock()
         gate.acquire()
@@ -99,3 +107,15 @@ class OwnedValue:
             with self._lock:
                 if self._followers is not None and entry in self._followers:
                     self._followers.remove(entry)
+
+
+class MethodCheck:
+    """Checks that a method can be called. In messages to people, it has the name of the method."""
+
+    def __init__(self, name: str) -> None:
+        self.__qualname__ = name
+
+    def __call__(self, method: Any) -> None:
+        """Raises TypeError if the value itself can't be called; other methods were found."""
+        if self.__qualname__ == ITSELF and not callable(method):
+            raise TypeError(f"{type(method).__name__!r} object is not callable")

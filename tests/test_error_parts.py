@@ -1,0 +1,281 @@
+"""Exceptions keep their class, text, args and attributes when they are pickled or copied."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jinja2
+import pytest
+
+from zrpc.by_value import dumps
+from zrpc.error_parts import copy_of_error
+from zrpc.wire.exceptions import dump_exception, load_exception
+
+
+class Formats(Exception):
+    def __init__(self, wanted: object, have: object = 0) -> None:
+        super().__init__(f"wanted {wanted}, have {have}")
+
+
+class OfTwo(Exception):
+    def __init__(self, a: object, b: object) -> None:
+        super().__init__(f"{a} and {b}")
+        self.a = a
+
+
+class OfKeywords(Exception):
+    """Python keeps no keyword arguments in args."""
+
+    def __init__(self, *, code: int) -> None:
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+class MadeByNew(Exception):
+    def __new__(cls, a: str, b: str) -> MadeByNew:
+        return super().__new__(cls, a + b)
+
+    def __init__(self, a: str, b: str) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+    why: str = "because"
+
+
+class WithSlots(Exception):
+    __slots__ = ("__hidden", "code", "unset")
+
+    def __init__(self, code: int) -> None:
+        super().__init__("slots")
+        self.code = code
+        self.__hidden = None
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.__hidden}"
+
+
+class OfSystem(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "gone", path)
+
+
+class OfBytes(UnicodeDecodeError):
+    def __init__(self, position: int) -> None:
+        super().__init__("utf8", b"abc\xff", position, position + 1, "here")
+
+
+class OfSyntax(SyntaxError):
+    def __init__(self, line: int) -> None:
+        super().__init__("bad", ("file.py", line, 1, "text"))
+
+
+class OfModule(ImportError):
+    def __init__(self, module: str) -> None:
+        super().__init__(f"no {module}", name=module, path="there")
+
+
+class OfKey(KeyError):
+    def __init__(self, key: str, table: str) -> None:
+        super().__init__(key)
+        self.table = table
+
+
+class Stops(StopIteration):
+    def __init__(self, *, after: int) -> None:
+        super().__init__(after)
+
+
+class OfTwoBases(LookupError, OSError):
+    def __init__(self, code: int) -> None:
+        super().__init__(code, "of two", "file")
+
+
+class Meta(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("call make")
+
+    def make(cls, text: str) -> Any:
+        return super().__call__(text)
+
+
+class OfMeta(Exception, metaclass=Meta):
+    pass
+
+
+class RefusesAttributes(Exception):
+    def __init__(self, a: object, b: object) -> None:
+        super().__init__(f"{a}{b}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+class OfItself(Exception):
+    def __init__(self, a: object, b: object) -> None:
+        super().__init__(f"{a}{b}")
+        self.others = [ValueError(self)]
+
+
+class Reduces(Exception):
+    """Says how to pickle it, which a subclass may not know of."""
+
+    def __init__(self, a: object) -> None:
+        super().__init__(f"reduces {a}")
+        self.a = a
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.a,)
+
+
+class ReducesToOneArgument(Reduces):
+    def __init__(self, a: object, b: object) -> None:
+        super().__init__(f"{a} {b}")
+
+
+def renamed() -> SyntaxError:
+    error = SyntaxError("bad", ("file.py", 1, 1, "text"))
+    error.filename, error.lineno = "other.py", 9
+    return error
+
+
+def of_a_template() -> jinja2.TemplateSyntaxError:
+    error = jinja2.TemplateSyntaxError("bad", 3, "name", "file")
+    error.translated = True  # as jinja does when it raises it: then its text is another
+    return error
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    lambda: Formats(7, 3),
+    lambda: OfTwo(1, 2),
+    lambda: OfKeywords(code=3),
+    lambda: MadeByNew("a", "b"),
+    lambda: Frozen(1),
+    lambda: Frozen(code=2),
+    lambda: WithSlots(4),
+    lambda: OfSystem("path"),
+    lambda: OfBytes(3),
+    lambda: OfSyntax(7),
+    lambda: OfModule("module"),
+    lambda: OfKey("key", "table"),
+    lambda: Stops(after=5),
+    lambda: OfTwoBases(3),
+    lambda: OfMeta.make("made"),
+    lambda: RefusesAttributes(1, 2),
+    lambda: Reduces(1),
+    lambda: ReducesToOneArgument(1, 2),
+    lambda: NameError("text", name="missing"),
+    lambda: FileNotFoundError(2, "no such file", "from", None, "to"),
+    lambda: BlockingIOError(11, "later", 3),
+    lambda: ValueError("plain", {"with": [1]}),
+    renamed,
+    of_a_template,
+]
+
+
+def dumped(error: Any) -> Any:
+    return load_exception(dump_exception(error, "w1", True))
+
+
+def dumped_for_another_main(error: Any) -> Any:
+    return load_exception(dump_exception(error, "w1", False))
+
+
+def dumped_in_graph(error: Any) -> Any:
+    return load_exception(dump_exception(error, "w1", True, in_graph=True))
+
+
+def by_value(error: Any) -> Any:
+    return pickle.loads(dumps(error))
+
+
+WAYS = [dumped, dumped_for_another_main, dumped_in_graph, by_value, copy_of_error]
+
+
+def content(error: Any) -> Any:
+    names = "errno filename filename2 lineno name path value start object characters_written code"
+    fields = [repr(getattr(error, name, None)) for name in names.split()]
+    return type(error), str(error), repr(error.args), repr(vars(error)), fields
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", ERRORS)
+def test_an_exception_is_the_same_again(
+    way: Callable[[Any], Any], make: Callable[[], BaseException]
+) -> None:
+    error = make()
+    again = way(error)
+    assert again is not error
+    assert content(again) == content(error)
+
+
+def test_a_slot_without_a_value_has_none() -> None:
+    assert not hasattr(dumped(WithSlots(1)), "unset")
+
+
+def test_an_exception_that_refers_to_itself_arrives() -> None:
+    again = dumped(OfItself(1, 2))
+    assert str(again) == "12"
+    assert again.others[0].args == (again,)
+
+
+class Counted(Exception):
+    made = 0
+
+    def __init__(self, text: str) -> None:
+        type(self).made += 1
+        super().__init__(text)
+
+
+def test_no_constructor_runs_again() -> None:
+    error = Counted("text")
+    assert str(dumped(error)) == str(copy_of_error(error)) == "text"
+    assert Counted.made == 1
+
+
+class Exits(Exception):
+    def __init__(self, text: str) -> None:
+        if text != "first":
+            sys.exit(3)
+        super().__init__("exits")
+
+
+def test_a_constructor_that_exits_ends_nobody() -> None:
+    assert type(dumped(Exits("first"))) is Exits
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
+def test_the_exceptions_of_a_group_are_the_same_again() -> None:
+    class Group(builtins.ExceptionGroup):  # type: ignore[type-arg]
+        def __new__(cls, errors: Any, *, code: int) -> Any:
+            self = super().__new__(cls, f"group {code}", errors)
+            self.code = code
+            return self
+
+        def __init__(self, errors: Any, *, code: int) -> None:
+            pass
+
+    error = OfTwo(1, 2)
+    error.add_note("a note")
+    group = builtins.ExceptionGroup("outer", [Group([error, Formats(7, 3)], code=5), error])
+    again = dumped(group)
+    assert str(again) == str(group)
+    inner, other = again.exceptions
+    assert (str(inner), inner.code) == ("group 5 (2 sub-exceptions)", 5)
+    assert [str(each) for each in inner.exceptions] == ["1 and 2", "wanted 7, have 3"]
+    assert inner.exceptions[0] is other
+    assert other.__notes__ == ["a note"]
+
+
+def test_an_attribute_error_arrives_without_its_object() -> None:
+    again = dumped(AttributeError("none", name="missing", obj=[1]))
+    assert (again.name, again.obj) == ("missing", None)
