@@ -87,7 +87,7 @@ class Tag(IntEnum):
     RETURNED = 6  # the shared-memory segments that are returned with a message
     UNREAD = 7  # answers a request of which only the header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
-    UNCALLED = 9  # answers a request whose function could not be unpickled, and so was not called
+    UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.
