@@ -10,6 +10,7 @@ import torch
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.membership.view import Membership
+from zrpc.wire.graph_capture import is_tracing, uncaptured
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Decoder, Encoder
@@ -65,6 +66,9 @@ class Codec:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             # This enables grad as well. torch.inference_mode takes three times as long.
             with torch._C._InferenceMode(False):
+                return self.unpack(message)
+        if is_tracing():
+            with uncaptured():
                 return self.unpack(message)
         value = Decoder(self._owner, message, self._openers).unpack()
         message.buffers = ()  # they would keep large tensors alive as long as the message

@@ -18,8 +18,15 @@ import torch
 
 from zrpc.by_value import ByValuePickler
 from zrpc.errors import RpcError, SerializationError
+from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.wire.alignment import aligned
+from zrpc.wire.compiled import (
+    reduce_compiled_function,
+    reduce_compiled_module,
+    reduce_compiler,
+)
 from zrpc.wire.current_message import decoder, encoder, thread
+from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer
@@ -40,6 +47,16 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
         reducer: as for ``copyreg.pickle``; it finds the message by `encoder`.
     """
     _dispatch_table[cls] = reducer
+
+
+def _register_what_compiles() -> None:
+    from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+
+    register_reducer(OptimizedModule, reduce_compiled_module)
+    register_reducer(OptimizeContext, reduce_compiler)
+
+
+when_compiler_is_loaded(_register_what_compiles)
 
 
 # How deep, and in how large containers, to look for a value that can't be pickled.
@@ -71,8 +88,8 @@ class _ByValuePickler(ByValuePickler):
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
         check_sendable(obj)
         current = encoder()
-        reduced = NotImplemented
-        if current is not None and current.in_graph:
+        reduced = reduce_compiled_function(obj)
+        if reduced is NotImplemented and current is not None and current.in_graph:
             reduced = reduce_in_graph(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -157,6 +174,13 @@ class Encoder:
             SerializationError: ``obj`` can't be pickled.
             MemoryError: there is no memory left.
         """
+        if is_tracing():
+            warn()
+            with uncaptured():
+                self.pack(obj, message)
+            return
+        if count_modes():
+            check_modes()
         before = getattr(thread, "encoder", None)
         thread.encoder = self
         try:

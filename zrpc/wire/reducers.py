@@ -21,6 +21,7 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import SerializationError
 from zrpc.wire.current_message import current_encoder, decoder, thread
+from zrpc.wire.graph_capture import PROXIES, refuse_proxy
 from zrpc.wire.tensors import make_plain
 
 __all__ = ["REDUCERS", "Reducer"]
@@ -243,4 +244,5 @@ REDUCERS: dict[type, Reducer] = {
     types.BuiltinFunctionType: _reduce_builtin,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
+    **dict.fromkeys(PROXIES, refuse_proxy),
 }
