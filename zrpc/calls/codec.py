@@ -10,7 +10,7 @@ import torch
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.membership.view import Membership
-from zrpc.wire.graph_capture import is_tracing, uncaptured
+from zrpc.wire.graph_capture import constant_of, is_tracing
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Decoder, Encoder
@@ -68,8 +68,7 @@ class Codec:
             with torch._C._InferenceMode(False):
                 return self.unpack(message)
         if is_tracing():
-            with uncaptured():
-                return self.unpack(message)
+            return constant_of(self.unpack, message)
         value = Decoder(self._owner, message, self._openers).unpack()
         message.buffers = ()  # they would keep large tensors alive as long as the message
         return value

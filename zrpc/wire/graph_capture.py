@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from torch._C import _get_tracing_state
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.fx.proxy import Attribute, MetaProxy, ParameterProxy, Proxy
+from torch.utils._pytree import tree_map_only
 
 from zrpc.errors import SerializationError
 
@@ -39,7 +40,7 @@ PROXIES = (Proxy, Attribute, MetaProxy, ParameterProxy)
 _MODES = torch._C._TorchDispatchModeKey
 _mode = torch._C._get_dispatch_mode
 _set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
-_ZRPC = str(Path(__file__).parents[1])
+_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 @contextmanager
@@ -53,13 +54,22 @@ def uncaptured() -> Iterator[None]:
         _set_tracing_state(state)
 
 
+def constant_of(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns what a function returns, as a constant of the trace that this thread makes.
+
+    Constants can't require grad.
+    """
+    with uncaptured():
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, function(*args))
+
+
 def warn() -> None:
     """Warns that ``torch.jit.trace`` does not record the call that this thread makes."""
     warnings.warn(
         "torch.jit.trace does not record calls to other workers: the result of this call will be a "
         "constant of the trace",
         torch.jit.TracerWarning,
-        stacklevel=_levels_of_zrpc(),
+        stacklevel=_level_of_program(),
     )
 
 
@@ -79,13 +89,13 @@ def check_modes() -> None:
         )
 
 
-def _levels_of_zrpc() -> int:
+def _level_of_program() -> int:
     """Returns the stack level of the program's frame, for a warning of the caller."""
     frame: FrameType | None = sys._getframe(1)
-    level = 0
-    while frame is not None and frame.f_code.co_filename.startswith(_ZRPC):
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
-    return level + 1
+    return level
 
 
 def refuse_proxy(proxy: Any) -> NoReturn:
