@@ -56,23 +56,31 @@ class _Finder:
             find: Any = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find is not None and finder is not self else None
             if spec is not None:
-                _act_after_execution(spec)
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec)
                 return spec  # type: ignore[no-any-return]
         return None
 
 
-def _act_after_execution(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
-    execute = loader.exec_module
+class _Loader:
+    """Executes a module by its own loader, which others may share, and acts afterwards."""
 
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        if spec.name == _DYNAMO:
+    def __init__(self, spec: ModuleSpec) -> None:
+        self._spec = spec
+        self._loader: Any = spec.loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Returns the module, or None for a module as usual."""
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Executes the module."""
+        self._spec.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        if self._spec.name == _DYNAMO:
             _set_rules()
         elif _is_loaded:  # maybe since it was looked for: importing it may import Dynamo
             _switch_off(module)
-
-    loader.exec_module = exec_module
 
 
 def _set_rules() -> None:
@@ -98,21 +106,25 @@ def _set_rules() -> None:
 
 def _switch_off(module: ModuleType) -> None:
     """Has Dynamo skip a module's functions, and all that they call."""
-    from torch._C._dynamo import eval_frame
-    from torch._dynamo import types as dynamo
-
-    set_rule = getattr(eval_frame, "set_code_exec_strategy", None)
-    if set_rule is not None:
-        skip = dynamo.FrameAction.SKIP
-        strategy = dynamo.FrameExecStrategy(skip, skip)
+    skip = _rule()
     for function in _functions(module, module.__name__):
         # What `torch.compiler.disable` sets: errors and the log of graph breaks show the reason.
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
-        # The code of a function that a decorator returned is the decorator's.
-        if set_rule is not None and not hasattr(function, "__wrapped__"):
+        if not hasattr(function, "__wrapped__"):  # otherwise its code belongs to a decorator
             for code in _with_inner(function.__code__):
-                set_rule(code, strategy)
+                skip(code)
+
+
+def _rule() -> Callable[[CodeType], object]:
+    """Returns what has Dynamo skip the frames of a code, and if it can, what they call."""
+    from torch._C._dynamo import eval_frame
+    from torch._dynamo import types as dynamo
+
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return eval_frame.skip_code  # type: ignore[attr-defined,no-any-return]
+    strategy = dynamo.FrameExecStrategy(dynamo.FrameAction.SKIP, dynamo.FrameAction.SKIP)
+    return lambda code: eval_frame.set_code_exec_strategy(code, strategy)
 
 
 def _functions(home: ModuleType | type, module: str) -> Iterator[FunctionType]:
