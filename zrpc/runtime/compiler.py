@@ -52,9 +52,9 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name != _DYNAMO and not name.startswith(_PREFIX):
             return None
-        for finder in sys.meta_path:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             find: Any = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None and finder is not self else None
+            spec = find(name, path, target) if find is not None else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec)
@@ -68,6 +68,9 @@ class _Loader:
     def __init__(self, spec: ModuleSpec) -> None:
         self._spec = spec
         self._loader: Any = spec.loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # to find the source, for example
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Returns the module, or None for a module as usual."""
