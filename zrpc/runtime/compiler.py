@@ -133,17 +133,16 @@ def _rule() -> Callable[[CodeType], object]:
 def _functions(home: ModuleType | type, module: str) -> Iterator[FunctionType]:
     """Yields the functions of a module and of its classes, including what properties call."""
     for member in list(vars(home).values()):
-        if isinstance(member, type):
-            if member.__module__ == module and member is not home:
-                yield from _functions(member, module)
-            continue
         if isinstance(member, property):
             member = member.fget
-        function = getattr(member, "__func__", member)  # a static method, or one of the class
-        if isinstance(function, FunctionType) and (
-            isinstance(home, type) or function.__module__ == module
-        ):
-            yield function
+        member = getattr(member, "__func__", member)  # a static method, or one of the class
+        # Others' functions are left alone: classes have some of typing and of torch.
+        if getattr(member, "__module__", None) != module or member is home:
+            continue
+        if isinstance(member, type):
+            yield from _functions(member, module)
+        elif isinstance(member, FunctionType):
+            yield member
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

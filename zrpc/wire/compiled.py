@@ -37,9 +37,10 @@ def reduce_compiled_function(value: Any) -> Any:
     if type(value) is not FunctionType or value.__globals__.get("__name__") != _HOME:
         return NotImplemented
     original = getattr(value, "_torchdynamo_orig_callable", None)
-    if original is None or _is_importable(value):
+    context = _context(value)
+    if original is None or context is None or _is_importable(value):
         return NotImplemented
-    return _reduce(original, _variables(value)["self"])
+    return _reduce(original, context)
 
 
 def reduce_compiled_module(module: Any) -> Any:
@@ -93,10 +94,10 @@ def _compile(original: Callable[..., Any], settings: dict[str, Any]) -> Any:
 
 
 def _make_compiler(settings: dict[str, Any]) -> Any:
-    return _variables(torch.compile(_make_compiler, **settings))["self"]
+    return _context(torch.compile(_make_compiler, **settings))
 
 
-def _variables(compiled: Any) -> dict[str, Any]:
-    """Returns the variables of the function that ``torch.compile`` has made around another."""
+def _context(compiled: Any) -> Any:
+    """Returns what has compiled a function: a variable of the function around it."""
     cells = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
+    return next((cell.cell_contents for name, cell in cells if name == "self"), None)

@@ -27,6 +27,7 @@ from zrpc.errors import SerializationError
 __all__ = [
     "PROXIES",
     "check_modes",
+    "constant_of",
     "count_modes",
     "is_tracing",
     "refuse_proxy",
