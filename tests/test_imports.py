@@ -71,6 +71,7 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.runtime": {
         "adaptive_spin",
         "allocator",
+        "compiler",
         "context_thread",
         "event_loop",
         "garbage_collector",
@@ -82,7 +83,7 @@ SURFACE: dict[str, set[str]] = {
         "thread_pool",
         "torch_modes",
     },
-    "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
+    "zrpc.wire": {"exceptions", "graph_capture", "kind", "member_id", "message", "pickling"},
     "zrpc.transport": {"address", "chunks", "curve", "identity", "listener_probe", "network"},
     "zrpc.membership": {
         "cluster_environment",

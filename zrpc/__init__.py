@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zrpc import errors as errors
+from zrpc.runtime.compiler import watch_for_compiler
 
 if TYPE_CHECKING:
     from zrpc import api as api
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
+watch_for_compiler()
 _MODULES = (
     "api",
     "autograd",

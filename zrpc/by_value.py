@@ -75,7 +75,7 @@ class ByValuePickler(cloudpickle.Pickler):
         """Reduces functions and classes."""
         if not issubclass(type(obj), _NAMED):
             return super().reducer_override(obj)
-        if self._same_main and (path := _path_in_main(obj)) is not None:
+        if (path := self.path_in_main(obj)) is not None:
             return self._reduce_to_name(obj, path)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and type(reduced) is tuple and len(reduced) == _BY_VALUE_PARTS:
@@ -84,6 +84,10 @@ class ByValuePickler(cloudpickle.Pickler):
             make, arguments, state, *_, fill = super().reducer_override(obj)
             return _make_once, (make, *arguments), (number, fill, state), None, None, _fill
         return reduced
+
+    def path_in_main(self, obj: Any) -> str | None:
+        """Returns the name that the receiver finds a function or class by in its main script."""
+        return _path_in_main(obj) if self._same_main else None
 
     def copy(self, obj: Any) -> bytes:
         """Returns an object as a pickle, in which it goes by value.

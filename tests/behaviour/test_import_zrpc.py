@@ -43,3 +43,34 @@ def test_zrpc_never_imports_torchs_rpc() -> None:
         found = [name for name in _imports(path) if name.startswith("torch.distributed.rpc")]
         # It is what the benchmarks compare with.
         assert not found or "bench" in path.parts, path
+
+
+MODULES = "zrpc.api, zrpc.autograd, zrpc.nn, zrpc.optim, zrpc.testing.threads"
+COMPILED = """
+import sys
+import {}
+import zrpc
+from zrpc.testing import local_mesh
+
+def call():
+    return zrpc.rpc_sync("worker1", abs, args=(-2,))
+
+with local_mesh(2) as mesh:
+    before = "torch._dynamo" in sys.modules
+    import torch
+    compiled = torch.compile(call, backend="eager")
+    assert mesh.run(0, compiled) == 2
+from torch._dynamo.utils import counters
+print(before, counters["frames"]["total"])
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("first", "printed"), [(MODULES, "False 1"), ("torch._dynamo", "True 1")])
+def test_calls_do_not_import_the_compiler_and_it_compiles_nothing_of_zrpc_whichever_is_first(
+    first: str, printed: str, tmp_path: Path
+) -> None:
+    (tmp_path / "program.py").write_text(COMPILED.format(first))
+    program = [sys.executable, str(tmp_path / "program.py")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == printed, done.stderr

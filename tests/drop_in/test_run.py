@@ -198,7 +198,8 @@ def test_a_process_that_uses_no_rpc_loads_nothing(
     lines = training.stdout.splitlines()
     assert lines[:2] == ["[]", "True torch.distributed.rpc.constants"], training.stderr
     loaded = set(ast.literal_eval(lines[2]))
-    assert {name for name in loaded if "drop_in" not in name} == {"zrpc", "zrpc.errors"}
+    few = {"zrpc", "zrpc.errors", "zrpc.runtime", "zrpc.runtime.compiler"}
+    assert {name for name in loaded if "drop_in" not in name} == few
 
 
 def test_an_unmodified_program_runs_on_zrpc(training: subprocess.CompletedProcess[str]) -> None:
@@ -233,3 +234,34 @@ def test_the_launcher_has_the_drop_in_too(
 def test_the_console_script_has_the_command(commands: Commands) -> None:
     ended = commands(str(Path(sys.executable).with_name("zrpc")), "run", "--help")
     assert "zrpc run train.py --epochs 3" in ended.stdout
+
+
+COMPILED = """
+    import torch
+    import torch.distributed.rpc as rpc
+    from torch._dynamo.utils import counters
+
+    class Doubler:
+        def double(self, x):
+            return x * 2
+
+    rpc.init_rpc("alone", rank=0, world_size=1)
+    rref = rpc.RRef(Doubler())
+
+    @torch.compile(backend="eager")
+    def step(x):
+        y = rpc.rpc_sync("alone", torch.add, args=(x, 1))
+        return y + rpc.rpc_async("alone", torch.add, args=(x, 1)).wait() + rref.rpc_sync().double(x)
+
+    print(step(torch.ones(2)).tolist(), counters["frames"]["total"])
+    rpc.shutdown()
+"""
+
+
+def test_compiled_code_calls_by_torchs_names(write: Write, quick_commands: Commands) -> None:
+    write("program.py", COMPILED)
+    with ReservedPort() as port:
+        port.hand_over()
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
+        ended = quick_commands(*RUN, "program.py", **where)
+    assert ended.stdout == "[6.0, 6.0] 5\n", ended.stderr

@@ -12,6 +12,7 @@ import torch
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.errors import SerializationError
 from zrpc.membership.view import Membership
+from zrpc.wire.graph_capture import constant_of, is_tracing
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Decoder, Encoder
@@ -73,6 +74,8 @@ class Codec:
             # This enables grad as well. torch.inference_mode takes three times as long.
             with torch._C._InferenceMode(False):
                 return self.unpack(message)
+        if is_tracing():
+            return constant_of(self.unpack, message)
         decoder = Decoder(self._owner, message, self._openers)
         try:
             value = decoder.unpack()

@@ -20,6 +20,7 @@ from zrpc.errors import CallbackError, RpcCancelledError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.thread_pool import acquire
+from zrpc.wire.graph_capture import constant_of, is_tracing
 
 __all__ = ["Future"]
 
@@ -134,7 +135,7 @@ class Future(torch.futures.Future[T]):
                 raise
         acquire(self._gate)
         self._gate.release()
-        return super().wait()
+        return constant_of(super().wait) if is_tracing() else super().wait()
 
     def value(self) -> T:
         """Returns the value of a future that is done, or raises the error of the call."""

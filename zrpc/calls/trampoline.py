@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from zrpc.wire.graph_capture import is_tracing, uncaptured
+
 __all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed"]
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,10 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
 
     Torch passes the future as ``_done``. With ``at_once``, the job runs now in any case.
     """
+    if is_tracing():
+        with uncaptured():  # it may as well run in another thread, which makes no trace
+            run(job, _done, at_once)
+        return
     nesting = _nesting
     if not nesting.depth:
         nesting.max_depth = 1 if _is_full() else _MAX_DEPTH

@@ -25,8 +25,15 @@ import torch
 from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
+from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.wire.alignment import aligned
+from zrpc.wire.compiled import (
+    reduce_compiled_function,
+    reduce_compiled_module,
+    reduce_compiler,
+)
 from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
+from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
@@ -84,6 +91,16 @@ class _Pickler(pickle.Pickler):
     dispatch_table = _KnownReducers(_dispatch_table)
 
 
+def _register_what_compiles() -> None:
+    from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule
+
+    register_reducer(OptimizedModule, reduce_compiled_module)
+    register_reducer(OptimizeContext, reduce_compiler)
+
+
+when_compiler_is_loaded(_register_what_compiles)
+
+
 class _GraphPickler(_Pickler):
     """The same for messages that are part of an autograd graph."""
 
@@ -119,8 +136,10 @@ class _ByValuePickler(ByValuePickler):
                 return reduced
         check_sendable(obj)
         current = encoder()
-        reduced = NotImplemented
-        if current is not None and current.in_graph:
+        reduced = reduce_compiled_function(obj)
+        if reduced is not NotImplemented and self.path_in_main(obj) is not None:
+            reduced = NotImplemented
+        if reduced is NotImplemented and current is not None and current.in_graph:
             reduced = reduce_in_graph(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -243,6 +262,13 @@ class Encoder:
             SerializationError: ``obj`` can't be pickled.
             MemoryError: there is no memory left.
         """
+        if is_tracing():
+            warn()
+            with uncaptured():
+                self.pack(obj, message)
+            return
+        if count_modes():
+            check_modes()
         before = getattr(thread, "encoder", None)
         thread.encoder = self
         try:

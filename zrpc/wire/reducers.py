@@ -22,6 +22,7 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc.errors import SerializationError
 from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
+from zrpc.wire.graph_capture import PROXIES, refuse_proxy
 from zrpc.wire.tensors import attributes_of, make_plain
 
 if TYPE_CHECKING:
@@ -326,4 +327,5 @@ REDUCERS: dict[type, Reducer] = {
     types.MethodType: _reduce_method,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
+    **dict.fromkeys(PROXIES, refuse_proxy),
 }

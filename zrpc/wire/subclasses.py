@@ -75,6 +75,9 @@ def check_sendable(value: Any) -> None:
     elif value.is_mkldnn:
         found = "one of layout torch._mkldnn: send tensor.to_dense()"
     elif type(value).__name__ in ("FakeTensor", "FunctionalTensor"):
-        found = f"a {type(value).__name__}, which has a shape only: call outside of its mode"
+        found = (
+            f"a {type(value).__name__}, which has a shape only, as in torch.export: call outside "
+            "of its mode"
+        )
     if found is not None:
         raise SerializationError(f"expected tensors with elements in memory, found {found}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -344,3 +347,56 @@ def test_a_method_returns_an_rref_to_its_own_object(mesh: Mesh) -> None:
 
 def test_proxies_say_what_they_call(mesh: Mesh, counter: Any) -> None:
     assert counter.rpc_sync().add.__name__ == "add"
+
+
+# -- proxies as values ---------------------------------------------------------------------------
+
+WAYS = ["rpc_sync", "rpc_async", "remote"]
+
+
+def value_of(result: Any) -> Any:
+    """Returns the value of what a method of a proxy has returned."""
+    if isinstance(result, zrpc.Future):
+        return result.wait()
+    return result.to_here() if isinstance(result, zrpc.RRef) else result
+
+
+def add_by(proxy: Any, number: int) -> Any:
+    return value_of(proxy.add(number)), zrpc.get_worker_info().name
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda p: copy.deepcopy([p])[0]])
+def test_a_copy_of_a_proxy_calls_the_same_value(counter: Any, way: str, copied: Any) -> None:
+    proxy = getattr(counter, way)()
+    assert value_of(copied(proxy).add(2)) == 12
+    assert value_of(proxy.add(2)) == 14
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_a_proxy_that_is_sent_calls_the_same_value(
+    mesh: Mesh, counter: Any, way: str, to: str
+) -> None:
+    proxy = getattr(counter, way)(timeout=20)
+    assert mesh.run(0, zrpc.rpc_sync, to, add_by, args=(proxy, 3)) == (13, to)
+    assert mesh.run(0, zrpc.rpc_sync, to, lambda: value_of(proxy.add(4))) == 17
+
+
+def test_a_proxy_is_pickled_only_in_a_call(counter: Any) -> None:
+    with pytest.raises(RuntimeError, match="rref can only be pickled when using RPC"):
+        pickle.dumps(counter.rpc_sync())
+
+
+def test_a_proxy_has_special_methods_of_operators_and_none_that_libraries_ask_for(
+    counter: Any,
+) -> None:
+    proxy = counter.rpc_sync()
+    assert proxy.__getitem__(4) == "item 4"
+    assert proxy.__len__() == 3
+    names = ["__array__", "__torch_function__", "__wrapped__", "__code__", "__setstate__"]
+    assert [name for name in names if hasattr(proxy, name)] == []
+    assert vars(proxy) == {}
+    assert inspect.unwrap(proxy) is proxy
+    with pytest.raises(AttributeError, match="has no attribute '__array__'"):
+        proxy.__array__()

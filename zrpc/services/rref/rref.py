@@ -329,14 +329,29 @@ class RRef(Generic[T]):
 PyRRef = RRef
 
 
+# The special methods that a program calls through a proxy: those of Python's operators, containers,
+# numbers and context managers. Python, torch and numpy ask any object for others.
+_NAMES = """
+    call len length_hint contains getitem setitem delitem missing reversed iter next aiter anext
+    await enter exit aenter aexit bool int float complex index bytes round trunc floor ceil neg
+    pos abs invert add radd iadd sub rsub isub mul rmul imul matmul rmatmul imatmul truediv
+    rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod divmod rdivmod pow rpow ipow
+    lshift rlshift ilshift rshift rrshift irshift and rand iand or ror ior xor rxor ixor
+"""
+_SPECIAL = frozenset(f"__{name}__" for name in _NAMES.split())
+
+
 class _Proxy:
     """Each attribute is a function that calls the value's method of that name at its owner.
 
-    To call the proxy is to call the value.
+    To call the proxy is to call the value. Copies of a proxy are the proxy itself. One that is sent
+    arrives as a proxy of the same value.
+
     ``call`` is given the timeout, the name, the arguments and the keyword arguments.
     """
 
-    __slots__ = ("_call", "_timeout")
+    # torch's compiler expects a dictionary of an object that has any attribute.
+    __slots__ = ("__dict__", "__weakref__", "_call", "_timeout")
 
     def __init__(self, call: Callable[[float, str, Any, Any], Any], timeout: float) -> None:
         self._call = call
@@ -346,6 +361,11 @@ class _Proxy:
         return self._call(self._timeout, ITSELF, args, kwargs)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name[:2] == "__" and name[-2:] == "__" and name not in _SPECIAL:
+            raise AttributeError(
+                f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
+                "those of operators, containers and context managers"
+            )
         call, timeout = self._call, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -353,6 +373,15 @@ class _Proxy:
 
         method.__name__ = name
         return method
+
+    def __copy__(self) -> _Proxy:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Proxy:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Proxy, (self._call, self._timeout)
 
 
 def plug_in(agent: Agent) -> RRefService:
