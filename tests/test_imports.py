@@ -64,6 +64,7 @@ SURFACE: dict[str, set[str]] = {
         "allocator",
         "context_thread",
         "event_loop",
+        "forks",
         "garbage_collector",
         "interrupts",
         "leader_follower",
