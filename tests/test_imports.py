@@ -66,6 +66,7 @@ SURFACE: dict[str, set[str]] = {
         "event_loop",
         "forks",
         "garbage_collector",
+        "green_threads",
         "interrupts",
         "leader_follower",
         "resource_limits",

@@ -9,5 +9,6 @@ Other rooms may import every module here:
 - `interrupts`, `switch_interval`: Ctrl-C, and Python's thread switches;
 - `garbage_collector`: what it interrupts;
 - `forks`: children that leave a handler;
+- `green_threads`: whether threads are the system's;
 - `adaptive_spin`, `allocator`, `resource_limits`: polling, memory, and advice if a resource ends.
 """
