@@ -242,7 +242,7 @@ def test_a_master_that_does_not_reach_itself(
 
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(RendezvousError, match=r"does not \(Network is unreachable\): MASTER_ADDR"):
-        connect_store(f"tcp://{host}:{free_port}", 0, 1, SOON)
+        connect_store(f"tcp://{host}:{free_port}", 0, 1, 0.2)
     assert not [each for each in threading.enumerate() if each.name == "zrpc-rendezvous"]
 
 

@@ -166,14 +166,17 @@ def _check_reach(host: str, port: int, listens: bool, timeout: float) -> None:
     """
     with contextlib.ExitStack() as stack:
         if not listens:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
             try:
-                stack.enter_context(socket.create_server(("", port)))
+                server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
             except OSError:
                 return  # in use, maybe by another store of this process
+            stack.enter_context(server)
         try:
-            socket.create_connection((host, port), timeout).close()
-        except OSError as error:
-            raise RuntimeError(str(error)) from error
+            _await_listener((host, port), time.monotonic() + timeout, timeout)
+        except RendezvousError as error:
+            raise RuntimeError(str(error.__cause__)) from error
 
 
 def _failure(
