@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zrpc.by_value import ByValuePickler
+from zrpc.by_value import CACHED, ByValuePickler, reduce_cached
 from zrpc.errors import RpcError, SerializationError
 from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
@@ -62,10 +62,17 @@ class _GraphPickler(_Pickler):
         return reduce_in_graph(obj)
 
 
+def _reduce_cached(cached: Any) -> Any:
+    current = encoder()
+    return reduce_cached(cached, current is not None and current.same_main)
+
+
 class _ByValuePickler(ByValuePickler):
     """The pickler of cloudpickle, with our dispatch table first."""
 
-    dispatch_table: ClassVar[Any] = ChainMap(_dispatch_table, ByValuePickler.dispatch_table)
+    dispatch_table: ClassVar[Any] = ChainMap(
+        _dispatch_table, {CACHED: _reduce_cached}, ByValuePickler.dispatch_table
+    )
 
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
