@@ -1,16 +1,20 @@
-"""Functions that are sent by value keep the names of their files."""
+"""Functions that are sent by value: the names of their files, and caches."""
 
 from __future__ import annotations
 
+import functools
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import zrpc
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.pickling import dumps
 
 
@@ -53,3 +57,54 @@ def test_a_remote_traceback_shows_the_lines_of_a_local_function(mesh: Mesh) -> N
     remote, _ = shown.split("The above exception was the direct cause", 1)
     assert __file__ in remote
     assert 'raise ValueError("oops")' in remote
+
+
+@functools.lru_cache(maxsize=7, typed=True)
+def fibonacci(n: int) -> int:
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+
+def test_a_function_with_a_cache_that_can_be_imported_goes_by_its_name() -> None:
+    assert pickle.loads(dumps(fibonacci)) is fibonacci
+
+
+def test_a_function_with_a_cache_goes_by_value_if_its_module_does() -> None:
+    module = sys.modules[__name__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        copied = pickle.loads(dumps(fibonacci))
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    assert copied is not fibonacci
+    assert copied.cache_parameters() == {"maxsize": 7, "typed": True}
+    assert copied(30) == 832040
+    assert copied.__wrapped__.__globals__["fibonacci"] is copied
+
+
+def test_a_local_function_with_a_cache_can_be_called(mesh: Mesh) -> None:
+    def local() -> int:
+        return 5
+
+    call = functools.partial(zrpc.rpc_sync, "worker1", functools.cache(local))
+    assert mesh.run(0, call) == 5
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", functools.cache(lambda: local() + 1)) == 6
+
+
+def test_a_class_with_a_cached_property_goes_by_value() -> None:
+    class Local:
+        @functools.cached_property
+        def value(self) -> list[int]:
+            return []
+
+    copied = pickle.loads(dumps(Local))()
+    assert copied.value is copied.value
+
+
+@pytest.mark.system
+def test_a_function_with_a_cache_of_the_main_script_runs_in_processes(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fibonacci, "__module__", "__main__")
+    mesh = make_mesh(workers=2, processes=True)
+    assert mesh.run(0, fibonacci, 20) == 6765
+    assert mesh.run(0, zrpc.rpc_sync, "worker1", fibonacci, (20,)) == 6765

@@ -28,6 +28,7 @@ from zrpc.membership.store import connect_store
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.runtime.green_threads import check_threads
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
@@ -73,6 +74,7 @@ def join_by_init_method(
         RendezvousError: the store can't be reached, or is still lost after ``init_timeout``
             seconds. For other errors see `join_mesh`.
     """
+    check_threads()
     restarts = restart_count(world_size)
     secret = find_secret()  # before waiting for others: it may raise
     timeout = options.init_timeout
@@ -145,6 +147,7 @@ def join_mesh(
         OptionError: an environment variable that stands for an option has a wrong value.
         RuntimeError: the name has a form that is not allowed.
     """
+    check_threads()
     options = options or ZmqRpcBackendOptions()
     # Raises an error for a wrong range also if no port is needed.
     ports = options.port_range

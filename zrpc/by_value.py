@@ -1,9 +1,15 @@
 """Pickles functions and classes that can't be imported: by value, as cloudpickle does.
 
-Three things differ from cloudpickle. What can be found in the main script by its name is pickled
-by that name if the receiver runs the same script. A class is made once at a receiver, and has a
-state of its own there from then on: see `ClassVersions`. And the name of a function's file is kept.
-cloudpickle leaves it out from version 3.1.3 on, and then a traceback shows no lines of source.
+Four things differ from cloudpickle:
+
+- What can be found in the main script by its name is pickled by that name if the receiver runs the
+  same script.
+- A class is made once at a receiver, and has a state of its own there from then on: see
+  `ClassVersions`.
+- A function with a cache (``functools.lru_cache``) is sent as other functions are, and the copy's
+  cache is empty. cloudpickle sends its name, also if the receiver doesn't have it.
+- The name of a function's file is kept. cloudpickle leaves it out from version 3.1.3 on, and then a
+  traceback shows no lines of source.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import operator
 import pickle
 import sys
 import types
@@ -28,8 +35,9 @@ __all__ = ["ByValuePickler", "find_in_main"]
 
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
+_CACHED: type = type(functools.lru_cache(len))
 # What has a name in a module that it can be found by.
-_NAMED = (types.FunctionType, type, types.ModuleType, TypeVar)
+_NAMED = (types.FunctionType, _CACHED, type, types.ModuleType, TypeVar)
 # The length of what cloudpickle reduces a class to if it goes by value.
 _BY_VALUE_PARTS = 6
 _reduce: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
@@ -41,6 +49,29 @@ def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
     return make, tuple(
         code.co_filename if type(each) is str and each == _NO_NAME else each for each in arguments
     )
+
+
+def _reduce_cached(cached: Any) -> Any:
+    """Reduces a function with a cache: to its name if it can be imported, else by value."""
+    module = cached.__module__
+    by_value = {*cloudpickle.list_registry_pickle_by_value(), "__main__"}
+    if not any(module == each or module.startswith(f"{each}.") for each in by_value):
+        try:
+            if operator.attrgetter(cached.__qualname__)(sys.modules[module]) is cached:
+                return cached.__reduce__()
+        except (AttributeError, KeyError):  # it is local
+            pass
+    return _with_cache, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _with_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any, ...]:
+    # Up to Python 3.11 it has a lock, which can't be pickled.
+    state = {name: value for name, value in vars(cached).items() if name not in ("func", "lock")}
+    return functools.cached_property, (cached.func,), state
 
 
 class ByValuePickler(cloudpickle.Pickler):
@@ -55,7 +86,9 @@ class ByValuePickler(cloudpickle.Pickler):
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table, ErrorReducers()
+        {types.CodeType: _reduce_code, functools.cached_property: _reduce_cached_property},
+        cloudpickle.Pickler.dispatch_table,
+        ErrorReducers(),
     )
 
     def __init__(
@@ -77,6 +110,8 @@ class ByValuePickler(cloudpickle.Pickler):
             return super().reducer_override(obj)
         if (path := self.path_in_main(obj)) is not None:
             return self._reduce_to_name(obj, path)
+        if type(obj) is _CACHED:
+            return _reduce_cached(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and type(reduced) is tuple and len(reduced) == _BY_VALUE_PARTS:
             number = _versions.number(obj)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +244,13 @@ def test_an_init_timeout_of_a_lifetime(alone: int, tmp_path: Path, scheme: str) 
     rpc.init_rpc("me", rpc_backend_options=options(1e12, init_method=method))
     assert rpc.rpc_sync("me", max, (1, 2)) == 2
     rpc.shutdown()
+
+
+def test_threads_of_gevent_are_refused(alone: int, monkeypatch: Any) -> None:
+    monkey = SimpleNamespace(is_module_patched=lambda name: name == "threading")
+    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
+    with pytest.raises(rpc.RpcError, match="expected Python's own threads, found those of gevent"):
+        rpc.init_rpc()
 
 
 def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:

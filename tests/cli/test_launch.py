@@ -106,6 +106,7 @@ def test_what_is_meant_for_the_script_is_not_noted(tmp_path: Path, arguments: li
     ("arguments", "error"),
     [
         (["no.py"], "there is no script 'no.py'"),
+        (["/dev/stdin"], "expected a script that each worker can open, found '/dev/stdin'"),
         ([], "Missing argument 'SCRIPT'"),
         (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
         (["--nprocs", "two", "s.py"], "'two' is not a valid integer"),

@@ -135,6 +135,19 @@ def test_the_masters_host(environment: Callable[[str, str], None]) -> None:
     assert master_host("file:///x")
 
 
+def test_the_masters_address_may_be_in_brackets(environment: Callable[[str, str], None]) -> None:
+    environment("MASTER_ADDR", "[::1]")
+    environment("MASTER_PORT", "80")
+    assert master("env://") == ("::1", 80)
+
+
+def test_a_port_that_does_not_exist(environment: Callable[[str, str], None]) -> None:
+    environment("MASTER_ADDR", "master")
+    environment("MASTER_PORT", "65536")
+    with pytest.raises(RendezvousError, match="up to 65535 in MASTER_PORT, found 65536"):
+        master("env://")
+
+
 def test_workers_of_one_launcher_meet_in_its_directory(
     environment: Callable[[str, str], None],
 ) -> None:

@@ -233,6 +233,19 @@ def test_a_master_behind_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "firewalls on the way let TCP port 29500 pass" in str(info.value)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_a_master_that_does_not_reach_itself(
+    free_port: int, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    def connect(*_: Any) -> socket.socket:
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(RendezvousError, match=r"does not \(Network is unreachable\): MASTER_ADDR"):
+        connect_store(f"tcp://{host}:{free_port}", 0, 1, 0.2)
+    assert not [each for each in threading.enumerate() if each.name == "zrpc-rendezvous"]
+
+
 def test_a_second_store_of_one_process_is_the_first(
     free_port: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -340,6 +340,7 @@ class Agent:
         for ref in cls._all.valuerefs():
             if (agent := ref()) is not None:
                 agent.outbox.closed = True
+                agent.network.abandon()
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,6 +17,7 @@ import torch
 from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import is_async_execution
+from zrpc.runtime import forks
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
@@ -88,10 +89,13 @@ class Execution:
             self._sink.error(RpcCancelledError("the caller no longer waits for the answer"))
             return
         token = activate(self._scope)
+        generation = forks.generation
         try:
             function, args, kwargs = self._resolve()
             self._scope.function = function
             result = function(*args, **kwargs)
+            if generation != forks.generation:
+                forks.exit_child()
             # The shared memory that they hold is returned with the answer.
             del args, kwargs
             if is_async_execution(function):
@@ -101,6 +105,8 @@ class Execution:
                 self._loop.run(self._await(result), contextvars.copy_context())
                 return
         except BaseException as error:
+            if generation != forks.generation:
+                forks.exit_child(error)
             # SystemExit and KeyboardInterrupt too: a handler must not end its worker. Removes
             # this frame from the traceback, since it refers to the arguments.
             _cut_frame(error)
@@ -133,12 +139,17 @@ class Execution:
     async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Awaits an ``async def`` function. In the event loop's thread."""
         scope = self._scope
+        generation = forks.generation
         try:
             if not scope.follow(asyncio.current_task()):
                 coroutine.close()  # cancelled before it could begin
                 raise asyncio.CancelledError
             value = await coroutine
+            if generation != forks.generation:
+                forks.exit_child()
         except BaseException as error:
+            if generation != forks.generation:
+                forks.exit_child(error)
             # SystemExit would end the loop. The caller of a cancelled task needs an answer too.
             self._schedule(partial(self._sink.error, error))
         else:

@@ -98,6 +98,12 @@ class Job:
             )
         if not self.module and not os.path.exists(self.target):
             raise FileNotFoundError(f"there is no script {self.target!r} in {os.getcwd()}")
+        in_file = os.path.isfile(self.target) or os.path.isdir(self.target)
+        if not self.module and (not in_file or self.target.startswith(("/dev/", "/proc/"))):
+            raise ValueError(
+                f"expected a script that each worker can open, found {self.target!r}, which only "
+                "this process can read: write it to a file first"
+            )
 
     def _check_address(self) -> None:
         if (self.listen or self.join) and not self.elastic:

@@ -37,6 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_LAST_PORT = 65_535
+
 # Set by `zrpc launch`.
 _WORKER_NAME = "ZRPC_WORKER_NAME"
 # Set by torchrun, and by `zrpc launch` if it restarts workers.
@@ -188,6 +190,7 @@ def master(init_method: str) -> tuple[str, int]:
             for name in ("master_addr", "master_port")
         )
         source = f"host {host!r} and port {port!r}"
+        host = host.removeprefix("[").removesuffix("]")  # an IPv6 address, as in a URL
     if not host or not port.isdecimal():
         text = looked_for(own_variables(), "master_addr", "master_port")
         raise RendezvousError(
@@ -195,6 +198,8 @@ def master(init_method: str) -> tuple[str, int]:
             "variables MASTER_ADDR and MASTER_PORT (`zrpc launch` and torchrun do), or use "
             "init_method='tcp://host:port'" + ("" if parts.scheme == "tcp" else f"; {text}")
         )
+    if int(port) > _LAST_PORT:  # in a URL, it is no port at all
+        raise RendezvousError(f"expected a port up to {_LAST_PORT} in MASTER_PORT, found {port}")
     return host, int(port)
 
 

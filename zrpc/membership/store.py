@@ -138,6 +138,9 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
 
 def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPStore:
+    listener = _listen(host, port) if hosts else None
+    if hosts and port:
+        _check_reach(host, port, listener is not None, timeout.total_seconds())
     make = functools.partial(
         TCPStore,
         host,
@@ -147,12 +150,33 @@ def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPSto
         timeout,
         wait_for_workers=False,
         multi_tenant=not agent_store(),
-        master_listen_fd=_listen(host, port) if hosts else None,
+        master_listen_fd=listener,
     )
     try:
         return make()
     except NotImplementedError:  # older torch's store takes a listener only without libuv
         return make(use_libuv=False)
+
+
+def _check_reach(host: str, port: int, listens: bool, timeout: float) -> None:
+    """Raises a RuntimeError if this host does not reach itself at the master's address.
+
+    TCPStore tries for longer than its timeout, in C++ code. If the program exits meanwhile, it may
+    be aborted.
+    """
+    with contextlib.ExitStack() as stack:
+        if not listens:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            try:
+                server = socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            except OSError:
+                return  # in use, maybe by another store of this process
+            stack.enter_context(server)
+        try:
+            _await_listener((host, port), time.monotonic() + timeout, timeout)
+        except RendezvousError as error:
+            raise RuntimeError(str(error.__cause__)) from error
 
 
 def _failure(

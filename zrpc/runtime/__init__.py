@@ -8,5 +8,7 @@ Other rooms may import every module here:
 - `thread_errors`: the errors that end a thread's work;
 - `interrupts`, `switch_interval`: Ctrl-C, and Python's thread switches;
 - `garbage_collector`: what it interrupts;
+- `forks`: children that leave a handler;
+- `green_threads`: whether threads are the system's;
 - `adaptive_spin`, `allocator`, `resource_limits`: polling, memory, and advice if a resource ends.
 """

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from zrpc.runtime import garbage_collector
+from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.job_context import run_in_copies
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
@@ -281,10 +281,8 @@ class HandlerPool:
     def relieve(self) -> None:
         """Starts threads in place of those that wait unseen, and one that the system has refused.
 
-        Must be called periodically.
-
-        If jobs are queued and none was begun since the last call, every thread that used no
-        processor time since then is assumed to be waiting.
+        Must be called periodically. If jobs are queued and none was begun since the last call,
+        every thread that used no processor time since then is assumed to be waiting.
         """
         with self._lock:
             stuck = bool(self._backlog) and self.begun == self._begun_before
@@ -377,11 +375,14 @@ class HandlerPool:
     def _do(self, job: Job) -> None:
         self.begun += 1  # only compared for changes: a lost increment does no harm
         _thread.begun = time.perf_counter()
+        generation = forks.generation
         try:
             self._run_in_copy(job)
         except BaseException:
             with printing_errors():
                 logger.exception("A job of %s failed; its thread goes on", self._name)
+        if generation != forks.generation:  # a callback has forked, and has returned in the child
+            forks.exit_child()
         self.times.took(time.perf_counter() - _thread.begun)
 
     def _next_job(self, thread: _PoolThread) -> Job | None:

@@ -246,6 +246,13 @@ class Network:
         """Returns the bytes that ever came by ZeroMQ, and so not by direct connections."""
         return self._inbox.received_bytes
 
+    def abandon(self) -> None:
+        """Sends nothing more: in a forked child, since the sockets are its parent's."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the other
+        self._closed = True
+        self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
+        self._mailboxes, self._bulk = {}, {}
+
     def close(self, linger: float, lost: Collection[int]) -> None:
         """Closes all sockets and removes the private directory. Idempotent.
 

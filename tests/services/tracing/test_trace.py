@@ -14,7 +14,7 @@ import torch
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.support.waiting import until
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.plugin import MakeMesh
 
 pytestmark = pytest.mark.zrpc(workers=3)
@@ -427,3 +427,26 @@ def test_the_wire_has_no_more_messages_and_bytes_with_a_trace(
             return program()
 
     assert mesh.run(0, program) == mesh.run(0, with_trace)
+
+
+def test_a_relative_path_is_of_the_directory_in_which_the_trace_began(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with mesh.agent(0).as_current(), rpc.trace("trace.json"):
+        rpc.rpc_sync("worker1", max, args=(1, 2))
+        monkeypatch.chdir("elsewhere")
+    Trace(tmp_path / "trace.json").slice("max")
+
+
+def test_the_trace_of_a_whole_life_is_written_where_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZRPC_TRACE", "traces")
+    with local_mesh(1) as mesh:
+        mesh.run(0, rpc.rpc_sync, "worker0", max, (1, 2))
+        monkeypatch.chdir("elsewhere")
+    Trace(tmp_path / "traces" / "trace.json").slice("max")

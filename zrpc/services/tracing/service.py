@@ -57,7 +57,9 @@ class TracingService(Service):
         if directory := os.environ.get(DIRECTORY):
             recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
             with self._errors_logged():
-                parts = Path(directory), recording, DEFAULT_RECORDS, self._worker
+                # The program may change its working directory.
+                self._directory = Path(directory).absolute()
+                parts = self._directory, recording, DEFAULT_RECORDS, self._worker
                 self._writer = PartWriter(*parts)
 
     @contextmanager
@@ -122,7 +124,7 @@ class TracingService(Service):
         if self._writer is None:
             return
         membership = self.agent.membership
-        directory = Path(os.environ[DIRECTORY])
+        directory = self._directory
         with self._errors_logged():
             self._writer.close()
             # An elastic mesh has no size: each worker that leaves it may be the last.
@@ -140,7 +142,7 @@ def _describe(extension: bytes) -> str:
 @contextmanager
 def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Iterator[None]:
     """Has all workers record while a ``with`` statement runs, and writes one file at its end."""
-    path = Path(path)
+    path = Path(path).absolute()
     path.write_text("")  # if that is not possible, it is better known now
     session = secrets.token_hex(8)
     own = agent.service(TracingService)
