@@ -8,7 +8,6 @@ import importlib.machinery
 import io
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from zrpc.launch import program
+from zrpc.launch.interpreter import interpreter_options
 from zrpc.launch.script import find_program
 from zrpc.launch.task import Task
 
@@ -106,7 +106,7 @@ def _start_over(task: Task, hidden: list[str]) -> None:
         "starting without preloaded modules (slower)\n"
     )
     sys.stderr.flush()
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    options = interpreter_options()
     if task.line_buffered and "-u" not in options:
         options = [*options, "-u"]
     program_arguments = [task.target] if task.kind == "script" else ["-m", task.target]

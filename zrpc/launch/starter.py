@@ -7,7 +7,6 @@ import os
 import selectors
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zrpc.launch.interpreter import interpreter_options
 from zrpc.launch.task import Task
 
 if TYPE_CHECKING:
@@ -68,9 +68,8 @@ def python_command(main: str) -> list[str]:
     """
     if not sys.executable:
         raise LaunchError("sys.executable is empty: there is no interpreter to start")
-    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [sys.executable, *options, "-c", _BOOTSTRAP.format(root=root, main=main)]
+    return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
 
 
 @dataclass(frozen=True)
