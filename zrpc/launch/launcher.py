@@ -167,6 +167,8 @@ def launch(job: Job) -> int:
         except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
             return _INTERRUPTED_CODE
         stack.enter_context(inbox)
+        if starter.note:
+            output.notice(f"zrpc launch: note: {starter.note}")
         if is_usable():
             terminal = stack.enter_context(Terminal(starter.make_directory()))
             base = {**base, **terminal.env}

@@ -88,12 +88,27 @@ class Starter(abc.ABC):
     To wait for exits and other events at once, put the starter into a selector (it has a `fileno`)
     and call `exits` when it is readable. Only one thread at a time may wait for exits; requests
     are serialized by a lock.
+
+    Attributes:
+        threads: The threads, by name, that keep it from forking. It starts interpreters instead.
     """
 
     def __init__(self) -> None:
+        self.threads: list[str] = []
         self._exit_socket: socket.socket | None = None
         self._unparsed = bytearray()
         self._unclaimed: deque[Exit] = deque()  # read by `wait` while it waited for another
+
+    @property
+    def note(self) -> str:
+        """Why it starts interpreters although it was asked to fork, for the user; or empty."""
+        if not self.threads:
+            return ""
+        return (
+            f"workers can't be forked, because something starts threads in each interpreter "
+            f"({', '.join(self.threads)}). So each worker is a new interpreter, which takes longer "
+            "to start"
+        )
 
     @abc.abstractmethod
     def start(self) -> None:
