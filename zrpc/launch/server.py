@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -37,9 +36,10 @@ from typing import Any
 from zrpc.launch import child
 from zrpc.launch.channel import Channel
 from zrpc.launch.descriptors import is_open, move_descriptors
+from zrpc.launch.short_directory import short_directory
 from zrpc.launch.signals import SignalInbox
-from zrpc.launch.spawner import TASKS, code_for
-from zrpc.launch.starter import EXIT_RECORD, python_command, short_directory
+from zrpc.launch.spawner import code_for
+from zrpc.launch.starter import EXIT_RECORD, python_command
 from zrpc.launch.task import Task
 
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
@@ -184,8 +184,7 @@ class _Server:
                 case ("signal", pid, number, group):
                     reply = ("done", self._signal(pid, number, group))
                 case ("directory",):
-                    self._directories.append(short_directory())
-                    reply = ("done", self._directories[-1])
+                    reply = ("done", self._make_directory())
                 case _:
                     reply = ("failed", f"unknown request {request!r}")
         except OSError as error:
@@ -195,6 +194,10 @@ class _Server:
         with contextlib.suppress(ConnectionError):
             self._channel.send(reply)
         return None
+
+    def _make_directory(self) -> str:
+        self._directories.append(short_directory())
+        return self._directories[-1]
 
     def _signal(self, pid: int, number: int, group: bool) -> bool:
         # A child is in `_running` until this thread reaps it, so its pid can't be another's.
@@ -234,8 +237,7 @@ class _Server:
     ) -> int:
         """Starts a child that shares nothing with this process."""
         if self._task_directory is None:
-            self._task_directory = tempfile.mkdtemp(prefix=TASKS)
-            self._directories.append(self._task_directory)
+            self._task_directory = self._make_directory()
         given = dict(zip(streams, fds, strict=False))
         moved = dict(zip(fds[len(streams) :], passed, strict=True))
         process = subprocess.Popen(

@@ -19,17 +19,16 @@ from typing import Any
 
 from zrpc.launch import child
 from zrpc.launch.descriptors import move_descriptors, output_of_child
+from zrpc.launch.short_directory import short_directory
 from zrpc.launch.starter import (
     EXIT_RECORD,
     LaunchError,
     Starter,
     Streams,
     python_command,
-    short_directory,
 )
 from zrpc.launch.task import Task
 
-TASKS = "zrpc-tasks-"  # the start of the names of directories for tasks
 _LOAD_TASK = """\
 from zrpc.launch.spawner import load_task
 load_task({path!r}, {parent}, {moved!r}, startup_modules)()
@@ -100,8 +99,7 @@ class SpawnServer(Starter):
 
     def _code(self, task: Task) -> str:
         if self._task_directory is None:
-            self._task_directory = tempfile.mkdtemp(prefix=TASKS)
-            self._directories.append(self._task_directory)
+            self._task_directory = self.make_directory()
         return code_for(task, self._task_directory)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,6 @@ import selectors
 import socket
 import struct
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,13 +36,6 @@ class LaunchError(RuntimeError):
 
 class ServerDied(LaunchError):
     """The fork server exited while it was still needed, and its children with it."""
-
-
-def short_directory() -> str:
-    """Makes a private directory whose path leaves room for ZeroMQ's limit of 107 bytes."""
-    root = tempfile.gettempdir()
-    fits = len(os.fsencode(root)) <= 40 or not os.path.isdir("/tmp")
-    return tempfile.mkdtemp(prefix="zrpc-", dir=root if fits else "/tmp")
 
 
 # The first code of a new process, before any import. It makes this package importable. Neither the
