@@ -26,7 +26,7 @@ from zrpc.by_value import dumps
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
-from zrpc.launch.worker import run_secret
+from zrpc.launch.worker import run_secret, without_launcher
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
@@ -297,7 +297,7 @@ class ProcessWorker(Worker):
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
             env={
-                **os.environ,
+                **without_launcher(os.environ),
                 **self._shared.secret,
                 "ZRPC_RUNTIME_DIR": str(self._shared.run),
                 **self._restart_variables(),
