@@ -186,6 +186,7 @@ def _own_record(
         host_key=host_key(),
         network_key=network_key(),
         host=socket.gethostname(),
+        pid=os.getpid(),
         directory=str(network.directory.path) if network.directory else "",
         ipc=ipc,
         main=_main_key(),
