@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -29,6 +30,8 @@ __all__ = [
     "traceback_of",
 ]
 
+# Of tests, by the names of their classes in pytest.
+_OUTCOMES = ("Skipped", "XFailed", "Failed")
 # For classes that refuse to have attributes set, as frozen dataclasses do.
 _set_cause = BaseException.__dict__["__cause__"].__set__
 _set_context = BaseException.__dict__["__context__"].__set__
@@ -57,7 +60,9 @@ def dump_exception(
 def load_exception(body: Any) -> Exception:
     """Returns the callee's error, with the remote traceback as its cause.
 
-    It is a `RemoteError` if the callee's own can't be rebuilt here or would stop the caller.
+    It is a `RemoteError` if the callee's own can't be rebuilt here or would stop the caller. In a
+    process with pytest, it may also be one of pytest's outcomes, such as that of ``pytest.skip``:
+    these are no Exceptions, but meant for the test that has made the call.
     """
     what, text, pickled = pickle.loads(body)
     if pickled is not None:
@@ -112,6 +117,8 @@ def error_text(body: Any) -> str:
 
 def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:
     """Returns the error as a pickle that is known to load, or None."""
+    if _is_outcome(error):
+        return _checked(error, lambda outcome: pickle.dumps(_SentOutcome(outcome)))
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
     by_name, by_copy = (
@@ -123,13 +130,38 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     return pickled
 
 
-def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
+def _checked(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes | None:
     try:
         pickled = dumps(error)
         # An exception pickles as its type and args, which may not fit its __init__.
         return pickled if type(pickle.loads(pickled)) is type(error) else None
     except BaseException:  # SystemExit too
         return None
+
+
+def _is_outcome(error: BaseException) -> bool:
+    """Whether a function has called ``pytest.skip``, ``pytest.xfail`` or ``pytest.fail``."""
+    outcomes = sys.modules.get("_pytest.outcomes")  # loaded, if it was called
+    return outcomes is not None and type(error) in [getattr(outcomes, n) for n in _OUTCOMES]
+
+
+class _SentOutcome:
+    """Arrives as the outcome: pytest's classes claim to be in a module in which they are not."""
+
+    def __init__(self, outcome: Any) -> None:
+        self._parts = type(outcome).__name__, outcome.args, vars(outcome)
+
+    def __reduce__(self) -> Any:
+        return _outcome, self._parts
+
+
+def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    outcomes = sys.modules.get("_pytest.outcomes")
+    if outcomes is None:
+        raise RuntimeError("it is an outcome of a test, and pytest is not loaded here")
+    outcome: BaseException = getattr(outcomes, name)(*args)
+    vars(outcome).update(attributes)
+    return outcome
 
 
 def _dump_cut(error: Exception) -> bytes:
