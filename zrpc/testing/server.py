@@ -48,7 +48,7 @@ def warm_server(preload: Sequence[str] = ()) -> ForkServer:
                 server = ForkServer(preload=(*_PRELOAD, *preload))
                 server.start()
             if server.note:
-                logger.warning(server.note)
+                logger.warning("meshes of processes start slowly: %s", server.note)
             atexit.register(server.close)
             _server = server
         return _server
