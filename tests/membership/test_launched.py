@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.records import peer_record
 from zrpc.launch.worker import EnvironmentTemplate, base_environment, without_launcher
 from zrpc.membership.init_method import (
     agent_store,
     local_world_size,
+    own_variable,
     private_file,
     resolve_name,
     restart_count,
@@ -23,8 +25,14 @@ Setting = Callable[..., None]
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
     """Sets variables; those that are None are removed."""
-    names = ("ZRPC_LAUNCHED", "ZRPC_WORKER_NAME", "ZRPC_STORE_DIR", "ZRPC_MAX_RESTARTS")
-    more = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    names = (
+        "ZRPC_TRACE",
+        "ZRPC_LAUNCHED",
+        "ZRPC_WORKER_NAME",
+        "ZRPC_STORE_DIR",
+        "ZRPC_MAX_RESTARTS",
+    )
+    more = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "ZRPC_TRACE")
     torchruns = ("RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE", "RUN_ID")
 
     def setting(**variables: str | None) -> None:
@@ -111,6 +119,18 @@ def test_restarts_count_only_in_their_mesh_and_for_their_worker(setting: Setting
     setting(**{**worker(elastic=True, restarts=2), "WORLD_SIZE": None})
     assert restart_count(None, 1) == 2
     assert restart_count(None, 5) == 0
+
+
+def test_files_and_ports_are_those_of_one_worker(setting: Setting) -> None:
+    template = EnvironmentTemplate(3, "trainer", *HERE, "/run/x")
+    setting(**template.for_worker({"ZRPC_TRACE": "/traces"}, 1, 0))
+    assert own_variable("ZRPC_TRACE", peer_record(1, 3)) == "/traces"
+    assert own_variable("ZRPC_TRACE", peer_record(0, 3)) == ""
+    assert own_variable("ZRPC_TRACE", peer_record(1, 2)) == ""
+    setting(MASTER_PORT="81")
+    assert own_variable("ZRPC_TRACE", peer_record(1, 3)) == ""
+    setting(ZRPC_TRACE="/others")
+    assert own_variable("ZRPC_TRACE", peer_record(0, 3)) == "/others"
 
 
 def test_without_a_launcher_all_variables_count(setting: Setting) -> None:

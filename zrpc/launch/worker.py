@@ -25,6 +25,8 @@ RESERVED = (
 # Says which variables were set for this worker, as JSON; see zrpc.membership.launched.
 LAUNCHED = "ZRPC_LAUNCHED"
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
+# Workers of two meshes would write the same files, and listen on the same ports.
+_OF_ONE_MESH = ("ZRPC_TRACE", "ZRPC_METRICS_PORT")
 # The variables with the workers' common secret, or with its file; see zrpc.membership.secret.
 SECRET = "ZRPC_SECRET"
 SECRET_FILE = "ZRPC_SECRET_FILE"
@@ -148,7 +150,8 @@ class EnvironmentTemplate:
             env["ZRPC_STORE_DIR"] = self.runtime_dir
         if self.max_restarts:
             env["ZRPC_MAX_RESTARTS"] = str(self.max_restarts)
-        found = {**base, **env, LAUNCHED: json.dumps(env)}
+        made = {**{name: base[name] for name in _OF_ONE_MESH if name in base}, **env}
+        found = {**base, **env, LAUNCHED: json.dumps(made)}
         if self.elastic:
             found.pop("WORLD_SIZE", None)
         return found

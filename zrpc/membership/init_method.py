@@ -21,6 +21,7 @@ from zrpc.membership.cluster_environment import (
     looked_for,
 )
 from zrpc.membership.launched import launched
+from zrpc.membership.peer_record import PeerRecord
 from zrpc.wire.member_id import RANKS
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "master",
     "master_host",
     "own_settings",
+    "own_variable",
     "own_variables",
     "private_file",
     "resolve_name",
@@ -161,6 +163,18 @@ def restart_count(
     if not text.isdecimal():
         raise RendezvousError(f"expected a number in {_RESTART_COUNT}, found {text!r}")
     return int(text)
+
+
+def own_variable(name: str, own: PeerRecord) -> str:
+    """Returns a variable; nothing if `zrpc launch` has made it for another worker than this one.
+
+    How the worker has met the others isn't known any more. So a mesh that was told by an argument
+    where to meet may be taken for that of the launcher, if it has the same rank and size.
+    """
+    of_launch = launched()
+    return of_launch.get(
+        name, of_launch.is_worker(_address("env://"), own.world_size or None, own.rank)
+    )
 
 
 def local_world_size(world_size: int | None, init_method: str = "env://") -> int:

@@ -21,6 +21,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.open_telemetry import HandlerSpans
 from zrpc.calls.recorder import Recorder, Recording
 from zrpc.errors import RpcError
+from zrpc.membership.init_method import own_variable
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
@@ -54,7 +55,8 @@ class TracingService(Service):
         # The names of threads that were seen, by their idents; those that have ended keep them.
         self._threads: dict[int, str] = {}
         self._writer: PartWriter | None = None
-        if directory := os.environ.get(DIRECTORY):
+        self._directory = own_variable(DIRECTORY, agent.membership.records[agent.membership.own_id])
+        if directory := self._directory:
             recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
             with self._errors_logged():
                 parts = Path(directory), recording, DEFAULT_RECORDS, self._worker
@@ -122,7 +124,7 @@ class TracingService(Service):
         if self._writer is None:
             return
         membership = self.agent.membership
-        directory = Path(os.environ[DIRECTORY])
+        directory = Path(self._directory)
         with self._errors_logged():
             self._writer.close()
             # An elastic mesh has no size: each worker that leaves it may be the last.
