@@ -15,6 +15,7 @@ in a selector and none is hidden in a buffer:
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import importlib
@@ -91,7 +92,7 @@ def _other_threads(fresh: bool = False) -> list[str]:
     Later only Python's threads count. OpenBLAS, which numpy loads, ends its own before each fork.
     """
     names = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-    count = len(sys._current_frames())
+    count = max(1 + _thread._count(), len(sys._current_frames()))
     if fresh and "numpy" not in sys.modules:
         with contextlib.suppress(OSError):  # /proc isn't mounted
             count = max(count, len(os.listdir("/proc/self/task")))
