@@ -64,7 +64,7 @@ def serve(
     # While torch is imported, the collector would pass over its objects again and again: for 6 % of
     # the import's processor time, and for a sixth if torch._dynamo is imported, too.
     gc.disable()
-    if not (threads := _other_threads(fresh=True)):
+    if not (threads := _other_threads()):
         for name in preload:
             _import(name)
         threads = _other_threads()
@@ -86,14 +86,15 @@ def _reply(channel: Channel, kind: str, value: object) -> None:
         channel.send((kind, value))
 
 
-def _other_threads(fresh: bool = False) -> list[str]:
-    """Returns the names of the threads besides this one, in a fresh interpreter of all.
+def _other_threads() -> list[str]:
+    """Returns the names of the threads besides this one.
 
-    Later only Python's threads count. OpenBLAS, which numpy loads, ends its own before each fork.
+    Once numpy or torch is loaded, only Python's count: OpenBLAS, which numpy loads, ends its own
+    before each fork.
     """
     names = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     count = max(1 + _thread._count(), len(sys._current_frames()))
-    if fresh and "numpy" not in sys.modules:
+    if not {"numpy", "torch"} & sys.modules.keys():
         with contextlib.suppress(OSError):  # /proc isn't mounted
             count = max(count, len(os.listdir("/proc/self/task")))
     if (unnamed := count - 1 - len(names)) > 0:
