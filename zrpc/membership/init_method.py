@@ -240,16 +240,19 @@ def master(init_method: str) -> tuple[str, int]:
 def private_file(init_method: str, address: tuple[str, int], world_size: int | None) -> str | None:
     """Returns the file in which the workers of one launcher meet, or None if they don't.
 
-    Other users can't reach it, as they can reach a port. A program that sets another port begins
-    another mesh, which others may join that can't see the file. The size is part of its name,
-    because a mesh of some of the workers, or of processes that they have started, is another one.
+    Other users can't reach it, as they can reach a port. The port is part of its name, because a
+    program that sets another one begins another mesh; so is another size, as that of a mesh of some
+    of the workers. If both are others than the launcher's, processes that it has not started may
+    be in the mesh, and they can't see the file.
     """
     of_launch = launched()
-    directory = of_launch.get(_STORE_DIRECTORY, of_launch.is_at(address))
+    is_seen = of_launch.is_at(address) or of_launch.has_size(world_size)
+    directory = of_launch.get(_STORE_DIRECTORY, is_seen)
     host, port = address
     if not directory or host not in _OWN_HOST or agent_store(address):
         return None
     if urlsplit(init_method).scheme != "env":
         return None
-    other_size = "" if of_launch.is_mesh(address, world_size) else f"-{world_size}"
+    is_other = bool(of_launch.made) and not of_launch.has_size(world_size)
+    other_size = f"-{world_size}" if is_other else ""
     return os.path.join(directory, f"store-{port}{other_size}")

@@ -43,9 +43,12 @@ class Launched:
 
     def is_mesh(self, address: tuple[str, int] | None, world_size: int | None) -> bool:
         """Whether a mesh may be the launcher's."""
-        made = self.made.get("WORLD_SIZE")
+        return not self.made or (self.has_size(world_size) and self.is_at(address))
+
+    def has_size(self, world_size: int | None) -> bool:
+        """Whether a mesh is as large as the launcher's."""
         size = None if world_size is None else str(world_size)
-        return not self.made or (size == made and self.is_at(address))
+        return size == self.made.get("WORLD_SIZE")
 
     def is_worker(
         self, address: tuple[str, int] | None, world_size: int | None, rank: int | None
