@@ -66,7 +66,10 @@ _PDB = "ZRPC_PDB"
 _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
 
 _SECTIONS = {
-    "Workers": ("nprocs", "module", "name_prefix", "env", "start_method", "drop_in", "timeout"),
+    "Workers": (
+        *("nprocs", "module", "no_python", "name_prefix", "env", "start_method", "drop_in"),
+        "timeout",
+    ),
     "Output": ("log_dir", "trace"),
     "Debugging and metrics": ("pdb", "metrics_port"),
     "Restarts": ("max_restarts",),
@@ -173,6 +176,11 @@ _SECTIONS = {
     help="Serve each worker's zrpc.stats() to Prometheus, at this port plus its local rank (sets "
     "ZRPC_METRICS_PORT). [default address: 127.0.0.1]",
 )
+@click.option(
+    "--no-python",
+    is_flag=True,
+    help="SCRIPT is a program that isn't run by Python: a shell script, or any command.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is a module name, as after python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
@@ -194,6 +202,7 @@ def command(
     drop_in: bool,
     pdb: bool,
     metrics_port: str | None,
+    no_python: bool,
     module: bool,
     script: str,
     args: tuple[str, ...],
@@ -235,6 +244,7 @@ def command(
         args,
         nprocs=nprocs,
         module=module,
+        no_python=no_python,
         name_prefix=name_prefix,
         env=env,
         log_dir=log_dir,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from itertools import groupby
 
 import click
 
 from zrpc.drop_in import child_environment
+from zrpc.launch.interpreter import interpreter_options
 
 
 @click.command(
@@ -49,9 +49,8 @@ def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> No
             "expected a Python that reads PYTHONPATH and site, but it was started with -I, -E or -S"
         )
     # The interpreter starts afresh, so that the program has the process to itself.
-    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     program = ["-m", script] if module else [script]
-    command_line = [sys.executable, *options, *program, *args]
+    command_line = [sys.executable, *interpreter_options(), *program, *args]
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # None if it is closed
             stream.flush()  # what a sitecustomize has printed, say

@@ -148,6 +148,7 @@ SURFACE: dict[str, set[str]] = {
         "console",
         "descriptors",
         "forkserver",
+        "interpreter",
         "port",
         "starter",
         "task",

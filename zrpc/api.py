@@ -121,7 +121,8 @@ def init_rpc(
         if name is not None:
             WorkerInfo(name, 0)  # checks the name before any worker waits
         found_rank, size = resolve_rank(options.init_method, rank, world_size)
-        agent = join_by_init_method(resolve_name(name, found_rank), found_rank, size, options)
+        found_name = resolve_name(name, found_rank, size, options.init_method)
+        agent = join_by_init_method(found_name, found_rank, size, options)
         set_default_agent(agent)
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)

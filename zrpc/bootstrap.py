@@ -75,7 +75,7 @@ def join_by_init_method(
             seconds. For other errors see `join_mesh`.
     """
     check_threads()
-    restarts = restart_count(world_size)
+    restarts = restart_count(world_size, rank, options.init_method)
     secret = find_secret()  # before waiting for others: it may raise
     timeout = options.init_timeout
     deadline = time.monotonic() + timeout
@@ -158,7 +158,9 @@ def join_mesh(
     token = secrets.token_hex(16)
     network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
     try:
+        local_size = local_world_size(world_size, init_method)
         record = _own_record(name, rank, world_size, restarts, token, network, ipc, keys)
+        record = replace(record, local_world_size=local_size)
         if world_size is None or restarts is not None:
             record = replace(record, endpoint=listen(network, meeting, keys))
             return join_running(record, network, meeting, services, elastic_limits)
@@ -187,7 +189,7 @@ def _own_record(
         host_key=host_key(),
         network_key=network_key(),
         host=socket.gethostname(),
-        local_world_size=local_world_size(),
+        pid=os.getpid(),
         directory=str(network.directory.path) if network.directory else "",
         ipc=ipc,
         main=_main_key(),

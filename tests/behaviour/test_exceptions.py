@@ -323,6 +323,22 @@ def test_what_can_not_be_rebuilt_at_the_caller_arrives_as_text(shared: Mesh) -> 
         rpc.rpc_sync(1, fail_with, (UnpicklesElsewhereOnly, "args"))
 
 
+@ways
+def test_skip_of_a_test_in_a_handler_skips_it(caller: Mesh, call: Call) -> None:
+    with pytest.raises(pytest.skip.Exception, match="no gpu"):
+        call(1, pytest.skip, ("no gpu",), timeout=10)
+
+
+@pytest.mark.parametrize("end", [pytest.skip, pytest.xfail, pytest.fail])
+def test_outcomes_of_a_test_pass_through_nested_calls(shared: Mesh, end: Any) -> None:
+    with pytest.raises(end.Exception, match="the reason"):
+        rpc.rpc_sync(1, rpc.rpc_sync, (0, end, ("the reason",)))
+    with pytest.raises(end.Exception, match="the reason"):
+        rpc.rpc_async(1, end, ("the reason",)).then(lambda done: done.wait()).wait()
+    with pytest.raises(end.Exception, match="the reason"):
+        rpc.remote(1, end, ("the reason",)).to_here()
+
+
 def test_sys_exit_in_a_handler_does_not_end_the_worker(shared: Mesh) -> None:
     for _ in range(20):  # more than it has threads
         with pytest.raises(rpc.RemoteError, match="SystemExit"):

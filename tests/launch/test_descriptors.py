@@ -83,14 +83,14 @@ def test_a_started_process_has_no_socket_of_its_starter_as_a_standard_stream(
 
 
 def test_a_child_starts_under_a_low_limit_of_descriptors() -> None:
-    """`_move_descriptors` needs no number far above those of the targets."""
+    """`move_descriptors` needs no number far above those of the targets."""
     code = """
 import os, resource
-from zrpc.launch.server import _move_descriptors
+from zrpc.launch.descriptors import move_descriptors
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 reading, writing = os.pipe()
-_move_descriptors([writing], [5])
+move_descriptors([writing], [5])
 os.write(5, b"moved")
 assert os.read(reading, 9) == b"moved"
 """

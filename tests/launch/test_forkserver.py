@@ -84,11 +84,50 @@ def test_module_that_cannot_be_imported_is_not_preloaded(write: Write, marked: A
         assert server.wait(server.spawn(Task.script(write(code))), DEADLINE) == 0
 
 
-def test_preload_that_starts_a_thread_is_refused(write: Write, tmp_path: Path, marked: Any) -> None:
-    write("import threading, time; threading.Thread(target=time.sleep, args=[99]).start()", "t.py")
-    server = ForkServer(preload=["t"], env=with_path(marked.env, tmp_path))
-    with pytest.raises(LaunchError, match=r"1 thread\(s\) were started by importing \['t'\]"):
-        server.start()
+STARTS_THREADS = {
+    "named": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=[999], name='tracer', daemon=True).start()",
+    "without a name": "import _thread, time\n_thread.start_new_thread(time.sleep, (999,))",
+}
+
+
+@pytest.mark.parametrize("where", ["sitecustomize.py", "preloaded.py"])
+@pytest.mark.parametrize("kind", STARTS_THREADS)
+def test_thread_of_a_tool_makes_each_child_a_new_interpreter(
+    write: Write, tmp_path: Path, marked: Any, kind: str, where: str
+) -> None:
+    write(STARTS_THREADS[kind], f"lib/{where}")
+    script = write("import sys; print(sys.argv[1:], 'colorsys' in sys.modules, sys.stdin.read())")
+    output = tmp_path / "output"
+    (tmp_path / "input").write_text("typed")
+    env = with_path(marked.env, tmp_path / "lib")
+    with ForkServer(preload=["preloaded", "colorsys"], env=env) as server:
+        assert server.threads == [{"named": "tracer"}.get(kind, "1 without a name")]
+        assert server.threads[0] in server.note
+        with output.open("w") as out, (tmp_path / "input").open() as file:
+            fds = {"stdin": file.fileno(), "stdout": out.fileno()}
+            pid = server.spawn(Task.script(script, ["a"]).within(env=env), **fds)
+            assert server.wait(pid, DEADLINE) == 0
+        assert output.read_text() == "['a'] False typed\n"
+        sleeping = server.spawn(Task.function("time:sleep", 1000))
+        assert server.send_signal(sleeping, signal.SIGTERM, group=True)
+        assert server.wait(sleeping, DEADLINE) == -signal.SIGTERM
+
+
+def test_new_interpreter_gets_descriptors_under_their_own_numbers(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write(STARTS_THREADS["named"], "lib/sitecustomize.py")
+    pairs = [os.pipe() for _ in range(3)]
+    # Each has a number that another one may have had on its way.
+    targets = [os.dup2(pair[1], 70 + i) for i, pair in enumerate(pairs)]
+    script = write("import os, sys\nfor fd in sys.argv[1:]: os.write(int(fd), fd.encode())")
+    with ForkServer(preload=(), env=with_path(marked.env, tmp_path / "lib")) as server:
+        task = Task.script(script, [str(fd) for fd in targets])
+        assert server.wait(server.spawn(task, pass_fds=targets), DEADLINE) == 0
+    assert [os.read(pair[0], 9) for pair in pairs] == [b"70", b"71", b"72"]
+    for fd in (*targets, *(fd for pair in pairs for fd in pair)):
+        os.close(fd)
 
 
 def test_start_has_a_timeout(

@@ -413,3 +413,19 @@ def test_workers_are_stopped_although_nobody_reads_the_output(
     assert code == (143 if stop == "signal" else 124)
     assert out.count("x\n") > 60
     assert "stopping 2 workers" in err
+
+
+def test_thread_that_a_tool_starts_in_each_interpreter_is_noted_once(
+    start: Start, write: Write, tmp_path: Path
+) -> None:
+    write(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=[99], name='tracer', "
+        "daemon=True).start()",
+        "lib/sitecustomize.py",
+    )
+    script = write("import os; print('started')")
+    environ = {"PYTHONPATH": str(tmp_path / "lib")}
+    code, out, err = start(script, nprocs=2, environ=environ).finish()
+    assert (code, sorted(out.splitlines())) == (0, ["[0] started", "[1] started"])
+    assert err.count("(tracer)") == err.count("\n") == 1
+    assert err.startswith("zrpc launch: note: workers can't be forked, because something starts")

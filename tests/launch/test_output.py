@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
 from zrpc.launch.console import Console
 from zrpc.launch.output import Output, last_traceback
 
@@ -43,6 +44,52 @@ def test_full_disk_does_not_stop_the_output(tmp_path: Path) -> None:
     assert shown.count(b"[0] text\n") == 2
     assert b"rank0.out: [Errno 28] No space left on device; no longer kept" in shown
     assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
+
+
+def test_log_that_another_program_has_emptied_goes_on_at_its_start(tmp_path: Path) -> None:
+    """As logrotate's copytruncate does."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    (tmp_path / "rank0.out").write_bytes(b"of an earlier launch\n")
+    output = Output(Console(stdout=null, stderr=null), tmp_path)
+    out, err = output.open(0)
+    log = tmp_path / "rank0.out"
+    os.write(out, b"first\n")
+    until(lambda: log.read_bytes() == b"first\n", "the first line is kept")
+    os.truncate(log, 0)
+    os.write(out, b"second\n")
+    for fd in (out, err):
+        os.close(fd)
+    assert output.drain(10.0)
+    assert log.read_bytes() == b"second\n"
+    os.close(null)
+
+
+@pytest.mark.system
+def test_last_state_of_a_bar_is_shown_while_its_worker_is_silent() -> None:
+    reading, writing = os.pipe()
+    output = Output(Console(stdout=writing, stderr=writing))
+    out, err = output.open(3)
+    os.write(out, b"\r10%\r100%")
+    with open(reading, "rb") as shown:
+        assert [shown.readline(), shown.readline()] == [b"[3] 10%\n", b"[3] 100%\n"]
+        for fd in (out, err):
+            os.close(fd)
+        assert output.drain(10.0)
+        os.close(writing)
+        assert shown.read() == b""
+
+
+def test_report_of_a_failure_has_limited_memory_for_long_lines() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    output = Output(Console(stdout=null, stderr=null))
+    out, err = output.open(0)
+    for _ in range(4):
+        os.write(err, b"x" * (1 << 20) + b"\n")
+    for fd in (out, err):
+        os.close(fd)
+    assert output.drain(10.0)
+    assert [len(line) for line in output.error_tail(0)] == [1 << 20]
+    os.close(null)
 
 
 def test_waiting_for_an_open_stream_has_a_timeout() -> None:

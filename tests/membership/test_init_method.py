@@ -152,12 +152,12 @@ def test_workers_of_one_launcher_meet_in_its_directory(
     environment: Callable[[str, str], None],
 ) -> None:
     here = ("127.0.0.1", 80)
-    assert private_file("env://", here) is None
+    assert private_file("env://", here, 2) is None
     environment("ZRPC_STORE_DIR", "/run/x")
-    assert private_file("env://", here) == "/run/x/store-80"
-    assert private_file("env://", ("localhost", 81)) == "/run/x/store-81"
+    assert private_file("env://", here, 2) == "/run/x/store-80"
+    assert private_file("env://", ("localhost", 81), 2) == "/run/x/store-81"
     # A program that names another place means it.
-    assert private_file("env://", ("elsewhere", 80)) is None
-    assert private_file("tcp://127.0.0.1:80", here) is None
+    assert private_file("env://", ("elsewhere", 80), 2) is None
+    assert private_file("tcp://127.0.0.1:80", here, 2) is None
     environment("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert private_file("env://", here) is None
+    assert private_file("env://", here, 2) is None

@@ -320,8 +320,48 @@ def test_one_rank_twice() -> None:
     last = start(lambda: store, [record(1, 2)], timeout=SOON)
     [error] = outcome()
     assert isinstance(error, RendezvousError)
-    assert "rank 0 is not unique: workers first and second" in str(error)
+    places = r"first \(pid 0 on node0\) and second \(pid 0 on node0\) both have it"
+    assert re.search(rf"rank 0 is not unique: workers {places}", str(error))
     assert others() == last()
+
+
+QUICK = RendezvousTiming(present_check_seconds=0.01, read_seconds_per_rank=0.001)
+
+
+@pytest.mark.system
+def test_all_are_told_which_rank_came_twice_and_from_where(connect: Connect) -> None:
+    entries = SignedStore(connect(), None)
+    host, first = record(0, 3), record(1, 3, name="first", pid=11, host="a")
+    second = record(1, 3, name="second", pid=12, host="b")
+    outcomes = start(connect, [host, first], timeout=1.0, timing=QUICK)
+    until(lambda: entries.check(["record/0", "record/1"]))
+    more = start(connect, [second], timeout=1.0, timing=QUICK)
+    for error in [*outcomes(), *more()]:
+        assert isinstance(error, RendezvousError)
+        assert (
+            "but rank 1 came twice, from first (pid 11 on a) and second (pid 12 on b), and rank 2 "
+            "is missing: start them, or check RANK and WORLD_SIZE"
+        ) in str(error)
+    # In the next run there is one of each.
+    again = [record(0, 3), record(1, 3)]
+    for error in start(connect, again, timeout=0.2, timing=QUICK)():
+        assert "but rank 2 is missing" in str(error)
+
+
+def test_worker_that_is_started_in_the_place_of_another_is_met(connect: Connect) -> None:
+    entries = SignedStore(connect(), None)
+    replaced, host = record(1, 3, name="replaced"), record(0, 3)
+    waiting = start(connect, [host, replaced], timing=QUICK)
+    until(lambda: entries.check(["record/0", "record/1"]))
+    others = [record(1, 3), record(2, 3)]
+    first = start(connect, others[:1], timing=QUICK)
+    until(lambda: entries.check(["same rank"]))
+    assert start(connect, others[1:], timing=QUICK)() == [[host, *others]]
+    assert first() == [[host, *others]]
+    met, error = waiting()
+    assert met == [host, *others]
+    places = "replaced (pid 0 on node0) and worker1 (pid 0 on node0)"
+    assert f"rank 1 is not unique: workers {places} both have it" in str(error)
 
 
 @pytest.mark.system

@@ -182,3 +182,38 @@ def test_each_load_makes_a_new_error() -> None:
     assert first is not second
     assert first.args == second.args
     assert isinstance(pickle.loads(body), tuple)
+
+
+OUTCOMES = [
+    (lambda: pytest.skip("no gpu"), pytest.skip.Exception),
+    (lambda: pytest.xfail("known"), pytest.xfail.Exception),
+    (lambda: pytest.fail("bad", pytrace=False), pytest.fail.Exception),
+]
+
+
+@pytest.mark.parametrize(("end", "kind"), OUTCOMES)
+def test_outcome_of_a_test_arrives_as_what_it_is(end: Any, kind: type[BaseException]) -> None:
+    with pytest.raises(kind) as info:
+        end()
+    error: BaseException = there(info.value)
+    assert type(error) is kind
+    assert vars(error) == vars(info.value)
+    assert isinstance(error.__cause__, RemoteError)
+
+
+def test_outcome_of_a_test_arrives_as_text_without_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = dump_exception(raised(pytest.skip.Exception("no gpu")), WHERE, True)
+    monkeypatch.delitem(sys.modules, "_pytest.outcomes")
+    error = load_exception(data)
+    assert type(error) is RemoteError
+    assert "no gpu" in str(error)
+    assert "pytest is not loaded here" in str(error)
+    assert "_pytest.outcomes" not in sys.modules
+
+
+def test_what_only_resembles_an_outcome_of_a_test_does_not_stop_the_caller() -> None:
+    class Skipped(pytest.skip.Exception):
+        pass
+
+    assert type(there(Skipped("mine"))) is RemoteError
+    assert type(there(type("Failed", (BaseException,), {})("mine"))) is RemoteError

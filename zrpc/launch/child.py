@@ -8,16 +8,17 @@ import importlib.machinery
 import io
 import os
 import signal
-import subprocess
 import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Collection
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from zrpc.launch import program
+from zrpc.launch.interpreter import interpreter_options
+from zrpc.launch.script import find_program
 from zrpc.launch.task import Task
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +35,8 @@ def become(task: Task, startup_modules: Collection[str]) -> None:
     interpreter has the startup modules.
     """
     _set_environment(task)
+    if task.kind == "program":
+        _execute(task)
     if hidden := _hidden_modules(task, startup_modules):
         _start_over(task, hidden)
     _open_standard_streams(task.line_buffered)
@@ -55,6 +58,19 @@ def _set_environment(task: Task) -> None:
     if (process := sys.modules.get("multiprocessing.process")) is not None:
         process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
         process.current_process().authkey = os.urandom(32)
+
+
+def _execute(task: Task) -> NoReturn:
+    """Replaces this process by the program; if that is not possible, exits as a shell does."""
+    for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ"):  # Python ignores these from its start on
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        command = find_program(task.target)
+        os.execv(command[0], [*command, *task.argv])
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"zrpc launch: {task.target!r} can't be run: {error}\n")
+        sys.exit(127 if isinstance(error, FileNotFoundError) else 126)
 
 
 def _hidden_modules(task: Task, startup_modules: Collection[str]) -> list[str]:
@@ -90,7 +106,7 @@ def _start_over(task: Task, hidden: list[str]) -> None:
         "starting without preloaded modules (slower)\n"
     )
     sys.stderr.flush()
-    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    options = interpreter_options()
     if task.line_buffered and "-u" not in options:
         options = [*options, "-u"]
     program_arguments = [task.target] if task.kind == "script" else ["-m", task.target]

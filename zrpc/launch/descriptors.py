@@ -1,12 +1,16 @@
-"""Standard input, output and error when they were closed by the process that started this one."""
+"""Descriptors of this process: those that were closed when it started, and others to be moved."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
-__all__ = ["is_open", "open_standard_descriptors", "output_of_child"]
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["is_open", "move_descriptors", "open_standard_descriptors", "output_of_child"]
 
 
 def is_open(fd: int) -> bool:
@@ -44,3 +48,14 @@ def open_standard_descriptors() -> None:
         os.set_inheritable(fd, True)
         if getattr(sys, name) is None:
             setattr(sys, name, open(fd, "w" if fd else "r", closefd=False))  # noqa: SIM115
+
+
+def move_descriptors(fds: Sequence[int], targets: Sequence[int]) -> None:
+    """Moves each descriptor to its target number, even if the two lists overlap."""
+    lifted = []
+    for fd in fds:
+        lifted.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(targets) + 1))
+        os.close(fd)
+    for fd, target in zip(lifted, targets, strict=True):
+        os.dup2(fd, target, inheritable=target < 3)
+        os.close(fd)

@@ -49,6 +49,9 @@ class ForkServer(Starter):
             process's. Variables that libraries read when they are loaded, such as
             ``OMP_NUM_THREADS``, must be set here.
 
+    If a tool starts a thread in each interpreter, the server can't be forked. Then each child is a
+    new interpreter, and nothing is imported before.
+
     Attributes:
         pid: The server's process id, once it has started.
 
@@ -79,7 +82,7 @@ class ForkServer(Starter):
                 return
             self._launch()
             try:
-                self._reply(_START_SECONDS)
+                self.threads = self._reply(_START_SECONDS)
             except BaseException:
                 self.close(timeout=0)
                 raise

@@ -18,6 +18,7 @@ from zrpc.launch.descriptors import open_standard_descriptors
 from zrpc.launch.escalation import Escalation, Step
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
+from zrpc.launch.script import check_script, find_program
 from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, LaunchError, Starter, make_starter
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
@@ -40,10 +41,11 @@ class Job:
     """What to launch.
 
     Attributes:
-        target: Path of the script, or name of the module.
+        target: Path of the script, or name of the module or the program.
         argv: The script's own arguments.
         nprocs: The number of workers.
         module: Whether `target` is a module, as after ``python -m``.
+        no_python: Whether `target` is a program that isn't run by Python, such as a shell script.
         name_prefix: A worker's name is this prefix and its rank.
         env: Variables for all workers, in addition to this process's.
         log_dir: The directory in which each worker's output is also kept; None to keep none.
@@ -64,6 +66,7 @@ class Job:
     argv: Sequence[str] = ()
     nprocs: int = 1
     module: bool = False
+    no_python: bool = False
     name_prefix: str = "worker"
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | os.PathLike[str] | None = None
@@ -81,8 +84,8 @@ class Job:
         """Checks that the job can be launched.
 
         Raises:
-            ValueError: A value is out of its range.
-            FileNotFoundError: There is no such script.
+            ValueError: A value is out of its range, or the script is no Python script.
+            FileNotFoundError: There is no such script or program.
         """
         if self.nprocs < 1:
             raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
@@ -96,14 +99,12 @@ class Job:
                 "expected a name prefix of at most 120 letters, digits, '-', '_' and ':', but got "
                 f"{self.name_prefix!r}"
             )
-        if not self.module and not os.path.exists(self.target):
-            raise FileNotFoundError(f"there is no script {self.target!r} in {os.getcwd()}")
-        in_file = os.path.isfile(self.target) or os.path.isdir(self.target)
-        if not self.module and (not in_file or self.target.startswith(("/dev/", "/proc/"))):
-            raise ValueError(
-                f"expected a script that each worker can open, found {self.target!r}, which only "
-                "this process can read: write it to a file first"
-            )
+        if self.module and self.no_python:
+            raise ValueError("expected -m or --no-python, but got both: a module is run by Python")
+        if self.no_python:
+            find_program(self.target, {**os.environ, **self.env}.get("PATH"))
+        elif not self.module:
+            check_script(self.target)
 
     def _check_address(self) -> None:
         if (self.listen or self.join) and not self.elastic:
@@ -151,10 +152,13 @@ def launch(job: Job) -> int:
     job.check()
     open_standard_descriptors()
     base = base_environment(job.nprocs, job.env)
+    if job.no_python:
+        base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
     inbox = SignalInbox()
     console = Console(on_closed=inbox.wake)
     output = Output(console, None if job.log_dir is None else Path(job.log_dir))
-    starter = make_starter(job.start_method, preload=job.preload, env=base)
+    preload = () if job.no_python else job.preload
+    starter = make_starter(job.start_method, preload=preload, env=base)
     with ExitStack() as stack:
         stack.callback(inbox.close)
         stack.callback(starter.close)
@@ -163,6 +167,8 @@ def launch(job: Job) -> int:
         except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
             return _INTERRUPTED_CODE
         stack.enter_context(inbox)
+        if starter.note:
+            output.notice(f"zrpc launch: note: {starter.note}")
         if is_usable():
             terminal = stack.enter_context(Terminal(starter.make_directory()))
             base = {**base, **terminal.env}
@@ -229,7 +235,7 @@ class _Run:
 
     def _start_worker(self, rank: int, restarts: int = 0) -> None:
         job, template = self._job, self._environment
-        make = Task.module if job.module else Task.script
+        make = Task.module if job.module else Task.program if job.no_python else Task.script
         env = template.for_worker(self._base, rank, restarts)
         task = make(job.target, job.argv).within(
             cwd=os.getcwd(), env=env, line_buffered=True, on_error=job.on_error

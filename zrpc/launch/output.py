@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import threading
 import time
 from collections import deque
@@ -16,7 +17,9 @@ from zrpc.launch.console import Console
 from zrpc.launch.line_splitter import LineSplitter
 from zrpc.launch.starter import LaunchError
 
-_MAX_TAIL_LINES = 400  # of each worker's standard error, kept for a report of its failure
+# Of each worker's standard error, kept for a report of its failure; the last line always is.
+_MAX_TAIL_LINES = 400
+_MAX_TAIL_BYTES = 1 << 20
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAINED = (b"During handling of the above exception", b"The above exception was the direct cause")
 
@@ -28,7 +31,8 @@ class Output:
         console: Shows them.
         log_dir: The directory in which each worker's output is kept unchanged, in ``rank0.out``
             and ``rank0.err``, that after its first restart in ``rank0.1.out`` and so on; None to
-            keep none. It is created, and files with such names in it are removed.
+            keep none. It is created, and files with such names in it are removed. The workers'
+            output is always added at the ends of the files, so that another program may empty them.
 
     Raises:
         LaunchError: The directory can't be created.
@@ -38,7 +42,7 @@ class Output:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
-        self._tails: dict[int, deque[bytes]] = {}
+        self._tails: dict[int, _Tail] = {}
         self._notices: _Notices | None = None
         if log_dir is not None:
             try:
@@ -53,7 +57,7 @@ class Output:
 
         The caller must close them once the worker has its copies.
         """
-        tail = self._tails[rank] = deque(maxlen=_MAX_TAIL_LINES)
+        tail = self._tails[rank] = _Tail()
         name = f"rank{rank}.{restarts}" if restarts else f"rank{rank}"
         if self._log_dir is not None and not restarts:  # or an earlier launch's would mislead
             for path in self._log_dir.glob(f"rank{rank}.*[0-9].*"):
@@ -61,10 +65,12 @@ class Output:
         out = self._open(rank, f"{name}.out", error=False, tail=None)
         return out, self._open(rank, f"{name}.err", error=True, tail=tail)
 
-    def _open(self, rank: int, name: str, *, error: bool, tail: deque[bytes] | None) -> int:
+    def _open(self, rank: int, name: str, *, error: bool, tail: _Tail | None) -> int:
         log: BinaryIO | None = None
         if self._log_dir is not None:
-            log = open(self._log_dir / name, "wb", buffering=0)  # noqa: SIM115
+            log = open(self._log_dir / name, "ab", buffering=0)  # noqa: SIM115
+            with contextlib.suppress(OSError):  # a device
+                log.truncate(0)
         reading, writing = os.pipe()
         self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
         return writing
@@ -77,7 +83,7 @@ class Output:
 
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
-        return last_traceback(list(self._tails[rank]))
+        return last_traceback(list(self._tails[rank].lines))
 
     def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Waits until every stream has ended and was shown, and notices; returns whether all have.
@@ -115,6 +121,24 @@ class _Notices(threading.Thread):
             self._console.notice(text)
 
 
+class _Tail:
+    """The last lines of a stream."""
+
+    def __init__(self) -> None:
+        self.lines: deque[bytes] = deque()
+        self._bytes = 0
+
+    def extend(self, lines: list[bytes]) -> None:
+        """Adds lines, and drops old ones."""
+        for line in lines:
+            self.lines.append(line)
+            self._bytes += len(line)
+            while len(self.lines) > 1 and (
+                len(self.lines) > _MAX_TAIL_LINES or self._bytes > _MAX_TAIL_BYTES
+            ):
+                self._bytes -= len(self.lines.popleft())
+
+
 class _Stream(threading.Thread):
     """Reads one pipe until it ends."""
 
@@ -125,7 +149,7 @@ class _Stream(threading.Thread):
         error: bool,
         console: Console,
         log: BinaryIO | None,
-        tail: deque[bytes] | None,
+        tail: _Tail | None,
     ) -> None:
         # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
         super().__init__(name=f"zrpc-output-{rank}-{'err' if error else 'out'}", daemon=True)
@@ -140,7 +164,7 @@ class _Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            while data := os.read(self._fd, 65536):
+            while data := self._next():
                 self._keep(data)
                 self._show(self._splitter.feed(data, time.monotonic()))
             self._show(self._splitter.finish())
@@ -148,6 +172,16 @@ class _Stream(threading.Thread):
             os.close(self._fd)
             if self._log is not None:
                 self._log.close()
+
+    def _next(self) -> bytes:
+        """Waits for output, and shows meanwhile what is due; returns nothing at the end."""
+        due = self._splitter.due
+        if due is not None and hasattr(select, "poll"):  # Windows can't wait for a pipe
+            poll = select.poll()
+            poll.register(self._fd, select.POLLIN)
+            if not poll.poll(max(0.0, due - time.monotonic()) * 1000):
+                self._show(self._splitter.tick(time.monotonic()))
+        return os.read(self._fd, 65536)
 
     def _keep(self, data: bytes) -> None:
         if self._log is None:

@@ -32,7 +32,7 @@ def run(task: Task) -> None:
             _run_script(task)
         elif task.kind == "module":
             _run_module(task)
-        else:
+        else:  # another program has replaced this process already
             _run_function(task)
     except BaseException:
         _hide_our_frames(task.on_error)

@@ -15,8 +15,8 @@ in a selector and none is hidden in a buffer:
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import fcntl
 import gc
 import importlib
 import os
@@ -25,6 +25,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -35,9 +36,11 @@ from typing import Any
 
 from zrpc.launch import child
 from zrpc.launch.channel import Channel
-from zrpc.launch.descriptors import is_open
+from zrpc.launch.descriptors import is_open, move_descriptors
+from zrpc.launch.short_directory import short_directory
 from zrpc.launch.signals import SignalInbox
-from zrpc.launch.starter import EXIT_RECORD, short_directory
+from zrpc.launch.spawner import code_for
+from zrpc.launch.starter import EXIT_RECORD, python_command
 from zrpc.launch.task import Task
 
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
@@ -53,16 +56,18 @@ def serve(
 
     The first two are descriptors of sockets, and ``owner`` is the owner's process id. The modules
     in ``preload`` are imported before the first fork; a fresh interpreter has the startup modules.
+
+    A process with several threads can't be forked safely: another thread may hold a lock, which
+    nobody releases in the child. If a tool has started one, each child is a new interpreter.
     """
     channel = Channel(socket.socket(fileno=requests))
     # While torch is imported, the collector would pass over its objects again and again: for 6 % of
     # the import's processor time, and for a sixth if torch._dynamo is imported, too.
     gc.disable()
-    loaded = [name for name in preload if _import(name)]
-    # Only Python's threads count. OpenBLAS, which numpy loads, ends its own before each fork.
-    if (threads := threading.active_count()) > 1:
-        _reply(channel, "failed", f"{threads - 1} thread(s) were started by importing {loaded}")
-        os._exit(1)
+    if not (threads := _other_threads()):
+        for name in preload:
+            _import(name)
+        threads = _other_threads()
     child.skip_destructors()
     child.skip_teardown(startup_modules)
     # Collect once, here. The children's collectors then don't touch the objects alive now, so
@@ -70,8 +75,8 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    server = _Server(channel, socket.socket(fileno=exits), owner)
-    _reply(channel, "done", None)
+    server = _Server(channel, socket.socket(fileno=exits), owner, forks=not threads)
+    _reply(channel, "done", threads)
     return partial(child.become, server.run(), startup_modules)
 
 
@@ -81,25 +86,40 @@ def _reply(channel: Channel, kind: str, value: object) -> None:
         channel.send((kind, value))
 
 
-def _import(name: str) -> bool:
+def _other_threads() -> list[str]:
+    """Returns the names of the threads besides this one.
+
+    Once numpy or torch is loaded, only Python's count: OpenBLAS, which numpy loads, ends its own
+    before each fork.
+    """
+    names = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
+    count = max(1 + _thread._count(), len(sys._current_frames()))
+    if not {"numpy", "torch"} & sys.modules.keys():
+        with contextlib.suppress(OSError):  # /proc isn't mounted
+            count = max(count, len(os.listdir("/proc/self/task")))
+    if (unnamed := count - 1 - len(names)) > 0:
+        names.append(f"{unnamed} without a name")
+    return names
+
+
+def _import(name: str) -> None:
     # A module that can't be imported is left to the workers: one that needs it shows the error
     # with its own traceback, and the others are not affected.
-    try:
+    with contextlib.suppress(Exception):
         importlib.import_module(name)
-    except Exception:
-        return False
-    return True
 
 
 class _Server:
     """The server's loop. All state belongs to the process's only thread."""
 
-    def __init__(self, channel: Channel, exits: socket.socket, owner: int) -> None:
+    def __init__(self, channel: Channel, exits: socket.socket, owner: int, forks: bool) -> None:
         self._channel = channel
         self._exits = exits
         self._exits.setblocking(False)
         self._unsent = bytearray()  # exits that the owner's socket had no room for
         self._running: set[int] = set()
+        self._forks = forks  # or else it starts interpreters
+        self._task_directory: str | None = None
         self._directories: list[str] = []
         self._stopping = False
         self._inbox = SignalInbox(("SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP"))
@@ -160,16 +180,16 @@ class _Server:
         try:
             match request:
                 case ("spawn", task, streams, passed):
-                    pid = self._fork(fds, streams, passed)
-                    if pid == 0:
-                        assert isinstance(task, Task)
+                    assert isinstance(task, Task)
+                    if not self._forks:
+                        pid = self._start_interpreter(task, fds, streams, passed)
+                    elif (pid := self._fork(fds, streams, passed)) == 0:
                         return task
                     reply = ("done", pid)
                 case ("signal", pid, number, group):
                     reply = ("done", self._signal(pid, number, group))
                 case ("directory",):
-                    self._directories.append(short_directory())
-                    reply = ("done", self._directories[-1])
+                    reply = ("done", self._make_directory())
                 case _:
                     reply = ("failed", f"unknown request {request!r}")
         except OSError as error:
@@ -179,6 +199,10 @@ class _Server:
         with contextlib.suppress(ConnectionError):
             self._channel.send(reply)
         return None
+
+    def _make_directory(self) -> str:
+        self._directories.append(short_directory())
+        return self._directories[-1]
 
     def _signal(self, pid: int, number: int, group: bool) -> bool:
         # A child is in `_running` until this thread reaps it, so its pid can't be another's.
@@ -213,10 +237,32 @@ class _Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
 
+    def _start_interpreter(
+        self, task: Task, fds: list[int], streams: list[int], passed: list[int]
+    ) -> int:
+        """Starts a child that shares nothing with this process."""
+        if self._task_directory is None:
+            self._task_directory = self._make_directory()
+        given = dict(zip(streams, fds, strict=False))
+        moved = dict(zip(fds[len(streams) :], passed, strict=True))
+        process = subprocess.Popen(
+            python_command(code_for(task, self._task_directory, moved)),
+            stdin=given.get(0),
+            stdout=given.get(1),
+            stderr=given.get(2),
+            cwd=task.cwd,
+            env=task.env,
+            pass_fds=list(moved),
+            start_new_session=True,
+        )
+        process.returncode = 0  # or Python would reap it some time
+        self._running.add(process.pid)
+        return process.pid
+
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
         try:
             self._shed_server_state(server)
-            _move_descriptors(fds, targets)
+            move_descriptors(fds, targets)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # a child must never continue as a second server
@@ -277,17 +323,6 @@ def _children() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
         return []  # /proc isn't mounted, or the kernel doesn't have the file: orphans stay unknown
-
-
-def _move_descriptors(fds: list[int], targets: list[int]) -> None:
-    """Moves each descriptor to its target number, even if the two lists overlap."""
-    lifted = []
-    for fd in fds:
-        lifted.append(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(targets) + 1))
-        os.close(fd)
-    for fd, target in zip(lifted, targets, strict=True):
-        os.dup2(fd, target, inheritable=target < 3)
-        os.close(fd)
 
 
 if sys.platform != "linux":  # pragma: no cover

@@ -14,23 +14,24 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from zrpc.launch import child
-from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.descriptors import move_descriptors, output_of_child
+from zrpc.launch.short_directory import short_directory
 from zrpc.launch.starter import (
     EXIT_RECORD,
     LaunchError,
     Starter,
     Streams,
     python_command,
-    short_directory,
 )
 from zrpc.launch.task import Task
 
 _LOAD_TASK = """\
 from zrpc.launch.spawner import load_task
-load_task({path!r}, {parent}, startup_modules)()
+load_task({path!r}, {parent}, {moved!r}, startup_modules)()
 """
 
 
@@ -97,14 +98,9 @@ class SpawnServer(Starter):
         return process.pid
 
     def _code(self, task: Task) -> str:
-        # A file can hold a task of any size on every system. The child removes it.
         if self._task_directory is None:
-            self._task_directory = tempfile.mkdtemp(prefix="zrpc-tasks-")
-            self._directories.append(self._task_directory)
-        handle, path = tempfile.mkstemp(dir=self._task_directory)
-        with open(handle, "wb") as file:
-            pickle.dump(task, file)
-        return _LOAD_TASK.format(path=path, parent=os.getpid())
+            self._task_directory = self.make_directory()
+        return code_for(task, self._task_directory)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for one process and reports its exit, in a thread of its own."""
@@ -174,12 +170,28 @@ if sys.platform != "win32":
             os.killpg(pid, number)
 
 
-def load_task(path: str, parent: int, startup_modules: Collection[str]) -> Callable[[], None]:
+def code_for(task: Task, directory: str, moved: Mapping[int, int] = MappingProxyType({})) -> str:
+    """Returns the code with which a new interpreter, a child of this process, runs a task.
+
+    A file in the directory holds the task, which may have any size. The child removes it. For
+    `moved` see `load_task`.
+    """
+    handle, path = tempfile.mkstemp(dir=directory)
+    with open(handle, "wb") as file:
+        pickle.dump(task, file)
+    return _LOAD_TASK.format(path=path, parent=os.getpid(), moved=dict(moved))
+
+
+def load_task(
+    path: str, parent: int, moved: Mapping[int, int], startup_modules: Collection[str]
+) -> Callable[[], None]:
     """Prepares a new interpreter, spawned by `parent`, to run the task in a file.
 
-    Removes the file, and returns the program, to be called at the bottom of the stack.
+    Removes the file, and returns the program, to be called at the bottom of the stack. The keys of
+    `moved` are descriptors, and the values their numbers in the program.
     """
     child.die_with_parent(parent)
+    move_descriptors(list(moved), list(moved.values()))
     with open(path, "rb") as file:
         task = pickle.load(file)
     os.unlink(path)

@@ -7,15 +7,14 @@ import os
 import selectors
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zrpc.launch.interpreter import interpreter_options
 from zrpc.launch.task import Task
 
 if TYPE_CHECKING:
@@ -37,13 +36,6 @@ class LaunchError(RuntimeError):
 
 class ServerDied(LaunchError):
     """The fork server exited while it was still needed, and its children with it."""
-
-
-def short_directory() -> str:
-    """Makes a private directory whose path leaves room for ZeroMQ's limit of 107 bytes."""
-    root = tempfile.gettempdir()
-    fits = len(os.fsencode(root)) <= 40 or not os.path.isdir("/tmp")
-    return tempfile.mkdtemp(prefix="zrpc-", dir=root if fits else "/tmp")
 
 
 # The first code of a new process, before any import. It makes this package importable. Neither the
@@ -68,9 +60,8 @@ def python_command(main: str) -> list[str]:
     """
     if not sys.executable:
         raise LaunchError("sys.executable is empty: there is no interpreter to start")
-    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [sys.executable, *options, "-c", _BOOTSTRAP.format(root=root, main=main)]
+    return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
 
 
 @dataclass(frozen=True)
@@ -89,12 +80,27 @@ class Starter(abc.ABC):
     To wait for exits and other events at once, put the starter into a selector (it has a `fileno`)
     and call `exits` when it is readable. Only one thread at a time may wait for exits; requests
     are serialized by a lock.
+
+    Attributes:
+        threads: The threads, by name, that keep it from forking. It starts interpreters instead.
     """
 
     def __init__(self) -> None:
+        self.threads: list[str] = []
         self._exit_socket: socket.socket | None = None
         self._unparsed = bytearray()
         self._unclaimed: deque[Exit] = deque()  # read by `wait` while it waited for another
+
+    @property
+    def note(self) -> str:
+        """Why it starts interpreters although it was asked to fork, for the user; or empty."""
+        if not self.threads:
+            return ""
+        return (
+            f"workers can't be forked, because something starts threads in each interpreter "
+            f"({', '.join(self.threads)}). So each worker is a new interpreter, which takes longer "
+            "to start"
+        )
 
     @abc.abstractmethod
     def start(self) -> None:

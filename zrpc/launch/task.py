@@ -1,4 +1,4 @@
-"""The program of a new worker process: a script, a module or a function."""
+"""The program of a new worker process: a script, a module, a function or another program."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Literal
 class Task:
     """One program for a new process, and the environment it runs in.
 
-    Make one with `script`, `module` or `function`.
+    Make one with `script`, `module`, `function` or `program`.
 
     Attributes:
         kind: What `target` names.
-        target: Path of the script, name of the module, or ``module:qualname``.
+        target: Path of the script, name of the module, ``module:qualname``, or name of the program.
         argv: The program's own arguments, without its name.
         payload: Pickled ``(args, kwargs)`` of a function. Only the new process unpickles it.
         cwd: Working directory; None for the server's.
@@ -32,7 +32,7 @@ class Task:
         ('--epochs', '3')
     """
 
-    kind: Literal["script", "module", "function"]
+    kind: Literal["script", "module", "function", "program"]
     target: str
     argv: tuple[str, ...] = ()
     payload: bytes = b""
@@ -69,6 +69,11 @@ class Task:
         if not (module and colon and name):
             raise ValueError(f"expected 'module:qualname' for a function, but got {target!r}")
         return cls("function", target, payload=pickle.dumps((args, kwargs)))
+
+    @classmethod
+    def program(cls, name: str, argv: Sequence[str] = ()) -> Task:
+        """Makes a task that runs another program than Python, found as a shell finds it."""
+        return cls("program", name, tuple(argv))
 
     def within(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -19,7 +20,13 @@ RESERVED = (
     "ZRPC_RUNTIME_DIR",
     "ZRPC_MAX_RESTARTS",
     "ZRPC_STORE_DIR",
+    "ZRPC_LAUNCHED",
 )
+# Says which variables were set for this worker, as JSON; see zrpc.membership.launched.
+LAUNCHED = "ZRPC_LAUNCHED"
+_RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
+# Workers of two meshes would write the same files, and listen on the same ports.
+_OF_ONE_MESH = ("ZRPC_TRACE", "ZRPC_METRICS_PORT")
 # The variables with the workers' common secret, or with its file; see zrpc.membership.secret.
 SECRET = "ZRPC_SECRET"
 SECRET_FILE = "ZRPC_SECRET_FILE"
@@ -73,11 +80,28 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(f"{', '.join(taken)} can't be set: each worker gets its own value")
     # An outer launcher's variables would make workers look for a store that isn't theirs.
     outer = ("TORCHELASTIC_", "ZRPC_MAX_RESTARTS", "ZRPC_STORE_DIR")
-    base = {key: value for key, value in os.environ.items() if not key.startswith(outer)}
+    environ = without_launcher(os.environ)
+    base = {key: value for key, value in environ.items() if not key.startswith(outer)}
     if nprocs > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers on all cores are slow
     env = {**base, **extra}
     return {**env, **run_secret(env)}
+
+
+def without_launcher(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns an environment without what `zrpc launch` has set in it for one worker.
+
+    The directory for sockets stays the one in which the launcher has made that of its workers.
+    """
+    try:
+        made = json.loads(env.get(LAUNCHED, "{}"))
+    except ValueError:
+        made = {}
+    left = {key: value for key, value in env.items() if made.get(key) != value}
+    left.pop(LAUNCHED, None)
+    if _RUNTIME_DIRECTORY in env and _RUNTIME_DIRECTORY not in left:
+        left[_RUNTIME_DIRECTORY] = os.path.dirname(env[_RUNTIME_DIRECTORY])
+    return left
 
 
 def run_secret(env: Mapping[str, str]) -> dict[str, str]:
@@ -106,7 +130,6 @@ class EnvironmentTemplate:
     def for_worker(self, base: Mapping[str, str], rank: int, restarts: int) -> dict[str, str]:
         """Returns the environment of one worker: `base` and the variables of this launch."""
         env = {
-            **base,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank - self.first_rank),
             "WORLD_SIZE": str(self.nprocs),
@@ -127,4 +150,8 @@ class EnvironmentTemplate:
             env["ZRPC_STORE_DIR"] = self.runtime_dir
         if self.max_restarts:
             env["ZRPC_MAX_RESTARTS"] = str(self.max_restarts)
-        return env
+        made = {**{name: base[name] for name in _OF_ONE_MESH if name in base}, **env}
+        found = {**base, **env, LAUNCHED: json.dumps(made)}
+        if self.elastic:
+            found.pop("WORLD_SIZE", None)
+        return found

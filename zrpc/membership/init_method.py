@@ -20,6 +20,8 @@ from zrpc.membership.cluster_environment import (
     find_settings,
     looked_for,
 )
+from zrpc.membership.launched import launched
+from zrpc.membership.peer_record import PeerRecord
 from zrpc.wire.member_id import RANKS
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "master",
     "master_host",
     "own_settings",
+    "own_variable",
     "own_variables",
     "private_file",
     "resolve_name",
@@ -114,7 +117,7 @@ def resolve_rank(
             f"expected a rank from 0 to {'world_size' if size is not None else RANKS} - 1, but got "
             f"rank={found} and world_size={size}"
         )
-    if size is None and "rank" in settings and not agent_store():
+    if size is None and "rank" in settings and os.environ.get(_AGENT_STORE) != "True":
         logger.warning(
             f"{settings['rank'].source} is set and WORLD_SIZE is not, so this mesh is elastic: "
             "workers join and leave, and none waits for the others. If their number is fixed, set "
@@ -123,13 +126,19 @@ def resolve_rank(
     return found, size
 
 
-def resolve_name(name: str | None, rank: int | None) -> str:
+def resolve_name(
+    name: str | None, rank: int | None, world_size: int | None = None, init_method: str = "env://"
+) -> str:
     """Returns the worker's name: as given, from the environment, or by its rank.
 
     Raises:
         RendezvousError: there is none of these.
     """
-    found = name if name is not None else os.environ.get(_WORKER_NAME)
+    found = name
+    if found is None:
+        of_launch = launched()
+        is_worker = of_launch.is_worker(_address(init_method), world_size, rank)
+        found = of_launch.get(_WORKER_NAME, is_worker) or None
     if found is None and rank is None:
         raise RendezvousError(
             "expected a name or a rank, found neither: start the program with `zrpc launch -n 2 "
@@ -139,31 +148,61 @@ def resolve_name(name: str | None, rank: int | None) -> str:
     return f"worker{rank}" if found is None else found
 
 
-def restart_count(world_size: int | None) -> int | None:
+def restart_count(
+    world_size: int | None, rank: int | None = None, init_method: str = "env://"
+) -> int | None:
     """Returns how often this worker was restarted; None in a mesh without single restarts.
 
     `zrpc launch --max-restarts` sets torchrun's variable. torchrun itself restarts all workers
     together, and they meet in a new mesh.
     """
-    if world_size is not None and not os.environ.get(_MAX_RESTARTS):
+    of_launch, address = launched(), _address(init_method)
+    restarts = of_launch.get(_MAX_RESTARTS, of_launch.is_mesh(address, world_size))
+    if world_size is not None and not restarts:
         return None
-    text = os.environ.get(_RESTART_COUNT, "") or "0"
+    is_worker = of_launch.is_worker(address, world_size, rank)
+    text = of_launch.get(_RESTART_COUNT, is_worker) or "0"
     if not text.isdecimal():
         raise RendezvousError(f"expected a number in {_RESTART_COUNT}, found {text!r}")
     return int(text)
 
 
-def local_world_size() -> int:
+def own_variable(name: str, own: PeerRecord) -> str:
+    """Returns a variable; nothing if `zrpc launch` has made it for another worker than this one.
+
+    How the worker has met the others isn't known any more. So a mesh that was told by an argument
+    where to meet may be taken for that of the launcher, if it has the same rank and size.
+    """
+    of_launch = launched()
+    return of_launch.get(
+        name, of_launch.is_worker(_address("env://"), own.world_size or None, own.rank)
+    )
+
+
+def local_world_size(world_size: int | None, init_method: str = "env://") -> int:
     """Returns how many workers of the mesh this host has; 0 if the engine doesn't say."""
+    of_launch = launched()
+    is_mesh = of_launch.is_mesh(_address(init_method), world_size)
     for name in _LOCAL_SIZES:
-        if (text := os.environ.get(name, "").strip()).isdecimal():
+        if (text := of_launch.get(name, is_mesh).strip()).isdecimal():
             return int(text)
     return 0
 
 
-def agent_store() -> bool:
+def agent_store(address: tuple[str, int] | None) -> bool:
     """Whether the launcher hosts the store at the master's address, and not rank 0."""
-    return os.environ.get(_AGENT_STORE) == "True"
+    of_launch = launched()
+    return of_launch.get(_AGENT_STORE, of_launch.is_at(address)) == "True"
+
+
+def _address(init_method: str) -> tuple[str, int] | None:
+    """Returns the host and port that the workers meet at, if they do and both are known."""
+    if urlsplit(init_method).scheme not in ("tcp", "env"):
+        return None
+    try:
+        return master(init_method)
+    except RendezvousError:
+        return None
 
 
 def master_host(init_method: str) -> str:
@@ -203,16 +242,22 @@ def master(init_method: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def private_file(init_method: str, address: tuple[str, int]) -> str | None:
+def private_file(init_method: str, address: tuple[str, int], world_size: int | None) -> str | None:
     """Returns the file in which the workers of one launcher meet, or None if they don't.
 
     Other users can't reach it, as they can reach a port. The port is part of its name, because a
-    program that sets another one begins another mesh.
+    program that sets another one begins another mesh; so is another size, as that of a mesh of some
+    of the workers. If both are others than the launcher's, processes that it has not started may
+    be in the mesh, and they can't see the file.
     """
-    directory = os.environ.get(_STORE_DIRECTORY)
+    of_launch = launched()
+    is_seen = of_launch.is_at(address) or of_launch.has_size(world_size)
+    directory = of_launch.get(_STORE_DIRECTORY, is_seen)
     host, port = address
-    if not directory or host not in _OWN_HOST or agent_store():
+    if not directory or host not in _OWN_HOST or agent_store(address):
         return None
     if urlsplit(init_method).scheme != "env":
         return None
-    return os.path.join(directory, f"store-{port}")
+    is_other = bool(of_launch.made) and not of_launch.has_size(world_size)
+    other_size = f"-{world_size}" if is_other else ""
+    return os.path.join(directory, f"store-{port}{other_size}")

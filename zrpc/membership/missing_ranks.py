@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zrpc.membership.peer_record import PeerRecord
 
-__all__ = ["describe_hosts", "describe_missing", "rank_ranges"]
+__all__ = ["describe_hosts", "describe_missing", "describe_places", "rank_ranges"]
 
 _HOSTS_NAMED = 8
 
@@ -35,6 +35,11 @@ def describe_missing(ranks: Iterable[int]) -> str:
         f"{are.format(rank_ranges(missing))} missing: start them, or check RANK and WORLD_SIZE. If "
         "they only need longer, set ZRPC_INIT_TIMEOUT or init_timeout to more seconds"
     )
+
+
+def describe_places(records: Iterable[PeerRecord]) -> str:
+    """Returns which processes these workers are."""
+    return " and ".join(f"{each.name} (pid {each.pid} on {each.host})" for each in records)
 
 
 def describe_hosts(records: Iterable[PeerRecord]) -> str:

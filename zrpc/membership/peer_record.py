@@ -36,6 +36,7 @@ class PeerRecord:
     main_digest: str = ""  # of the text of its main script; empty if there is none
     network_key: str = ""  # equal for workers that can reach each other by loopback
     host: str = ""  # its host's name, for errors
+    pid: int = 0  # its process there, for errors
     local_world_size: int = 0  # how many workers its host has; 0 if the engine doesn't say
 
     @classmethod

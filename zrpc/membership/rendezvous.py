@@ -34,8 +34,14 @@ from dataclasses import dataclass
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank_ranges
+from zrpc.membership.missing_ranks import (
+    describe_hosts,
+    describe_missing,
+    describe_places,
+    rank_ranges,
+)
 from zrpc.membership.peer_record import PeerRecord, claimed_token
+from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -167,6 +173,7 @@ class _Rendezvous:
         self._came: set[int] = set()  # ranks whose records were found while others were missing
         # What is wrong with a record that was found meanwhile; it may be of an earlier run.
         self._mismatch: str | None = None
+        self._same_rank = SameRank(entries, record, self._read_present)
 
     def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
         self._entries.set(self._keys[self._record.rank], self._record.dump())
@@ -198,6 +205,7 @@ class _Rendezvous:
                 self._came |= {record.rank for record in present}
                 mismatches = (record.size_mismatch(self._record) for record in present)
                 self._mismatch = next(filter(None, mismatches), self._mismatch)
+                self._same_rank.look()
             return len(records) == len(self._keys)
 
         try:
@@ -208,7 +216,7 @@ class _Rendezvous:
             # Its host may have waited in vain for the same ranks, and for less time.
             missing = set(self._absent).difference(self._refused)
             if why is None and self._came and missing:
-                why = f"{self._expected} but {describe_missing(missing)}"
+                why = f"{self._expected} but {self._absence(missing)}"
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
@@ -227,8 +235,8 @@ class _Rendezvous:
             )
         if mine != self._record:
             raise RendezvousError(
-                f"rank {mine.rank} is not unique: workers {self._record.name} and {mine.name} "
-                "both have it"
+                f"rank {mine.rank} is not unique: workers "
+                f"{describe_places([self._record, mine])} both have it"
             )
         return [record for record in found if record is not None]
 
@@ -375,9 +383,16 @@ class _Rendezvous:
                 f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
             )
         missing = set(range(len(self._keys))) - {record.rank for record in records}
+        self._same_rank.look()
         return RendezvousError(
-            f"{self._expected} but {describe_missing(missing)}; {describe_hosts(records)}"
+            f"{self._expected} but {self._absence(missing)}; {describe_hosts(records)}"
         )
+
+    def _absence(self, missing: Iterable[int]) -> str:
+        text = describe_missing(missing)
+        if (twice := self._same_rank.found) is None:
+            return text
+        return f"rank {twice[0].rank} came twice, from {describe_places(twice)}, and {text}"
 
     def _shorten_deadline(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)

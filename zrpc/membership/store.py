@@ -48,16 +48,16 @@ def connect_store(
     try:
         if parts.scheme in ("tcp", "env"):
             address = master(init_method)
-            file = private_file(init_method, address)
+            file = private_file(init_method, address, world_size)
             if file is not None and world_size is not None:
                 return FileStore(file, world_size)
-            hosts = rank == 0 and not agent_store()
+            hosts = rank == 0 and not agent_store(address)
             if hosts and world_size is None:
                 hosts = not _listens(address, timeout)
             try:
                 return tcp_store(*address, hosts, deadline, timeout)
             except RendezvousError as error:
-                if rank is not None or agent_store():
+                if rank is not None or agent_store(address):
                     raise
                 raise RendezvousError(
                     f"{error}. The worker of rank 0 hosts the store, and this worker was given no "
@@ -149,7 +149,7 @@ def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPSto
         hosts,
         timeout,
         wait_for_workers=False,
-        multi_tenant=not agent_store(),
+        multi_tenant=not agent_store((host, port)),
         master_listen_fd=listener,
     )
     try:

@@ -25,7 +25,7 @@ import cloudpickle
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.starter import LaunchError
 from zrpc.launch.task import Task
-from zrpc.launch.worker import run_secret
+from zrpc.launch.worker import run_secret, without_launcher
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
@@ -76,14 +76,16 @@ def process_workers(
     server = warm_server()
     # If this process is killed, the server removes the directory.
     home = Path(server.make_directory())
-    (home / "run").mkdir()
-    shared = _Shared(spec, server, home, tuple(by_value), capture, run_secret(os.environ))
+    run = Path(server.make_directory())  # not in the first one: paths of sockets must be short
+    secret = run_secret(os.environ)
+    shared = _Shared(spec, server, home, run, tuple(by_value), capture, secret)
     workers = [ProcessWorker(name, rank, shared) for rank, name in enumerate(spec.names)]
 
     def clean_up() -> list[str]:
         # A killed worker can't remove its socket; the next agent will.
-        left = [] if any(worker.killed for worker in workers) else files_in(home / "run")
-        shutil.rmtree(home, ignore_errors=True)
+        left = [] if any(worker.killed for worker in workers) else files_in(run)
+        for directory in (home, run):
+            shutil.rmtree(directory, ignore_errors=True)
         return left
 
     return list(workers), clean_up
@@ -96,7 +98,8 @@ class _Shared:
     Args:
         spec: the specification of the mesh.
         server: the server that forks the workers.
-        home: a directory for the store, and for the workers' sockets, output and stacks.
+        home: a directory for the store, and for the workers' output and stacks.
+        run: a directory for their sockets.
         by_value: the modules whose functions are sent by value.
         capture: whether to keep the workers' output.
         secret: the variables that hold the mesh's secret.
@@ -105,6 +108,7 @@ class _Shared:
     spec: MeshSpec
     server: ForkServer
     home: Path
+    run: Path
     by_value: Sequence[str]
     capture: bool
     secret: Mapping[str, str]
@@ -293,9 +297,9 @@ class ProcessWorker(Worker):
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
             env={
-                **os.environ,
+                **without_launcher(os.environ),
                 **self._shared.secret,
-                "ZRPC_RUNTIME_DIR": str(home / "run"),
+                "ZRPC_RUNTIME_DIR": str(self._shared.run),
                 **self._restart_variables(),
             },
             sys_path=[os.path.abspath(entry) for entry in sys.path],

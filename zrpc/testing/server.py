@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from zrpc.testing.leaks import lasting
 from zrpc.testing.procfs import state_of
 
 __all__ = ["server_lock", "warm_server"]
+
+logger = logging.getLogger(__name__)
 
 _PRELOAD = (
     *DEFAULT_PRELOAD,
@@ -44,6 +47,8 @@ def warm_server(preload: Sequence[str] = ()) -> ForkServer:
             with lasting():
                 server = ForkServer(preload=(*_PRELOAD, *preload))
                 server.start()
+            if server.note:
+                logger.warning("meshes of processes start slowly: %s", server.note)
             atexit.register(server.close)
             _server = server
         return _server

@@ -14,9 +14,11 @@ import os
 import shutil
 import socket
 import stat
+import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -48,9 +50,11 @@ _LOCK = "alive"
 # A directory without a lock belongs to a worker that is starting, or was killed while starting.
 _START_SECONDS = 60
 # sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
-_LONGEST_PATH = 100
-# The parent of private directories if the temporary directory is not safe.
-_SECOND_CHOICE = Path("/dev/shm")
+_LONGEST_PATH = 107 if sys.platform == "linux" else 103
+# What a socket's path has after that of the parent; each x is a random character.
+_LONGEST_END = f"/{_PREFIX}xxxxxxxx/{DIRECT}"
+# The parents of private directories if the temporary directory can't be used.
+_SECOND_CHOICES = (Path("/tmp"), Path("/dev/shm"))
 
 
 def supports_ipc() -> bool:
@@ -61,13 +65,12 @@ def supports_ipc() -> bool:
 def _parent() -> Path:
     """Returns the directory in which the private ones are made.
 
-    It is ``ZRPC_RUNTIME_DIR`` or the temporary directory, unless that makes a socket's path too
-    long. A temporary directory in which others could replace our files is not used; a volume of
-    Kubernetes mounted there may be one.
+    It is ``ZRPC_RUNTIME_DIR``, unless that makes a socket's path too long, or the temporary
+    directory, or another one if that can't be used. A temporary directory in which others could
+    replace our files is not used; a volume of Kubernetes mounted there may be one.
     """
     places = _places()
-    parent = next(filter(_is_safe, places), places[0])
-    return parent if len(os.fsencode(parent)) < _LONGEST_PATH - 32 else Path("/tmp")
+    return next((place for place in places if not _problem(place)), places[0])
 
 
 def preferred_parent() -> Path:
@@ -76,12 +79,33 @@ def preferred_parent() -> Path:
 
 
 def _places() -> list[Path]:
-    if named := os.environ.get("ZRPC_RUNTIME_DIR"):
-        return [Path(named)]
+    named = [Path(name)] if (name := os.environ.get("ZRPC_RUNTIME_DIR")) else []
+    if named and not _is_too_long(named[0]):
+        return named
+    # If none can be written to, as in a container with read-only files, there is no temporary one.
+    with contextlib.suppress(FileNotFoundError):
+        named.append(Path(tempfile.gettempdir()))
+    return list(dict.fromkeys([*named, *_SECOND_CHOICES]))
+
+
+def _is_too_long(parent: Path) -> bool:
+    return len(os.fsencode(parent)) + len(_LONGEST_END) > _LONGEST_PATH
+
+
+def _problem(parent: Path) -> str:
+    """Returns why private directories can't be made in it; empty if they can."""
     try:
-        return [Path(tempfile.gettempdir()), _SECOND_CHOICE]
-    except FileNotFoundError:  # none can be written to, as in a container with read-only files
-        return [_SECOND_CHOICE]
+        mode = parent.stat().st_mode
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(mode):
+        return "Not a directory"
+    if _is_too_long(parent):
+        size, room = len(os.fsencode(parent)), _LONGEST_PATH - len(_LONGEST_END)
+        return f"its path has {size} bytes, and {room} leave room for sockets"
+    if not _is_safe(parent):
+        return f"others can replace what is in it, as its mode is {stat.S_IMODE(mode):04o}"
+    return "" if os.access(parent, os.W_OK | os.X_OK) else "it can't be written to"
 
 
 def host_key() -> str:
@@ -130,6 +154,8 @@ class PrivateDirectory:
     def __init__(self, prefix: str = _PREFIX) -> None:
         parent = _parent()
         _check_parent(parent)
+        if _problem(parent):
+            raise _no_place({place: _problem(place) for place in _places()})
         _remove_left_behind(parent, prefix)
         self.path = _make(parent, prefix)
         # The file gets its name after it is locked, or a peer could take it for the lock of a
@@ -176,10 +202,15 @@ def _make(parent: Path, prefix: str) -> Path:
     try:
         return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     except OSError as error:
-        raise RpcError(
-            f"expected a directory for sockets in which new ones can be made, found {parent} "
-            f"({error.strerror}): make it one, or name another in ZRPC_RUNTIME_DIR"
-        ) from error
+        raise _no_place({parent: error.strerror or str(error)}) from error
+
+
+def _no_place(problems: Mapping[Path, str]) -> RpcError:
+    found = ", ".join(f"{place} ({problem})" for place, problem in problems.items())
+    return RpcError(
+        "expected a directory for sockets in which new ones can be made, found "
+        f"{found}: make it one, or name another in ZRPC_RUNTIME_DIR"
+    )
 
 
 def private_directories() -> list[Path]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,8 @@ __all__ = [
     "traceback_of",
 ]
 
+# Of tests, by the names of their classes in pytest.
+_OUTCOMES = ("Skipped", "XFailed", "Failed")
 # For classes that refuse to have attributes set, as frozen dataclasses do.
 _set_cause = BaseException.__dict__["__cause__"].__set__
 _set_context = BaseException.__dict__["__context__"].__set__
@@ -60,7 +63,9 @@ def dump_exception(
 def load_exception(body: Any) -> Exception:
     """Returns the callee's error, with the remote traceback as its cause.
 
-    It is a `RemoteError` if the callee's own can't be rebuilt here or would stop the caller.
+    It is a `RemoteError` if the callee's own can't be rebuilt here or would stop the caller. In a
+    process with pytest, it may also be one of pytest's outcomes, such as that of ``pytest.skip``:
+    these are no Exceptions, but meant for the test that has made the call.
     """
     what, text, pickled = pickle.loads(body)
     if pickled is not None:
@@ -106,6 +111,8 @@ def error_text(body: Any) -> str:
 
 def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:
     """Returns the error as a pickle that is known to load, or None."""
+    if _is_outcome(error):
+        return _checked(error, lambda outcome: pickle.dumps(_SentOutcome(outcome)))
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
     if stand_in.is_active() and not pickle_can_make(error):
@@ -121,7 +128,7 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     return pickled
 
 
-def _checked(error: Exception, dumps: Callable[[Any], bytes]) -> bytes | None:
+def _checked(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes | None:
     try:
         pickled = dumps(error)
         # Its class, or what it consists of, may say how to pickle it, and be wrong.
@@ -134,6 +141,31 @@ def _dump(error: Exception) -> bytes:
     file = io.BytesIO()
     _Pickler(file).dump(error)
     return file.getvalue()
+
+
+def _is_outcome(error: BaseException) -> bool:
+    """Whether a function has called ``pytest.skip``, ``pytest.xfail`` or ``pytest.fail``."""
+    outcomes = sys.modules.get("_pytest.outcomes")  # loaded, if it was called
+    return outcomes is not None and type(error) in [getattr(outcomes, n) for n in _OUTCOMES]
+
+
+class _SentOutcome:
+    """Arrives as the outcome: pytest's classes claim to be in a module in which they are not."""
+
+    def __init__(self, outcome: Any) -> None:
+        self._parts = type(outcome).__name__, outcome.args, vars(outcome)
+
+    def __reduce__(self) -> Any:
+        return _outcome, self._parts
+
+
+def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    outcomes = sys.modules.get("_pytest.outcomes")
+    if outcomes is None:
+        raise RuntimeError("it is an outcome of a test, and pytest is not loaded here")
+    outcome: BaseException = getattr(outcomes, name)(*args)
+    vars(outcome).update(attributes)
+    return outcome
 
 
 def _dump_cut(error: Exception) -> bytes:

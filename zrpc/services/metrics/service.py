@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import OptionError
+from zrpc.membership.init_method import own_variable
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -37,7 +38,9 @@ class MetricsService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        address = metrics_address(os.environ, agent.worker_info.rank)
+        port = own_variable(METRICS_PORT, agent.membership.records[agent.membership.own_id])
+        variables = {**os.environ, METRICS_PORT: port}
+        address = metrics_address(variables, agent.worker_info.rank)
         if address is not None:
             self._serve(*address)
 

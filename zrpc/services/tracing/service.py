@@ -21,6 +21,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.open_telemetry import HandlerSpans
 from zrpc.calls.recorder import Recorder, Recording
 from zrpc.errors import RpcError
+from zrpc.membership.init_method import own_variable
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
@@ -54,7 +55,8 @@ class TracingService(Service):
         # The names of threads that were seen, by their idents; those that have ended keep them.
         self._threads: dict[int, str] = {}
         self._writer: PartWriter | None = None
-        if directory := os.environ.get(DIRECTORY):
+        own = agent.membership.records[agent.membership.own_id]
+        if directory := own_variable(DIRECTORY, own):
             recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
             with self._errors_logged():
                 # The program may change its working directory.

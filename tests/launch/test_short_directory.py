@@ -1,0 +1,104 @@
+"""Where the launcher puts the sockets of its workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zrpc.launch.short_directory import short_directory
+
+# In a mount namespace of its own, in which the first words name what can only be read.
+_READ_ONLY = """
+for place in $READ_ONLY; do mount -t tmpfs -o ro none $place || exit 77; done
+exec "$@"
+"""
+_MAKE = """
+from zrpc.launch.short_directory import short_directory
+try:
+    print(short_directory())
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def base() -> Iterator[Path]:
+    """A directory outside of /tmp, with a short path."""
+    path = tempfile.mkdtemp(prefix="z", dir="/var/tmp")
+    yield Path(path)
+    shutil.rmtree(path)
+
+
+def of_length(base: Path, length: int) -> Path:
+    path = base / ("p" * (length - len(str(base)) - 1))
+    path.mkdir()
+    return path
+
+
+def made(temporary: Path, read_only: str, **env: str) -> str:
+    """Returns what is made, or the error, if some places are read-only."""
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", _READ_ONLY, "sh", sys.executable, "-c", _MAKE],
+        env={**os.environ, "READ_ONLY": read_only, "TMPDIR": str(temporary), **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode in (1, 77) and "Traceback" not in done.stderr:
+        pytest.skip(f"no mount namespace: {done.stderr}")
+    return done.stdout.strip()
+
+
+needs_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+
+
+@pytest.mark.system
+@needs_unshare
+@pytest.mark.parametrize(("length", "fits"), [(41, True), (66, True), (67, False)])
+def test_temporary_directory_is_used_if_paths_of_sockets_fit(
+    base: Path, length: int, fits: bool
+) -> None:
+    temporary = of_length(base, length)
+    path = made(temporary, "/tmp")
+    assert path.startswith(f"{temporary if fits else '/dev/shm'}/zrpc-")
+    if not fits:
+        os.rmdir(path)
+    else:
+        assert len(f"{path}/zrpc-inbox-xxxxxxxx/direct") <= 107
+
+
+@pytest.mark.system
+@needs_unshare
+def test_error_names_all_that_was_tried(base: Path) -> None:
+    temporary = of_length(base, 70)
+    assert made(temporary, "/tmp /dev/shm") == (
+        "expected a directory in which the workers' sockets can be made, but tried "
+        f"{temporary} (its path has 70 bytes, and 66 leave room for sockets), "
+        "/tmp (Read-only file system), /dev/shm (Read-only file system): "
+        "name another in ZRPC_RUNTIME_DIR"
+    )
+
+
+@pytest.mark.system
+@needs_unshare
+def test_directory_for_sockets_can_be_named(base: Path) -> None:
+    (base / "named").mkdir()
+    path = made(of_length(base, 70), "/tmp /dev/shm", ZRPC_RUNTIME_DIR=str(base / "named"))
+    assert path.startswith(f"{base}/named/zrpc-")
+
+
+def test_directory_that_cannot_be_used_is_passed_over(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(base / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    path = short_directory()
+    assert os.path.dirname(path) == str(base)
+    assert os.stat(path).st_mode & 0o777 == 0o700

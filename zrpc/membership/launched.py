@@ -1,0 +1,79 @@
+"""The variables of a launcher: for which worker and which mesh they were made.
+
+Processes inherit the variables of a worker. Most of these are the worker itself, such as a program
+that a shell script has started. But a worker may also start others: another launcher, or the
+workers of a mesh of their own. So `zrpc launch` says in one variable what it has set. What is still
+as it was set counts only for the rank and the mesh that it was made for. No I/O.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["LAUNCHED", "Launched", "launched"]
+
+# Holds all variables that the launcher has set for a worker, as JSON.
+LAUNCHED = "ZRPC_LAUNCHED"
+# torchrun sets this variable, and `zrpc launch` doesn't.
+_TORCHRUNS = "TORCHELASTIC_RUN_ID"
+_LOOPBACK = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a launcher has set for one worker.
+
+    Attributes:
+        variables: the environment now.
+        made: the variables as the launcher has set them; empty if there was no such launcher.
+    """
+
+    variables: Mapping[str, str]
+    made: Mapping[str, str] = field(default_factory=dict)
+
+    def is_at(self, address: tuple[str, int] | None) -> bool:
+        """Whether a mesh that meets at this address may be the launcher's."""
+        if not self.made:
+            return True
+        made = _host(self.made.get("MASTER_ADDR", "")), self.made.get("MASTER_PORT")
+        return address is not None and (_host(address[0]), str(address[1])) == made
+
+    def is_mesh(self, address: tuple[str, int] | None, world_size: int | None) -> bool:
+        """Whether a mesh may be the launcher's."""
+        return not self.made or (self.has_size(world_size) and self.is_at(address))
+
+    def has_size(self, world_size: int | None) -> bool:
+        """Whether a mesh is as large as the launcher's."""
+        size = None if world_size is None else str(world_size)
+        return size == self.made.get("WORLD_SIZE")
+
+    def is_worker(
+        self, address: tuple[str, int] | None, world_size: int | None, rank: int | None
+    ) -> bool:
+        """Whether a worker of a mesh may be the one that the variables were made for."""
+        is_rank = not self.made or self.made.get("RANK") == str(rank)
+        return is_rank and self.is_mesh(address, world_size)
+
+    def get(self, name: str, made_for_this: bool) -> str:
+        """Returns a variable; nothing if it is the launcher's and was made for another purpose."""
+        value = self.variables.get(name, "")
+        if made_for_this or self.made.get(name) != value:
+            return value
+        of_torchrun = name.startswith("TORCHELASTIC_") and self.variables.get(_TORCHRUNS)
+        return value if of_torchrun else ""
+
+
+def launched(variables: Mapping[str, str] = os.environ) -> Launched:
+    """Returns what a launcher has set in an environment."""
+    try:
+        made = json.loads(variables.get(LAUNCHED, "{}"))
+    except ValueError:
+        made = {}
+    return Launched(variables, made)
+
+
+def _host(name: str) -> str:
+    return _LOOPBACK[1] if name in _LOOPBACK else name
