@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
+import sys
 import threading
 import time
 from collections import deque
@@ -40,6 +42,8 @@ class Output:
         self._streams: list[_Stream] = []
         self._tails: dict[int, deque[bytes]] = {}
         self._notices: _Notices | None = None
+        # Closed by `finish`. Each stream's thread waits for its pipe or for that.
+        self._finished, self._unfinished = os.pipe()
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,9 @@ class Output:
         if self._log_dir is not None:
             log = open(self._log_dir / name, "wb", buffering=0)  # noqa: SIM115
         reading, writing = os.pipe()
-        self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
+        self._streams.append(
+            _Stream(reading, rank, error, self._console, log, tail, self._finished)
+        )
         return writing
 
     def notice(self, text: str) -> None:
@@ -78,6 +84,15 @@ class Output:
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
         return last_traceback(list(self._tails[rank]))
+
+    def finish(self) -> None:
+        """Ends each stream as soon as its pipe is empty.
+
+        For when all workers have exited: other processes may hold their pipes open without limit.
+        """
+        if self._unfinished >= 0:
+            os.close(self._unfinished)
+            self._unfinished = -1
 
     def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Waits until every stream has ended and was shown, and notices; returns whether all have.
@@ -126,6 +141,7 @@ class _Stream(threading.Thread):
         console: Console,
         log: BinaryIO | None,
         tail: deque[bytes] | None,
+        finished: int,
     ) -> None:
         # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
         super().__init__(name=f"zrpc-output-{rank}-{'err' if error else 'out'}", daemon=True)
@@ -135,12 +151,13 @@ class _Stream(threading.Thread):
         self._console = console
         self._log = log
         self._tail = tail
+        self._finished = finished
         self._splitter = LineSplitter()
         self.start()
 
     def run(self) -> None:
         try:
-            while data := os.read(self._fd, 65536):
+            while self._has_more() and (data := os.read(self._fd, 65536)):
                 self._keep(data)
                 self._show(self._splitter.feed(data, time.monotonic()))
             self._show(self._splitter.finish())
@@ -148,6 +165,16 @@ class _Stream(threading.Thread):
             os.close(self._fd)
             if self._log is not None:
                 self._log.close()
+
+    def _has_more(self) -> bool:
+        """Waits for data or the end of the pipe; returns whether to read on."""
+        if sys.platform == "win32":  # nothing there waits for a pipe or something else
+            return True
+        poll = select.poll()  # not `select`: a launch of many workers has many descriptors
+        poll.register(self._fd, select.POLLIN)
+        poll.register(self._finished, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll()]
+        return self._fd in ready
 
     def _keep(self, data: bytes) -> None:
         if self._log is None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from zrpc.launch import child
 from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.signal_state import SignalState
 from zrpc.launch.starter import (
     EXIT_RECORD,
     LaunchError,
@@ -30,7 +31,8 @@ from zrpc.launch.task import Task
 
 _LOAD_TASK = """\
 from zrpc.launch.spawner import load_task
-load_task({path!r}, {parent}, startup_modules)()
+from zrpc.launch.signal_state import SignalState
+load_task({path!r}, {parent}, startup_modules, {given})()
 """
 
 
@@ -43,6 +45,8 @@ class SpawnServer(Starter):
 
     Args:
         env: Default environment of the processes; None for a copy of this process's.
+        given: The signals that the processes ignore and block; None for those that the thread
+            which starts one does.
 
     Example:
         >>> with SpawnServer() as server:
@@ -50,8 +54,11 @@ class SpawnServer(Starter):
         ...     _ = server.wait(pid, timeout=10)
     """
 
-    def __init__(self, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, env: Mapping[str, str] | None = None, given: SignalState | None = None
+    ) -> None:
         super().__init__()
+        self._given = given
         self._env = None if env is None else dict(env)
         self._lock = threading.RLock()  # guards everything below
         self._exit_writer: socket.socket | None = None
@@ -104,7 +111,8 @@ class SpawnServer(Starter):
         handle, path = tempfile.mkstemp(dir=self._task_directory)
         with open(handle, "wb") as file:
             pickle.dump(task, file)
-        return _LOAD_TASK.format(path=path, parent=os.getpid())
+        given = SignalState.current() if self._given is None else self._given
+        return _LOAD_TASK.format(path=path, parent=os.getpid(), given=given)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for one process and reports its exit, in a thread of its own."""
@@ -174,11 +182,14 @@ if sys.platform != "win32":
             os.killpg(pid, number)
 
 
-def load_task(path: str, parent: int, startup_modules: Collection[str]) -> Callable[[], None]:
+def load_task(
+    path: str, parent: int, startup_modules: Collection[str], given: SignalState
+) -> Callable[[], None]:
     """Prepares a new interpreter, spawned by `parent`, to run the task in a file.
 
     Removes the file, and returns the program, to be called at the bottom of the stack.
     """
+    given.restore()
     child.die_with_parent(parent)
     with open(path, "rb") as file:
         task = pickle.load(file)

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
+from zrpc.membership.launch_stop import stop_reason
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.secret import ClusterSecret
@@ -387,11 +388,17 @@ class _Rendezvous:
 
 
 def wait_for(done: Callable[[], bool], deadline: float) -> bool:
-    """Waits until ``done()``; returns False at the deadline."""
+    """Waits until ``done()``; returns False at the deadline.
+
+    Raises:
+        RendezvousError: the launcher stops all workers.
+    """
     pause, longest = _PAUSE_SECONDS
     while not done():
         if time.monotonic() > deadline:
             return False
+        if reason := stop_reason():
+            raise RendezvousError(f"the launcher stops all workers: {reason}")
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return True
