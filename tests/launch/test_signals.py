@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -277,16 +276,6 @@ def test_sigalrm_stops_the_launch_as_sigterm_does(start: Start, write: Write) ->
     launched.process.send_signal(signal.SIGALRM)
     code, out, _ = launched.finish()
     assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
-
-
-def test_a_window_that_changes_its_size_does_not_stop_the_start_of_a_store(
-    start: Start, write: Write
-) -> None:
-    launched = start(write("print('ran')"), max_restarts=1)
-    while launched.process.poll() is None:
-        launched.process.send_signal(signal.SIGWINCH)
-        time.sleep(0.001)
-    assert launched.finish()[:2] == (0, "[0] ran\n")
 
 
 def family(launched: Any) -> list[int]:

@@ -18,6 +18,7 @@ from zrpc.launch import escalation
 from zrpc.launch.console import Console
 from zrpc.launch.descriptors import open_standard_descriptors
 from zrpc.launch.escalation import Escalation, Step
+from zrpc.launch.keyboard import Keyboard
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.signal_state import SignalState
@@ -169,10 +170,12 @@ def launch(job: Job) -> int:
             if stops := inbox.take() & STOPS:  # there is nothing to stop yet
                 return 128 + min(stops)
             raise
+        terminal = None
         if is_usable():
             terminal = stack.enter_context(Terminal(starter.make_directory()))
             base = {**base, **terminal.env}
-        run = _Run(job, starter, inbox, console, base, output)
+        keyboard = stack.enter_context(Keyboard(terminal, output.notice))
+        run = _Run(job, starter, inbox, console, base, output, keyboard)
         if text := job.listen or job.join:
             address = parse_address(text)
         else:
@@ -198,6 +201,7 @@ class _Run:
     _console: Console
     _base: Mapping[str, str]
     _output: Output
+    _keyboard: Keyboard
     _store: StoreProcess | None = None
     _workers: dict[int, Worker] = field(default_factory=dict)
     _first_failed: Worker | None = None
@@ -242,19 +246,24 @@ class _Run:
         job, template = self._job, self._environment
         make = Task.module if job.module else Task.script
         env = template.for_worker(self._base, rank, restarts)
+        reads_input = rank == template.first_rank and not restarts
         task = make(job.target, job.argv).within(
-            cwd=os.getcwd(), env=env, line_buffered=True, on_error=job.on_error
+            cwd=os.getcwd(),
+            env=env,
+            line_buffered=True,
+            on_error=job.on_error,
+            relayed_input=reads_input and self._keyboard.relays,
         )
         stdout, stderr = self._output.open(rank, restarts)
-        reads_input = rank == template.first_rank and not restarts
+        stdin = self._keyboard.fd if reads_input else None
         try:
-            pid = self._starter.spawn(
-                task, stdin=0 if reads_input else None, stdout=stdout, stderr=stderr
-            )
+            pid = self._starter.spawn(task, stdin=stdin, stdout=stdout, stderr=stderr)
         finally:
             os.close(stdout)
             os.close(stderr)
         self._workers[pid] = Worker(rank, pid, restarts)
+        if reads_input:
+            self._keyboard.serve(pid)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.returncode is None]
@@ -293,6 +302,7 @@ class _Run:
                 continue
             worker = self._workers[found.pid]
             worker.returncode = found.returncode
+            self._keyboard.on_exit(found.pid)
             if found.returncode != 0 and self._escalation is None:
                 self._on_failure(worker)
 
@@ -312,6 +322,8 @@ class _Run:
 
     def _on_wakeup(self) -> None:
         signals = self._inbox.take()
+        if signals & FORWARDED:
+            self._keyboard.resize()  # before a worker learns that it has another size
         for number in signals & FORWARDED:
             self._send(number, group=False)
         if suspends := signals & SUSPENDS:
@@ -343,7 +355,8 @@ class _Run:
         """
         before = time.monotonic()
         self._send(signal.SIGSTOP, group=True)
-        self._inbox.let_act(number)
+        with self._keyboard.paused():
+            self._inbox.let_act(number)
         self._inbox.discard(SUSPENDS | {signal.SIGCONT})
         self._send(signal.SIGCONT, group=True)
         seconds = time.monotonic() - before
