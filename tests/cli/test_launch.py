@@ -165,13 +165,17 @@ WAITS_FOR_ZRPC = """
 """
 
 
-@pytest.mark.parametrize("what", ["others", "a call", "a barrier", "the shutdown"])
+@pytest.mark.parametrize(
+    ("what", "restarts"),
+    [("others", 0), ("others", 1), ("a call", 0), ("a barrier", 0), ("the shutdown", 0)],
+)
 def test_a_worker_that_waits_only_for_zrpc_exits_when_a_peer_has_failed(
-    tmp_path: Path, what: str
+    tmp_path: Path, what: str, restarts: int
 ) -> None:
     """Even if it ignores SIGTERM."""
     (tmp_path / "waits.py").write_text(dedent(WAITS_FOR_ZRPC))
-    code, _, err = run("launch", "-n", "2", "--grace", "3600", "waits.py", what, cwd=tmp_path)
+    options = ["-n", "2", "--grace", "3600", "--max-restarts", str(restarts)]
+    code, _, err = run("launch", *options, "waits.py", what, cwd=tmp_path)
     assert code == 3, err
 
 

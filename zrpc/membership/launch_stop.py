@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["stop_reason"]
+from zrpc.errors import RendezvousError
+
+__all__ = ["stop_error"]
 
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 _NOTE = "launch-stops"  # written there by zrpc.launch.launcher
 
 
-def stop_reason() -> str | None:
-    """Returns what the launcher has noted; None if it stops nobody, or there is none."""
+def stop_error() -> RendezvousError | None:
+    """Returns an error with the reason; None if no launcher stops this worker."""
     directory = os.environ.get(_RUNTIME_DIRECTORY)
     if not directory:
         return None
     try:
         with open(os.path.join(directory, _NOTE)) as file:
-            return file.read()
+            return RendezvousError(f"the launcher stops all workers: {file.read()}")
     except OSError:
         return None

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.launch_stop import stop_reason
+from zrpc.membership.launch_stop import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.secret import ClusterSecret
@@ -397,8 +397,8 @@ def wait_for(done: Callable[[], bool], deadline: float) -> bool:
     while not done():
         if time.monotonic() > deadline:
             return False
-        if reason := stop_reason():
-            raise RendezvousError(f"the launcher stops all workers: {reason}")
+        if (error := stop_error()) is not None:
+            raise error
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return True
