@@ -91,7 +91,7 @@ def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
 
 
 def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
-    shell.launch("nothing", before="sleep 0.2; ")
+    shell.launch("nothing")
     shell.type("echo type''d ahead\n")
     shell.read_until("[0] reads True\r\n")
     shell.read_until("typed ahead\r\n")

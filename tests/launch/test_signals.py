@@ -16,6 +16,7 @@ from zrpc.launch import Task
 from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import SignalInbox
+from zrpc.launch.spawner import SpawnServer
 from zrpc.testing.procfs import children, state_of
 
 Write = Callable[..., str]
@@ -110,6 +111,8 @@ def ignored_children() -> Iterator[None]:
 def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
     ignored_children: None, marked: Any
 ) -> None:
+    with SpawnServer(env=marked.env) as spawner:
+        assert spawner.wait(spawner.spawn(Task.function("os:getpid")), 30) == 0
     with ForkServer(preload=[], env=marked.env) as server:
         pid = server.spawn(Task.function("signal:getsignal", signal.SIGCHLD))
         assert server.wait(pid, 30) == signal.SIG_IGN

@@ -113,6 +113,10 @@ class Output:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline or cancelled():
                     return False
+        self.finish()
+        if self._finished >= 0:
+            os.close(self._finished)
+            self._finished = -1
         return True
 
 

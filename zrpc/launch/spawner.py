@@ -120,9 +120,13 @@ class SpawnServer(Starter):
             code = process.wait()
         else:
             # Not reaped until `close`, so that nobody else gets its pid or its group's id.
-            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            try:
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # this process ignores SIGCHLD: nobody learns the exit code
+                code = 0  # as `subprocess` reports it
+            else:
+                assert ended is not None
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         with self._lock, contextlib.suppress(OSError):
             self._ended.add(process.pid)
             if self._exit_writer is not None:
