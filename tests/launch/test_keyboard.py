@@ -30,6 +30,8 @@ READS = """
             print("got", repr(input()))
         elif way == "descriptor":
             print("got", repr(os.read(0, 100).decode().rstrip()))
+        elif way == "device":
+            print("got", repr(open("/dev/stdin").readline().rstrip()))
         elif way == "select":
             select.select([sys.stdin], [], [])
             print("got", repr(sys.stdin.readline().rstrip()))
@@ -78,7 +80,7 @@ def shell(tmp_path: Path, marked: Any) -> Iterator[Shell]:
     shell.close()
 
 
-@pytest.mark.parametrize("way", ["input", "descriptor", "select", "child"])
+@pytest.mark.parametrize("way", ["input", "descriptor", "device", "select", "child"])
 def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
     shell: Shell, way: str
 ) -> None:

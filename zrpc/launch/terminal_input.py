@@ -6,7 +6,7 @@ shell or for another program. So the worker gets a pseudo-terminal, and the laun
 
 It reads only once the worker wants input. Otherwise what is typed stays with the terminal, for the
 shell that comes after the launch. A worker wants input if its program uses ``sys.stdin`` (see
-`RelayedInput`), or if one of its processes is found waiting to read descriptor 0.
+`RelayedInput`), or if one of its processes is found waiting to read that pseudo-terminal.
 
 If the program switches off the echo of its terminal, as getpass does, or reads single characters,
 the launcher's terminal is set to the same, and back in time.
@@ -121,6 +121,7 @@ class TerminalInput:
         # Not descriptor 0, since others that have that open wait when they read.
         self._terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
         self._master, self.fd = os.openpty()
+        self._name = os.ttyname(self.fd)
         os.set_blocking(self._master, False)
         self._closing, self._close = os.pipe()
         # Guards the modes of the launcher's terminal: what to restore, and whether it is paused.
@@ -253,14 +254,19 @@ class TerminalInput:
 
     def _is_awaited(self) -> bool:
         """Returns whether the worker, or a process that it has started, waits for its input."""
-        call = _READ_CALLS.get(platform.machine())
         pids = [self.pid]
         for pid in pids:
             with contextlib.suppress(OSError):
                 for thread in os.listdir(f"/proc/{pid}/task"):
-                    with open(f"/proc/{pid}/task/{thread}/syscall") as file:
-                        if file.read().split()[:2] == [call, "0x0"]:
-                            return True
+                    if self._is_read_by(f"/proc/{pid}/task/{thread}"):
+                        return True
                     with open(f"/proc/{pid}/task/{thread}/children") as file:
                         pids += map(int, file.read().split())
         return False
+
+    def _is_read_by(self, thread: str) -> bool:
+        with open(f"{thread}/syscall") as file:
+            call = file.read().split()  # its number and its arguments, or one word
+        if len(call) < 2 or call[0] != _READ_CALLS.get(platform.machine()):
+            return False
+        return os.readlink(f"{thread}/fd/{int(call[1], 16)}") == self._name
