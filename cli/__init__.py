@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 
+from . import first_process  # isort: skip  # noqa: F401 - imported before what takes a while
+
 import click
 
 # In the order in which they are shown.

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-__all__ = ["POSITIVE", "FiniteRange"]
+__all__ = ["NOT_NEGATIVE", "POSITIVE", "FiniteRange"]
 
 
 class FiniteRange(click.FloatRange):
@@ -24,3 +24,4 @@ class FiniteRange(click.FloatRange):
 
 
 POSITIVE = FiniteRange(min=0, min_open=True)
+NOT_NEGATIVE = FiniteRange(min=0)

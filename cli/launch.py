@@ -16,7 +16,7 @@ from zrpc.drop_in import child_environment
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.starter import METHODS
 
-from .finite_range import POSITIVE
+from .finite_range import NOT_NEGATIVE, POSITIVE
 from .sectioned_command import sectioned
 
 
@@ -68,10 +68,10 @@ _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
 _SECTIONS = {
     "Workers": (
         *("nprocs", "module", "no_python", "name_prefix", "env", "start_method", "drop_in"),
-        "timeout",
     ),
     "Output": ("log_dir", "trace"),
     "Debugging and metrics": ("pdb", "metrics_port"),
+    "Stopping": ("timeout", "grace"),
     "Restarts": ("max_restarts",),
     "Workers that join and leave": ("elastic", "listen", "join"),
     "Network": ("iface",),
@@ -136,6 +136,15 @@ _SECTIONS = {
     help="Stop all workers after this time and exit with 124.",
 )
 @click.option(
+    "--grace",
+    type=NOT_NEGATIVE,
+    metavar="SECONDS",
+    default=30.0,
+    show_default="30",
+    help="How long workers that are asked to stop may take, for example to save a checkpoint, "
+    "until they are killed.",
+)
+@click.option(
     "--start-method",
     type=click.Choice(METHODS),
     help="Fork workers from a process that has imported torch, or start a new interpreter for "
@@ -194,6 +203,7 @@ def command(
     log_dir: Path | None,
     trace: Path | None,
     timeout: float | None,
+    grace: float,
     start_method: str | None,
     max_restarts: int,
     elastic: bool,
@@ -224,7 +234,8 @@ def command(
 
     Each line of output is shown with its worker's rank. When a worker fails, the others are
     stopped, its traceback is shown last, and its exit code is the launcher's. Ctrl-C stops all
-    workers: gently first, after 3 seconds with more force, and at once if pressed again.
+    workers: gently first, by force after --grace, and at once if pressed again. Ctrl-Z suspends
+    them, and SIGUSR1 and SIGUSR2 are passed on to them.
 
     With --max-restarts, a failed worker is instead started again with the same rank and joins
     the others, which keep running. TORCHELASTIC_RESTART_COUNT counts its restarts. With --elastic,
@@ -249,6 +260,7 @@ def command(
         env=env,
         log_dir=log_dir,
         timeout=timeout,
+        grace=grace,
         start_method=start_method,
         max_restarts=max_restarts,
         elastic=elastic,

@@ -49,6 +49,7 @@ _SYSTEM_FIXTURES = {
     "marked",
     "programs",
     "quick_commands",
+    "shell",
     "start",
     "start_workers",
     "starter",

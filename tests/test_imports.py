@@ -93,6 +93,7 @@ SURFACE: dict[str, set[str]] = {
         "failure_detector",
         "hooks",
         "init_method",
+        "launch_stop",
         "liveness",
         "missing_ranks",
         "peer_record",

@@ -18,6 +18,7 @@ from zrpc.cli import main
 from zrpc.cli.launch import command
 
 from tests.support.warm import warm_commands
+from zrpc.launch import Job
 
 
 def run(
@@ -119,6 +120,9 @@ def test_what_is_meant_for_the_script_is_not_noted(tmp_path: Path, arguments: li
         (["--timeout", "inf", "s.py"], "expected a finite number, but got inf"),
         (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
         (["--no-such-option", "s.py"], "No such option"),
+        (["--grace", "-1", "s.py"], "Invalid value for '--grace': -1.0 is not in the range x>=0"),
+        (["--grace", "inf", "s.py"], "Invalid value for '--grace': expected a finite number"),
+        (["--grace", "nan", "s.py"], "Invalid value for '--grace': "),
     ],
 )
 def test_bad_arguments_are_explained(
@@ -129,6 +133,51 @@ def test_bad_arguments_are_explained(
     result = CliRunner().invoke(main, ["launch", *arguments])
     assert result.exit_code == 2
     assert error in result.output
+
+
+@pytest.mark.parametrize("arguments", [[], ["--grace", "0.5"], ["--grace", "0"]])
+def test_the_grace_period_is_passed_on(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr("zrpc.cli.launch.launch", lambda job: jobs.append(job) or 0)
+    assert CliRunner().invoke(command, [*arguments, "script.py"]).exit_code == 0
+    assert jobs[0].grace == float(arguments[1] if arguments else 30)
+
+
+WAITS_FOR_ZRPC = """
+    import os, signal, sys
+    import zrpc
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    rank = int(os.environ["RANK"])
+    if sys.argv[1] == "others":
+        if rank == 1:
+            sys.exit(3)
+        zrpc.init_rpc()
+    zrpc.init_rpc()
+    if rank == 1:
+        os._exit(3)
+    if sys.argv[1] == "a call":
+        zrpc.rpc_sync("worker1", signal.pause, timeout=0)
+    if sys.argv[1] == "a barrier":
+        zrpc.barrier(timeout=0)
+    zrpc.shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "restarts"),
+    [("others", 0), ("others", 1), ("a call", 0), ("a barrier", 0), ("the shutdown", 0)],
+)
+def test_a_worker_that_waits_only_for_zrpc_exits_when_a_peer_has_failed(
+    tmp_path: Path, what: str, restarts: int
+) -> None:
+    """Even if it ignores SIGTERM."""
+    (tmp_path / "waits.py").write_text(dedent(WAITS_FOR_ZRPC))
+    options = ["-n", "2", "--grace", "3600", "--max-restarts", str(restarts)]
+    code, _, err = run("launch", *options, "waits.py", what, cwd=tmp_path)
+    assert code == 3, err
 
 
 def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None:

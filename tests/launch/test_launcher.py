@@ -307,18 +307,41 @@ def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write
     assert "the output can't be written (No space left on device); stopping 1 worker" in err
 
 
-def test_stray_process_with_the_output_open_does_not_delay_the_exit(
-    start: Start, write: Write
+@pytest.mark.parametrize("stop", ["done", "failure", "signal", "timeout"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
+    start: Start, write: Write, marked: Any, until: Callable[..., Any], method: str, stop: str
 ) -> None:
     script = write(
         """
-        import subprocess, sys
-        code = "import time; time.sleep(1000)"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-        print("done")
+        import os, subprocess, sys, time
+        code = "import sys; print('lives', flush=True); open(sys.argv[1]).read()"
+        def child(fifo, **options):
+            command = [sys.executable, "-c", code, fifo]
+            process = subprocess.Popen(command, stdout=-1, stderr=2, **options)
+            assert process.stdout.readline() == b"lives\\n"
+        child(sys.argv[1], start_new_session=True)
+        child(sys.argv[2])
+        print("ready")
+        if sys.argv[3] != "done":
+            time.sleep(1 if sys.argv[3] == "failure" else 1000)
+            sys.exit(1)
         """
     )
-    assert start(script).finish() == (0, "[0] done\n", "")
+    fifos = [os.path.join(os.path.dirname(script), name) for name in ("detached", "attached")]
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    job = {"timeout": 1.0} if stop == "timeout" else {}
+    launched = start(script, argv=[*fifos, stop], start_method=method, **job)
+    launched.read_until("[0] ready\n")
+    if stop == "signal":
+        launched.process.send_signal(signal.SIGTERM)
+    code, _, _ = launched.finish()
+    assert code == {"done": 0, "failure": 1, "signal": 143, "timeout": 124}[stop]
+    left = until(lambda: len(pids := marked.pids()) == 1 and pids, "one process is left")
+    assert os.getsid(left[0]) == left[0]
+    with open(fifos[0], "w"):
+        pass  # it exits at the end of this file
 
 
 class Terminal:
@@ -371,6 +394,8 @@ def test_terminal_shows_colours_and_sends_one_interrupt(
     [
         ({"nprocs": 0}, "ValueError: expected at least 1 worker, but got nprocs=0"),
         ({"timeout": 0}, "ValueError: expected a timeout above 0"),
+        ({"grace": -1.0}, "ValueError: expected a grace period of 0 or more seconds, but got -1"),
+        ({"grace": float("nan")}, "ValueError: expected a grace period of 0 or more seconds"),
         ({"name_prefix": "a b"}, "ValueError: expected a name prefix of at most 120 letters"),
         ({"env": {"RANK": "1"}}, "ValueError: RANK can't be set"),
         ({"env": {"ZRPC_SECRET": "x"}}, "ValueError: ZRPC_SECRET can't be set here: all users"),

@@ -103,6 +103,21 @@ def test_waiting_for_an_open_stream_has_a_timeout() -> None:
     os.close(null)
 
 
+def test_streams_that_others_hold_open_end_once_they_are_empty(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    output = Output(Console(stdout=writing, stderr=writing), tmp_path)
+    fds = output.open(0)
+    for fd in fds:
+        os.write(fd, b"whole\npart")
+    output.finish()
+    assert output.drain(30.0)
+    os.close(writing)
+    with open(reading, "rb") as file:
+        assert sorted(file.read().splitlines()) == [b"[0] part"] * 2 + [b"[0] whole"] * 2
+    for fd in fds:
+        os.close(fd)
+
+
 @pytest.mark.system
 def test_drain_waits_for_a_slow_reader_until_it_is_cancelled() -> None:
     reading, writing = os.pipe()

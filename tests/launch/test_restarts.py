@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import select
+import signal
 import socket
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ import pytest
 
 from tests.support.waiting import SOON
 from zrpc.launch import Job, LaunchError, Starter, Task, launch, launcher
-from zrpc.launch.signals import SignalInbox
+from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, EXIT_RECORD
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
 from zrpc.launch.worker import EnvironmentTemplate
@@ -264,6 +267,34 @@ def test_a_store_process_that_fails_is_an_error() -> None:
             process.first_rank(StoreAddress("h", 9), 1, inbox)
     finally:
         inbox.close()
+
+
+@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
+def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
+    number: signal.Signals, rank: int | None
+) -> None:
+    answers: list[threading.Timer] = []
+
+    class Starter:
+        """Starts a process that answers a while after the signal."""
+
+        def spawn(self, task: Any, pass_fds: Any) -> int:
+            signal.raise_signal(number)
+            answers.append(threading.Timer(0.1, answer, (os.dup(pass_fds[0]),)))
+            answers[0].start()
+            return 1
+
+    def answer(fd: int) -> None:
+        with open(fd, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
+            file.write(struct.pack("=q", 4))
+
+    inbox = SignalInbox(STOPS | FORWARDED)
+    process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
+    with inbox:
+        assert process.first_rank(StoreAddress("h", 9), 1, inbox) == rank
+        assert inbox.take() == {number}
+    inbox.close()
+    answers[0].join()
 
 
 @pytest.mark.system

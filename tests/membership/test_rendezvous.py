@@ -522,3 +522,16 @@ def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys(
     # All ranks twice at its start and once for the error, the records that exist twice, and the
     # first missing one at each look.
     assert 256 < asked < 5 * 256
+
+
+def test_a_worker_stops_waiting_for_others_when_the_launcher_stops_all(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(meet, connect(), record(0, 2), 60.0)
+        (tmp_path / "launch-stops").write_text("rank 1 failed (exit code 3)")
+        with pytest.raises(
+            RendezvousError, match=r"stops all workers: rank 1 failed \(exit code 3"
+        ):
+            waiting.result(SOON)

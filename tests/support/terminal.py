@@ -72,6 +72,11 @@ class TerminalProgram:
         """Types a text; ``\\x03`` is Ctrl-C."""
         os.write(self._master, text.encode())
 
+    def echoes(self) -> bool:
+        """Returns whether the terminal shows what is typed."""
+        modes: Any = termios.tcgetattr(self._slave)
+        return bool(modes[3] & termios.ECHO)
+
     def finish(self) -> int:
         """Waits for the end; returns the exit code. The terminal must be as it was."""
         deadline = time.monotonic() + DEADLINE

@@ -39,7 +39,7 @@ def become(task: Task, startup_modules: Collection[str]) -> None:
         _execute(task)
     if hidden := _hidden_modules(task, startup_modules):
         _start_over(task, hidden)
-    _open_standard_streams(task.line_buffered)
+    _open_standard_streams(task)
     _reseed()
     program.run(task)
 
@@ -113,23 +113,29 @@ def _start_over(task: Task, hidden: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *options, *program_arguments, *task.argv])
 
 
-def _open_standard_streams(line_buffered: bool) -> None:
+def _open_standard_streams(task: Task) -> None:
     # The server opened its streams for other files, perhaps a terminal: buffering and encoding
     # error handling are chosen again, as when an interpreter starts.
     for fd, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
-        stream = _text_stream(fd, getattr(sys, f"__{name}__"), line_buffered)
+        stream = _text_stream(fd, getattr(sys, f"__{name}__"), task)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _text_stream(fd: int, model: TextIO | None, line_buffered: bool) -> TextIO:
+def _text_stream(fd: int, model: TextIO | None, task: Task) -> TextIO:
     is_input = fd == 0
     write_through = isinstance(model, io.TextIOWrapper) and model.write_through  # python -u
     mode = "rb" if is_input else "wb"
     buffering = 0 if write_through and not is_input else -1
-    raw: Any = open(fd, mode, buffering, closefd=False)  # noqa: SIM115
+    raw: Any
+    if is_input and task.relayed_input:
+        from zrpc.launch.terminal_input import RelayedInput  # only importable on Unix
+
+        raw = io.BufferedReader(RelayedInput(fd, mode, closefd=False))
+    else:
+        raw = open(fd, mode, buffering, closefd=False)  # noqa: SIM115
     getattr(raw, "raw", raw).name = ("<stdin>", "<stdout>", "<stderr>")[fd]
-    flushes_lines = not is_input and (line_buffered or fd == 2 or raw.isatty())
+    flushes_lines = not is_input and (task.line_buffered or fd == 2 or raw.isatty())
     stream = io.TextIOWrapper(
         raw,
         encoding=model.encoding if model else "utf-8",

@@ -6,6 +6,7 @@ import signal
 from collections import deque
 from dataclasses import dataclass, replace
 
+_INTERRUPT_SECONDS = 3.0  # from SIGINT to SIGTERM
 _KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has only one way
 
 
@@ -19,8 +20,12 @@ class Step:
 
 
 def interrupt(grace: float) -> list[Step]:
-    """Starts with SIGINT, as Ctrl-C: it reaches a program and the processes it has started."""
-    return [Step(0.0, signal.SIGINT, True), *_after(grace, terminate(grace))]
+    """Starts with SIGINT, as Ctrl-C: it reaches a program and the processes it has started.
+
+    Within the grace period SIGTERM follows, for programs that take no notice of SIGINT.
+    """
+    first = _INTERRUPT_SECONDS if grace > _INTERRUPT_SECONDS else grace / 2
+    return [Step(0.0, signal.SIGINT, True), *_after(first, terminate(grace - first))]
 
 
 def terminate(grace: float) -> list[Step]:
@@ -58,6 +63,11 @@ class Escalation:
             self._last_at = self.next_at
             taken.append(self._steps.popleft())
         return taken
+
+    def postpone(self, seconds: float) -> None:
+        """Takes all steps that are left later by this time."""
+        self.started_at += seconds
+        self._last_at += seconds
 
     @property
     def next_at(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from zrpc.launch.channel import MAX_DESCRIPTORS, Channel
 from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.signal_state import SignalState, blocked
 from zrpc.launch.starter import (
     DEFAULT_PRELOAD,
     Exit,
@@ -31,7 +32,8 @@ _REPLY_SECONDS = 60.0
 
 _SERVE = """\
 from zrpc.launch.server import serve
-serve({}, {}, {owner}, {preload!r}, startup_modules)()
+from zrpc.launch.signal_state import SignalState
+serve({}, {}, {owner}, {preload!r}, startup_modules, {given}, {spare_detached})()
 """
 
 
@@ -48,6 +50,9 @@ class ForkServer(Starter):
         env: Environment of the server and the default for its children; None for a copy of this
             process's. Variables that libraries read when they are loaded, such as
             ``OMP_NUM_THREADS``, must be set here.
+        given: The signals that its children ignore and block; None for those that the thread
+            which starts the server does.
+        spare_detached: Whether processes that have left the sessions of the children outlive it.
 
     If a tool starts a thread in each interpreter, the server can't be forked. Then each child is a
     new interpreter, and nothing is imported before.
@@ -62,9 +67,16 @@ class ForkServer(Starter):
     """
 
     def __init__(
-        self, *, preload: Sequence[str] = DEFAULT_PRELOAD, env: Mapping[str, str] | None = None
+        self,
+        *,
+        preload: Sequence[str] = DEFAULT_PRELOAD,
+        env: Mapping[str, str] | None = None,
+        given: SignalState | None = None,
+        spare_detached: bool = False,
     ) -> None:
         super().__init__()
+        self._given = given
+        self._spare_detached = spare_detached
         self.pid = 0
         self._preload = list(preload)
         self._env = None if env is None else dict(env)
@@ -108,15 +120,23 @@ class ForkServer(Starter):
 
     def _start_process(self, fds: Sequence[int]) -> subprocess.Popen[bytes]:
         """Starts the server's process, which serves requests and reports exits at these sockets."""
-        return subprocess.Popen(
-            python_command(_SERVE.format(*fds, owner=os.getpid(), preload=self._preload)),
-            stdin=subprocess.DEVNULL,
-            stdout=output_of_child(1),
-            stderr=output_of_child(2),
-            env=self._env,
-            pass_fds=fds,
-            start_new_session=True,  # the owner handles a Ctrl-C at the terminal
+        code = _SERVE.format(
+            *fds,
+            owner=os.getpid(),
+            preload=self._preload,
+            given=SignalState.current() if self._given is None else self._given,
+            spare_detached=self._spare_detached,
         )
+        with blocked():
+            return subprocess.Popen(
+                python_command(code),
+                stdin=subprocess.DEVNULL,
+                stdout=output_of_child(1),
+                stderr=output_of_child(2),
+                env=self._env,
+                pass_fds=fds,
+                start_new_session=True,  # the owner handles a Ctrl-C at the terminal
+            )
 
     def _spawn(self, task: Task, streams: Streams, pass_fds: Sequence[int]) -> int:
         if len(pass_fds) > MAX_DESCRIPTORS - 3 or any(fd < 3 for fd in pass_fds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import selectors
@@ -16,10 +18,12 @@ from zrpc.launch import escalation
 from zrpc.launch.console import Console
 from zrpc.launch.descriptors import open_standard_descriptors
 from zrpc.launch.escalation import Escalation, Step
+from zrpc.launch.keyboard import Keyboard
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.script import check_script, find_program
-from zrpc.launch.signals import SignalInbox
+from zrpc.launch.signal_state import SignalState
+from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, LaunchError, Starter, make_starter
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
 from zrpc.launch.task import Task
@@ -27,12 +31,12 @@ from zrpc.launch.terminal import Terminal, is_usable
 from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
 
 _TIMED_OUT_CODE = 124  # the same as coreutils' timeout
-_INTERRUPTED_CODE = 128 + signal.SIGINT
 _OUTPUT_CLOSED_CODE = 128 + 13  # the same as a program killed by SIGPIPE
 _ECHO_SECONDS = 0.3  # within this time a second signal is the first one, repeated by a parent
+_STOP_NOTE = "launch-stops"  # read by zrpc.membership.launch_stop
 _KILL_SECONDS = 10.0  # for killed workers to exit
 _MAX_SELECT_SECONDS = 86400.0  # the system has a limit of some weeks
-_DRAIN_SECONDS = 2.0  # for output of processes that outlived all workers
+_DRAIN_SECONDS = 2.0  # for a process that outlived all workers and writes all the time
 _Steps = Callable[[float], list[Step]]  # makes them from the grace period
 
 
@@ -50,7 +54,7 @@ class Job:
         env: Variables for all workers, in addition to this process's.
         log_dir: The directory in which each worker's output is also kept; None to keep none.
         timeout: Seconds, from the start of the workers, after which they are stopped.
-        grace: Seconds between a gentle request to stop and force.
+        grace: Seconds from the first signal that asks workers to stop until they are killed.
         start_method: ``fork`` or ``spawn``; None for the system's default.
         preload: Modules to import once, before the workers are forked.
         max_restarts: How often each worker is started again if it fails.
@@ -71,7 +75,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
-    grace: float = 3.0
+    grace: float = 30.0
     start_method: str | None = None
     preload: Sequence[str] = DEFAULT_PRELOAD
     max_restarts: int = 0
@@ -91,6 +95,8 @@ class Job:
             raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
+        if not 0 <= self.grace < math.inf:
+            raise ValueError(f"expected a grace period of 0 or more seconds, but got {self.grace}")
         if self.max_restarts < 0:
             raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
         self._check_address()
@@ -131,9 +137,9 @@ def launch(job: Job) -> int:
 
     Output goes to this process's descriptors 1 and 2, each line after its worker's rank.
     Worker 0 reads this process's standard input, the others have none. Each of the three that is
-    closed is first opened on the null device. In the main thread, SIGINT, SIGTERM and SIGHUP
-    stop the workers: first gently, after the grace period by force, and at once when a second
-    signal arrives.
+    closed is first opened on the null device. In the main thread, SIGINT, SIGTERM, SIGHUP and
+    SIGALRM stop the workers: first gently, after the grace period by force, and at once when a
+    second signal arrives. SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are passed on to the workers.
 
     Returns:
         0 if all workers exited with 0; the code of the first one that failed (128 plus the number
@@ -151,28 +157,40 @@ def launch(job: Job) -> int:
     """
     job.check()
     open_standard_descriptors()
-    base = base_environment(job.nprocs, job.env)
-    if job.no_python:
-        base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
-    inbox = SignalInbox()
-    console = Console(on_closed=inbox.wake)
-    output = Output(console, None if job.log_dir is None else Path(job.log_dir))
-    preload = () if job.no_python else job.preload
-    starter = make_starter(job.start_method, preload=preload, env=base)
     with ExitStack() as stack:
+        inbox = SignalInbox(STOPS | FORWARDED)
         stack.callback(inbox.close)
+        given = SignalState.current()
+        stack.enter_context(inbox)
+        stack.enter_context(given.set_aside())
+        base = base_environment(job.nprocs, job.env)
+        if job.no_python:
+            base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
+        console = Console(on_closed=inbox.wake)
+        output = Output(console, None if job.log_dir is None else Path(job.log_dir))
+        starter = make_starter(
+            job.start_method,
+            preload=() if job.no_python else job.preload,
+            env=base,
+            given=given,
+            spare_detached=True,
+        )
         stack.callback(starter.close)
         try:
-            starter.start()
-        except KeyboardInterrupt:  # while torch was imported: there is nothing to stop yet
-            return _INTERRUPTED_CODE
-        stack.enter_context(inbox)
+            with inbox.interrupting(STOPS):
+                starter.start()
+        except (KeyboardInterrupt, LaunchError):  # while torch was imported, perhaps by all
+            if stops := inbox.take() & STOPS:  # there is nothing to stop yet
+                return 128 + min(stops)
+            raise
         if starter.note:
             output.notice(f"zrpc launch: note: {starter.note}")
+        terminal = None
         if is_usable():
             terminal = stack.enter_context(Terminal(starter.make_directory()))
             base = {**base, **terminal.env}
-        run = _Run(job, starter, inbox, console, base, output)
+        keyboard = stack.enter_context(Keyboard(terminal, output.notice))
+        run = _Run(job, starter, inbox, console, base, output, keyboard)
         if text := job.listen or job.join:
             address = parse_address(text)
         else:
@@ -182,7 +200,8 @@ def launch(job: Job) -> int:
         run.start(address)
         code = run.watch()
         starter.close()
-        output.drain(_DRAIN_SECONDS, cancelled=lambda: bool(inbox.take()))
+        output.finish()
+        output.drain(_DRAIN_SECONDS, cancelled=lambda: inbox.has(STOPS))
         run.report()
     return code
 
@@ -197,11 +216,14 @@ class _Run:
     _console: Console
     _base: Mapping[str, str]
     _output: Output
+    _keyboard: Keyboard
     _store: StoreProcess | None = None
     _workers: dict[int, Worker] = field(default_factory=dict)
     _first_failed: Worker | None = None
     _exit_code: int = 0
     _escalation: Escalation | None = None
+    _stop_reason: str = ""
+    _runtime_dir: str | None = None  # private to the workers of this launch
     _deadline: float = float("inf")  # of the job's timeout
     _kill_deadline: float = float("inf")  # for killed workers to exit
 
@@ -217,17 +239,19 @@ class _Run:
             first = found
         if job.elastic and not job.join:
             self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
+        # Workers of other launches must find the sockets of these.
+        self._runtime_dir = None if job.elastic else self._starter.make_directory()
         self._environment = EnvironmentTemplate(
             job.nprocs,
             job.name_prefix,
             address.host,
             address.port,
-            # Workers of other launches must find the sockets of these.
-            None if job.elastic else self._starter.make_directory(),
+            self._runtime_dir,
             first,
             job.elastic,
             job.max_restarts,
         )
+        self._inbox.discard(FORWARDED)  # no program could have had a handler for them
         for rank in range(first, first + job.nprocs):
             self._start_worker(rank)
         if job.timeout is not None:
@@ -237,19 +261,24 @@ class _Run:
         job, template = self._job, self._environment
         make = Task.module if job.module else Task.program if job.no_python else Task.script
         env = template.for_worker(self._base, rank, restarts)
+        reads_input = rank == template.first_rank and not restarts
         task = make(job.target, job.argv).within(
-            cwd=os.getcwd(), env=env, line_buffered=True, on_error=job.on_error
+            cwd=os.getcwd(),
+            env=env,
+            line_buffered=True,
+            on_error=job.on_error,
+            relayed_input=reads_input and self._keyboard.relays,
         )
         stdout, stderr = self._output.open(rank, restarts)
-        reads_input = rank == template.first_rank and not restarts
+        stdin = self._keyboard.fd if reads_input else None
         try:
-            pid = self._starter.spawn(
-                task, stdin=0 if reads_input else None, stdout=stdout, stderr=stderr
-            )
+            pid = self._starter.spawn(task, stdin=stdin, stdout=stdout, stderr=stderr)
         finally:
             os.close(stdout)
             os.close(stderr)
         self._workers[pid] = Worker(rank, pid, restarts)
+        if reads_input:
+            self._keyboard.serve(pid)
 
     def _alive(self) -> list[Worker]:
         return [worker for worker in self._workers.values() if worker.returncode is None]
@@ -262,6 +291,7 @@ class _Run:
         with selectors.DefaultSelector() as selector:
             selector.register(self._starter, selectors.EVENT_READ)
             selector.register(self._inbox, selectors.EVENT_READ)
+            self._inbox.collect(SUSPENDS)
             self._on_wakeup()  # a signal may have come before there were workers
             while alive := self._alive():
                 now = time.monotonic()
@@ -287,6 +317,7 @@ class _Run:
                 continue
             worker = self._workers[found.pid]
             worker.returncode = found.returncode
+            self._keyboard.on_exit(found.pid)
             if found.returncode != 0 and self._escalation is None:
                 self._on_failure(worker)
 
@@ -306,24 +337,54 @@ class _Run:
 
     def _on_wakeup(self) -> None:
         signals = self._inbox.take()
+        if signals & FORWARDED:
+            self._keyboard.resize()  # before a worker learns that it has another size
+        for number in signals & FORWARDED:
+            self._send(number, group=False)
+        if suspends := signals & SUSPENDS:
+            self._suspend(min(suspends))
+        stops = signals & STOPS
         now = time.monotonic()
         if self._console.closed and self._escalation is None:
             trouble = self._console.trouble
             why = f"can't be written ({trouble})" if trouble else "was closed by its reader"
             self._begin_stop(_OUTPUT_CLOSED_CODE, f"the output {why}")
-        elif not signals:
+        elif not stops:
             return
         elif self._escalation is None:
-            number = min(signals)
+            number = min(stops)
             steps = escalation.interrupt if number == signal.SIGINT else escalation.terminate
             self._begin_stop(128 + number, f"got {signal.Signals(number).name}", steps)
         elif now - self._escalation.started_at > _ECHO_SECONDS:
             self._escalation = Escalation(escalation.kill(), now)
 
+    def _send(self, number: int, *, group: bool) -> None:
+        for worker in self._alive():
+            self._starter.send_signal(worker.pid, number, group=group)
+
+    def _suspend(self, number: int) -> None:
+        """Stops the workers and this process, until the shell continues it.
+
+        Ctrl-Z doesn't reach the workers, which have sessions of their own. There SIGTSTP would do
+        nothing, as no shell watches them.
+        """
+        before = time.monotonic()
+        self._send(signal.SIGSTOP, group=True)
+        with self._keyboard.paused():
+            self._inbox.let_act(number)
+        self._inbox.discard(SUSPENDS | {signal.SIGCONT})
+        self._send(signal.SIGCONT, group=True)
+        seconds = time.monotonic() - before
+        self._deadline += seconds
+        self._kill_deadline += seconds
+        if self._escalation is not None:
+            self._escalation.postpone(seconds)
+
     def _begin_stop(self, code: int, reason: str, steps: _Steps = escalation.terminate) -> None:
         self._exit_code = code
         self._escalation = Escalation(steps(self._job.grace), time.monotonic())
         self._deadline = float("inf")
+        self._stop_reason = reason
         if alive := len(self._alive()):
             workers = "worker" if alive == 1 else "workers"
             self._output.notice(f"zrpc launch: {reason}; stopping {alive} {workers}")
@@ -334,10 +395,16 @@ class _Run:
         if self._escalation is None:
             return
         for step in self._escalation.due(now):
-            for worker in self._alive():
-                self._starter.send_signal(worker.pid, step.number, group=step.group)
+            self._send(step.number, group=step.group)
+            self._note_stop()
             if self._escalation.next_at == float("inf"):
                 self._kill_deadline = now + _KILL_SECONDS
+
+    def _note_stop(self) -> None:
+        """Notes the stop for workers that handle the signals, and wait to meet others in vain."""
+        if self._runtime_dir is not None:
+            with contextlib.suppress(OSError):  # a full disk must not keep them from being stopped
+                Path(self._runtime_dir, _STOP_NOTE).write_text(self._stop_reason)
 
     def report(self) -> None:
         """Shows the error output of the worker that failed first, below everything else."""

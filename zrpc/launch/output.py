@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ class Output:
         self._streams: list[_Stream] = []
         self._tails: dict[int, _Tail] = {}
         self._notices: _Notices | None = None
+        # Closed by `finish`. Each stream's thread waits for its pipe or for that.
+        self._finished, self._unfinished = os.pipe()
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -72,7 +75,9 @@ class Output:
             with contextlib.suppress(OSError):  # a device
                 log.truncate(0)
         reading, writing = os.pipe()
-        self._streams.append(_Stream(reading, rank, error, self._console, log, tail))
+        self._streams.append(
+            _Stream(reading, rank, error, self._console, log, tail, self._finished)
+        )
         return writing
 
     def notice(self, text: str) -> None:
@@ -84,6 +89,15 @@ class Output:
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
         return last_traceback(list(self._tails[rank].lines))
+
+    def finish(self) -> None:
+        """Ends each stream as soon as its pipe is empty.
+
+        For when all workers have exited: other processes may hold their pipes open without limit.
+        """
+        if self._unfinished >= 0:
+            os.close(self._unfinished)
+            self._unfinished = -1
 
     def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
         """Waits until every stream has ended and was shown, and notices; returns whether all have.
@@ -104,6 +118,10 @@ class Output:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline or cancelled():
                     return False
+        self.finish()
+        if self._finished >= 0:
+            os.close(self._finished)
+            self._finished = -1
         return True
 
 
@@ -150,6 +168,7 @@ class _Stream(threading.Thread):
         console: Console,
         log: BinaryIO | None,
         tail: _Tail | None,
+        finished: int,
     ) -> None:
         # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
         super().__init__(name=f"zrpc-output-{rank}-{'err' if error else 'out'}", daemon=True)
@@ -159,6 +178,7 @@ class _Stream(threading.Thread):
         self._console = console
         self._log = log
         self._tail = tail
+        self._finished = finished
         self._splitter = LineSplitter()
         self.start()
 
@@ -175,13 +195,19 @@ class _Stream(threading.Thread):
 
     def _next(self) -> bytes:
         """Waits for output, and shows meanwhile what is due; returns nothing at the end."""
-        due = self._splitter.due
-        if due is not None and hasattr(select, "poll"):  # Windows can't wait for a pipe
-            poll = select.poll()
-            poll.register(self._fd, select.POLLIN)
-            if not poll.poll(max(0.0, due - time.monotonic()) * 1000):
+        if sys.platform == "win32":  # nothing there waits for a pipe or something else
+            return os.read(self._fd, 65536)
+        poll = select.poll()  # not `select`: a launch of many workers has many descriptors
+        poll.register(self._fd, select.POLLIN)
+        poll.register(self._finished, select.POLLIN)
+        ready: list[int] = []
+        while not ready:
+            due = self._splitter.due
+            seconds = None if due is None else max(0.0, due - time.monotonic())
+            ready = [fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)]
+            if not ready:
                 self._show(self._splitter.tick(time.monotonic()))
-        return os.read(self._fd, 65536)
+        return os.read(self._fd, 65536) if self._fd in ready else b""
 
     def _keep(self, data: bytes) -> None:
         if self._log is None:

@@ -38,7 +38,8 @@ from zrpc.launch import child
 from zrpc.launch.channel import Channel
 from zrpc.launch.descriptors import is_open, move_descriptors
 from zrpc.launch.short_directory import short_directory
-from zrpc.launch.signals import SignalInbox
+from zrpc.launch.signal_state import FRESH, SignalState, blocked, receive_signals
+from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.spawner import code_for
 from zrpc.launch.starter import EXIT_RECORD, python_command
 from zrpc.launch.task import Task
@@ -46,20 +47,35 @@ from zrpc.launch.task import Task
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
 _KILL_SECONDS = 5.0  # for killed processes to exit
 _POLL_SECONDS = 0.02
+# The others do nothing to the server. A supervisor that sends them to all processes sends them to
+# the owner, too, which gives the workers time to stop.
+_COLLECTED = STOPS | FORWARDED | {signal.SIGCHLD}
 _Program = Callable[[], None]
 
 
 def serve(
-    requests: int, exits: int, owner: int, preload: Sequence[str], startup_modules: Collection[str]
+    requests: int,
+    exits: int,
+    owner: int,
+    preload: Sequence[str],
+    startup_modules: Collection[str],
+    given: SignalState = FRESH,
+    spare_detached: bool = False,
 ) -> _Program:
     """Answers requests until the owner is gone; then exits. Returns, in a child, its program.
 
     The first two are descriptors of sockets, and ``owner`` is the owner's process id. The modules
     in ``preload`` are imported before the first fork; a fresh interpreter has the startup modules.
+    Children get the state of signals that is given. With ``spare_detached``, processes that have
+    left the sessions of the children outlive the server.
 
     A process with several threads can't be forked safely: another thread may hold a lock, which
     nobody releases in the child. If a tool has started one, each child is a new interpreter.
     """
+    inbox = SignalInbox(_COLLECTED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    inbox.__enter__()
+    receive_signals()  # the owner has blocked them, so that none comes before the handlers
     channel = Channel(socket.socket(fileno=requests))
     # While torch is imported, the collector would pass over its objects again and again: for 6 % of
     # the import's processor time, and for a sixth if torch._dynamo is imported, too.
@@ -75,7 +91,8 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    server = _Server(channel, socket.socket(fileno=exits), owner, forks=not threads)
+    exits_socket = socket.socket(fileno=exits)
+    server = _Server(channel, exits_socket, owner, inbox, given, spare_detached, not threads)
     _reply(channel, "done", threads)
     return partial(child.become, server.run(), startup_modules)
 
@@ -112,7 +129,16 @@ def _import(name: str) -> None:
 class _Server:
     """The server's loop. All state belongs to the process's only thread."""
 
-    def __init__(self, channel: Channel, exits: socket.socket, owner: int, forks: bool) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        exits: socket.socket,
+        owner: int,
+        inbox: SignalInbox,
+        given: SignalState,
+        spare_detached: bool,
+        forks: bool,
+    ) -> None:
         self._channel = channel
         self._exits = exits
         self._exits.setblocking(False)
@@ -120,15 +146,17 @@ class _Server:
         self._running: set[int] = set()
         self._forks = forks  # or else it starts interpreters
         self._task_directory: str | None = None
+        self._sessions = {os.getsid(0)}  # this process's, and those that its children lead
         self._directories: list[str] = []
         self._stopping = False
-        self._inbox = SignalInbox(("SIGCHLD", "SIGTERM", "SIGINT", "SIGHUP"))
+        self._inbox = inbox
+        self._given = given
+        self._spare_detached = spare_detached
         self._owner_fd = _process_descriptor(owner)
         self._selector = selectors.DefaultSelector()
         for source in (channel, self._inbox, self._owner_fd):
             if source is not None:
                 self._selector.register(source, selectors.EVENT_READ)
-        self._inbox.__enter__()
         child.adopt_orphans()
 
     def run(self) -> Task:
@@ -147,10 +175,8 @@ class _Server:
         os._exit(0)
 
     def _on_signals(self) -> None:
-        numbers = self._inbox.take()
-        if signal.SIGTERM in numbers:
-            self._stopping = True
-        if signal.SIGCHLD in numbers:
+        # The owner decides about the others: it may have got them, too.
+        if signal.SIGCHLD in self._inbox.take():
             for pid, status in _reap():
                 if pid in self._running:
                     self._running.discard(pid)
@@ -225,16 +251,16 @@ class _Server:
                     "preloaded module uses it in the server; pass a copy made by os.dup"
                 )
         # In the child, no signal may run a handler of the server or wake the server.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         server = os.getpid()
-        try:
+        with blocked():
             pid = os.fork()
             if pid == 0:
                 self._become_child(server, fds, [*streams, *passed])
             else:
                 self._running.add(pid)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                self._sessions.add(pid)
+        if pid == 0:
+            self._given.restore()
         return pid
 
     def _start_interpreter(
@@ -246,7 +272,7 @@ class _Server:
         given = dict(zip(streams, fds, strict=False))
         moved = dict(zip(fds[len(streams) :], passed, strict=True))
         process = subprocess.Popen(
-            python_command(code_for(task, self._task_directory, moved)),
+            python_command(code_for(task, self._task_directory, self._given, moved)),
             stdin=given.get(0),
             stdout=given.get(1),
             stderr=given.get(2),
@@ -257,6 +283,7 @@ class _Server:
         )
         process.returncode = 0  # or Python would reap it some time
         self._running.add(process.pid)
+        self._sessions.add(process.pid)
         return process.pid
 
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
@@ -284,15 +311,22 @@ class _Server:
         # Orphans become children of this process. Some of them clean up when their parent is
         # gone, so they get some time.
         deadline = time.monotonic() + _ORPHAN_SECONDS
-        while _children() and time.monotonic() < deadline:
+        while self._left() and time.monotonic() < deadline:
             self._reap_later()
         deadline = time.monotonic() + _KILL_SECONDS
-        while (pids := _children()) and time.monotonic() < deadline:
+        while (pids := self._left()) and time.monotonic() < deadline:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             self._reap_later()
         for directory in self._directories:
             shutil.rmtree(directory, ignore_errors=True)
+
+    def _left(self) -> list[int]:
+        """Returns the children that must not outlive this process."""
+        children = _children()
+        if not self._spare_detached:
+            return children
+        return [pid for pid in children if _session_of(pid) in self._sessions]
 
     def _reap_later(self) -> None:
         """Waits a moment for a signal, and reaps."""
@@ -323,6 +357,14 @@ def _children() -> list[int]:
             return [int(pid) for pid in file.read().split()]
     except FileNotFoundError:
         return []  # /proc isn't mounted, or the kernel doesn't have the file: orphans stay unknown
+
+
+def _session_of(pid: int) -> int:
+    """Returns the session of a process, which stays its leader's process id; 0 if it is gone."""
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
 
 
 if sys.platform != "linux":  # pragma: no cover

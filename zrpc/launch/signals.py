@@ -6,11 +6,22 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Set
 from types import FrameType
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+
+def numbers_of(*names: str) -> frozenset[int]:
+    """Returns the numbers of those of the named signals that this system has."""
+    return frozenset(int(getattr(signal, name)) for name in names if hasattr(signal, name))
+
+
+# Each stops all workers.
+STOPS = numbers_of("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM")
+# Each is passed on to the workers.
+FORWARDED = numbers_of("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+# Each suspends the launcher and all workers, until they are continued.
+SUSPENDS = numbers_of("SIGTSTP", "SIGTTIN", "SIGTTOU")
 _WAKE = 0  # written by `wake`; not a signal's number
 
 
@@ -21,37 +32,87 @@ class SignalInbox:
     that was ignored before, such as SIGHUP under nohup, stays ignored.
 
     Args:
-        names: The signals to collect. Those that the system doesn't have are left out.
+        numbers: The signals to collect.
 
     Attributes:
         fds: All its descriptors.
     """
 
-    def __init__(self, names: Sequence[str] = _NAMES) -> None:
-        self._names = names
+    def __init__(self, numbers: Set[int] = STOPS) -> None:
+        self._numbers = numbers
         self._reading, self._writing = socket.socketpair()
         self._reading.setblocking(False)
         self._writing.setblocking(False)
         self.fds = {self._reading.fileno(), self._writing.fileno()}
         self._handlers: dict[int, Any] = {}
         self._wakeup_fd = -1
+        self._untaken: set[int] = set()
+        self._interrupts: Set[int] = frozenset()
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when there is something to `take`."""
+        """Returns a descriptor that is readable when signals have come since the last look."""
         return self._reading.fileno()
 
     def take(self) -> set[int]:
         """Returns the numbers of the signals that came since the last call."""
-        numbers: set[int] = set()
+        self._read()
+        numbers, self._untaken = self._untaken, set()
+        return numbers
+
+    def has(self, numbers: Set[int]) -> bool:
+        """Returns whether one of these signals has come, and leaves it to `take`."""
+        self._read()
+        return not self._untaken.isdisjoint(numbers)
+
+    def discard(self, numbers: Set[int]) -> None:
+        """Forgets these signals, if they have come."""
+        self._read()
+        self._untaken -= numbers
+
+    def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while data := self._reading.recv(4096):
-                numbers.update(data)
-        return numbers - {_WAKE}
+                self._untaken.update(data)
+        self._untaken.discard(_WAKE)
 
     def wake(self) -> None:
         """Makes the inbox readable, from any thread."""
         with contextlib.suppress(OSError):  # it is full, and so readable; or it is closed
             self._writing.send(bytes([_WAKE]))
+
+    @contextlib.contextmanager
+    def interrupting(self, numbers: Set[int]) -> Iterator[None]:
+        """Raises KeyboardInterrupt, once, if one of these signals comes or has come."""
+        self._interrupts = numbers
+        try:
+            if self.has(numbers):
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = frozenset()
+
+    def collect(self, numbers: Set[int]) -> None:
+        """Collects these signals, too."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def let_act(self, number: int) -> None:
+        """Lets a signal have its default effect on this process. Returns when it is continued.
+
+        If that has none, as in a process group that no shell watches, it returns at once.
+        """
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+        signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Does nothing, mostly: the wakeup descriptor has got the signal."""
+        if number in self._interrupts:
+            self._interrupts = frozenset()
+            raise KeyboardInterrupt
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
@@ -59,9 +120,7 @@ class SignalInbox:
             self._wakeup_fd = signal.set_wakeup_fd(
                 self._writing.fileno(), warn_on_full_buffer=False
             )
-            for number in (getattr(signal, name, None) for name in self._names):
-                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers[number] = signal.signal(number, _only_wake)
+            self.collect(self._numbers)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -75,7 +134,3 @@ class SignalInbox:
         """Closes the descriptors, once no more signals are collected."""
         self._reading.close()
         self._writing.close()
-
-
-def _only_wake(number: int, frame: FrameType | None) -> None:
-    """Handles a signal by doing nothing, so that only the wakeup descriptor gets it."""

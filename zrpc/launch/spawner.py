@@ -20,6 +20,7 @@ from typing import Any
 from zrpc.launch import child
 from zrpc.launch.descriptors import move_descriptors, output_of_child
 from zrpc.launch.short_directory import short_directory
+from zrpc.launch.signal_state import SignalState
 from zrpc.launch.starter import (
     EXIT_RECORD,
     LaunchError,
@@ -31,7 +32,8 @@ from zrpc.launch.task import Task
 
 _LOAD_TASK = """\
 from zrpc.launch.spawner import load_task
-load_task({path!r}, {parent}, {moved!r}, startup_modules)()
+from zrpc.launch.signal_state import SignalState
+load_task({path!r}, {parent}, {moved!r}, startup_modules, {given})()
 """
 
 
@@ -44,6 +46,8 @@ class SpawnServer(Starter):
 
     Args:
         env: Default environment of the processes; None for a copy of this process's.
+        given: The signals that the processes ignore and block; None for those that the thread
+            which starts one does.
 
     Example:
         >>> with SpawnServer() as server:
@@ -51,8 +55,11 @@ class SpawnServer(Starter):
         ...     _ = server.wait(pid, timeout=10)
     """
 
-    def __init__(self, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, env: Mapping[str, str] | None = None, given: SignalState | None = None
+    ) -> None:
         super().__init__()
+        self._given = given
         self._env = None if env is None else dict(env)
         self._lock = threading.RLock()  # guards everything below
         self._exit_writer: socket.socket | None = None
@@ -100,7 +107,8 @@ class SpawnServer(Starter):
     def _code(self, task: Task) -> str:
         if self._task_directory is None:
             self._task_directory = self.make_directory()
-        return code_for(task, self._task_directory)
+        given = SignalState.current() if self._given is None else self._given
+        return code_for(task, self._task_directory, given)
 
     def _report(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for one process and reports its exit, in a thread of its own."""
@@ -108,9 +116,13 @@ class SpawnServer(Starter):
             code = process.wait()
         else:
             # Not reaped until `close`, so that nobody else gets its pid or its group's id.
-            ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-            assert ended is not None
-            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            try:
+                ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            except ChildProcessError:  # this process ignores SIGCHLD: nobody learns the exit code
+                code = 0  # as `subprocess` reports it
+            else:
+                assert ended is not None
+                code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         with self._lock, contextlib.suppress(OSError):
             self._ended.add(process.pid)
             if self._exit_writer is not None:
@@ -170,26 +182,36 @@ if sys.platform != "win32":
             os.killpg(pid, number)
 
 
-def code_for(task: Task, directory: str, moved: Mapping[int, int] = MappingProxyType({})) -> str:
+def code_for(
+    task: Task,
+    directory: str,
+    given: SignalState,
+    moved: Mapping[int, int] = MappingProxyType({}),
+) -> str:
     """Returns the code with which a new interpreter, a child of this process, runs a task.
 
     A file in the directory holds the task, which may have any size. The child removes it. For
-    `moved` see `load_task`.
+    `given` and `moved` see `load_task`.
     """
     handle, path = tempfile.mkstemp(dir=directory)
     with open(handle, "wb") as file:
         pickle.dump(task, file)
-    return _LOAD_TASK.format(path=path, parent=os.getpid(), moved=dict(moved))
+    return _LOAD_TASK.format(path=path, parent=os.getpid(), moved=dict(moved), given=given)
 
 
 def load_task(
-    path: str, parent: int, moved: Mapping[int, int], startup_modules: Collection[str]
+    path: str,
+    parent: int,
+    moved: Mapping[int, int],
+    startup_modules: Collection[str],
+    given: SignalState,
 ) -> Callable[[], None]:
     """Prepares a new interpreter, spawned by `parent`, to run the task in a file.
 
     Removes the file, and returns the program, to be called at the bottom of the stack. The keys of
     `moved` are descriptors, and the values their numbers in the program.
     """
+    given.restore()
     child.die_with_parent(parent)
     move_descriptors(list(moved), list(moved.values()))
     with open(path, "rb") as file:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zrpc.launch.interpreter import interpreter_options
+from zrpc.launch.signal_state import SignalState
 from zrpc.launch.task import Task
 
 if TYPE_CHECKING:
@@ -264,6 +265,8 @@ def make_starter(
     *,
     preload: Sequence[str] = DEFAULT_PRELOAD,
     env: Mapping[str, str] | None = None,
+    given: SignalState | None = None,
+    spare_detached: bool = False,
 ) -> Starter:
     """Makes a starter that uses the method `wanted` (see `start_method`). Enter it to start it.
 
@@ -272,7 +275,7 @@ def make_starter(
     if start_method(wanted) == "fork":
         from zrpc.launch.forkserver import ForkServer  # only importable on Linux
 
-        return ForkServer(preload=preload, env=env)
+        return ForkServer(preload=preload, env=env, given=given, spare_detached=spare_detached)
     from zrpc.launch.spawner import SpawnServer
 
-    return SpawnServer(env=env)
+    return SpawnServer(env=env, given=given)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import select
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zrpc.launch.signals import SignalInbox
+from zrpc.launch.signals import STOPS, SignalInbox
 from zrpc.launch.starter import LaunchError, Starter
 from zrpc.launch.task import Task
 
@@ -88,9 +89,8 @@ class StoreProcess:
                 self.pid = self._starter.spawn(task, pass_fds=[writing])
             finally:
                 os.close(writing)
-            fds = [reading, inbox.fileno()]
-            ready, _, _ = select.select(fds, [], [], self._ready_seconds())
-            if ready and reading not in ready:
+            ready = self._wait(reading, inbox)
+            if inbox.has(STOPS):
                 return None
             data = os.read(reading, _FIRST_RANK.size) if ready else b""
         finally:
@@ -104,6 +104,19 @@ class StoreProcess:
             )
             raise LaunchError(text)
         return int(_FIRST_RANK.unpack(data)[0])
+
+    def _wait(self, reading: int, inbox: SignalInbox) -> bool:
+        """Waits until the descriptor is readable, a signal to stop has come, or time is up.
+
+        Returns whether the descriptor is readable.
+        """
+        seconds = self._ready_seconds()
+        deadline = time.monotonic() + seconds
+        while True:
+            ready, _, _ = select.select([reading, inbox.fileno()], [], [], seconds)
+            if not ready or reading in ready or inbox.has(STOPS):
+                return reading in ready
+            seconds = max(0.0, deadline - time.monotonic())
 
     def _ready_seconds(self) -> float:
         """Returns how long to wait for the process."""

@@ -26,6 +26,7 @@ class Task:
             terminal.
         on_error: ``module:function`` to call with an error that ends the program, after its
             traceback was shown; empty for none.
+        relayed_input: Whether its standard input must be asked for; see `RelayedInput`.
 
     Example:
         >>> Task.script("train.py", ["--epochs", "3"]).argv
@@ -41,6 +42,7 @@ class Task:
     sys_path: tuple[str, ...] | None = None
     line_buffered: bool = False
     on_error: str = ""
+    relayed_input: bool = False
 
     @classmethod
     def script(cls, path: str, argv: Sequence[str] = ()) -> Task:
@@ -83,6 +85,7 @@ class Task:
         sys_path: Sequence[str] | None = None,
         line_buffered: bool = False,
         on_error: str = "",
+        relayed_input: bool = False,
     ) -> Task:
         """Returns the same program in another environment; see the class for the arguments."""
         return replace(
@@ -92,4 +95,5 @@ class Task:
             sys_path=None if sys_path is None else tuple(sys_path),
             line_buffered=line_buffered,
             on_error=on_error,
+            relayed_input=relayed_input,
         )

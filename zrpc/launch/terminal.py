@@ -88,11 +88,16 @@ class Terminal:
     def __init__(self, directory: str) -> None:
         path = Path(directory) / _NAME
         self.env = {"ZRPC_DEBUGGER": str(path)}
+        self._busy = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen(_MAX_WAITING)
         self._reading, self._writing = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="zrpc-terminal", daemon=True)
+
+    def is_busy(self) -> bool:
+        """Returns whether a worker's debugger gets what is typed. From any thread."""
+        return self._busy
 
     def _serve(self) -> None:
         while True:
@@ -100,9 +105,11 @@ class Terminal:
             if self._reading in select.select(sources, [], [])[0]:
                 return
             connection, _ = self._listener.accept()
+            self._busy = True
             with connection:
                 if not relay(connection, self._reading):
                     return
+            self._busy = False
 
     def __enter__(self) -> Terminal:
         self._thread.start()

@@ -34,12 +34,8 @@ from dataclasses import dataclass
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.missing_ranks import (
-    describe_hosts,
-    describe_missing,
-    describe_places,
-    rank_ranges,
-)
+from zrpc.membership.launch_stop import stop_error
+from zrpc.membership.missing_ranks import describe_hosts, describe_places, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
@@ -216,7 +212,7 @@ class _Rendezvous:
             # Its host may have waited in vain for the same ranks, and for less time.
             missing = set(self._absent).difference(self._refused)
             if why is None and self._came and missing:
-                why = f"{self._expected} but {self._absence(missing)}"
+                why = f"{self._expected} but {self._same_rank.describe(missing)}"
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
@@ -385,14 +381,8 @@ class _Rendezvous:
         missing = set(range(len(self._keys))) - {record.rank for record in records}
         self._same_rank.look()
         return RendezvousError(
-            f"{self._expected} but {self._absence(missing)}; {describe_hosts(records)}"
+            f"{self._expected} but {self._same_rank.describe(missing)}; {describe_hosts(records)}"
         )
-
-    def _absence(self, missing: Iterable[int]) -> str:
-        text = describe_missing(missing)
-        if (twice := self._same_rank.found) is None:
-            return text
-        return f"rank {twice[0].rank} came twice, from {describe_places(twice)}, and {text}"
 
     def _shorten_deadline(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
@@ -402,11 +392,17 @@ class _Rendezvous:
 
 
 def wait_for(done: Callable[[], bool], deadline: float) -> bool:
-    """Waits until ``done()``; returns False at the deadline."""
+    """Waits until ``done()``; returns False at the deadline.
+
+    Raises:
+        RendezvousError: the launcher stops all workers.
+    """
     pause, longest = _PAUSE_SECONDS
     while not done():
         if time.monotonic() > deadline:
             return False
+        if (error := stop_error()) is not None:
+            raise error
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return True

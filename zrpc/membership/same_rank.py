@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zrpc.errors import AuthenticationError
+from zrpc.membership.missing_ranks import describe_missing, describe_places
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.signed_store import SignedStore
 
@@ -62,3 +63,10 @@ class SameRank:
             return None
         is_now = any(each in (first, second) for each in self._read([first.rank]))
         return (first, second) if is_now else None
+
+    def describe(self, missing: Iterable[int]) -> str:
+        """Returns which ranks are missing, what to do, and which rank came twice, if one did."""
+        text = describe_missing(missing)
+        if (twice := self.found) is None:
+            return text
+        return f"rank {twice[0].rank} came twice, from {describe_places(twice)}, and {text}"

@@ -107,6 +107,7 @@ class _WorkerProcess:
         faulthandler.enable()
         stacks = os.open(settings.stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})  # it may have been blocked
         self._before = Resources.now()
 
     def do(self, request: str, *args: Any) -> bytes:

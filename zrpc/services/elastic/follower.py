@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
+from zrpc.membership.launch_stop import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
@@ -68,7 +69,9 @@ class _Admission:
 
     def advance(self, log: MembershipLog) -> None:
         """Takes the next step, if all members have read of the one before."""
-        if not self._announced:
+        if (error := stop_error()) is not None:
+            self.fail(error)
+        elif not self._announced:
             if self._all_have_read(log, self._state.joined_at(self._record.token)):
                 self._announced = log.append(MembershipEvent(Verb.IN, self._record.token))
                 self._pause = self._state.limits.pause_seconds[0]

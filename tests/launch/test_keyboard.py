@@ -1,0 +1,175 @@
+"""A launcher at a terminal: who gets what is typed. A real shell runs it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from tests.support.terminal import TerminalProgram
+
+_DRIVER = """\
+import sys
+from zrpc.launch import Job, launch
+sys.exit(launch(Job(sys.argv[1], sys.argv[2:], nprocs=2, preload=())))
+"""
+# Worker 0 reads the given number of lines, in one of several ways.
+READS = """
+    import getpass, os, select, subprocess, sys, tty
+    if os.environ["RANK"] == "1":
+        sys.exit(0)
+    way, count = sys.argv[1:]
+    print("reads", sys.stdin.isatty())
+    for _ in range(int(count)):
+        if way == "input":
+            print("got", repr(input()))
+        elif way == "descriptor":
+            print("got", repr(os.read(0, 100).decode().rstrip()))
+        elif way == "device":
+            print("got", repr(open("/dev/stdin").readline().rstrip()))
+        elif way == "select":
+            select.select([sys.stdin], [], [])
+            print("got", repr(sys.stdin.readline().rstrip()))
+        elif way == "child":
+            text = subprocess.run(["head", "-n1"], stdout=subprocess.PIPE, text=True).stdout
+            print("got", repr(text.rstrip()))
+        elif way == "to the end":
+            print("got", repr(sys.stdin.read()))
+        elif way == "password":
+            print("asks")
+            print("got", len(getpass.getpass("Password:", sys.stdout)), "letters")
+        elif way == "letter":
+            tty.setcbreak(sys.stdin)
+            print("asks")
+            print("got", repr(sys.stdin.read(1)))
+"""
+
+
+class Shell(TerminalProgram):
+    """An interactive shell, with job control."""
+
+    def __init__(self, cwd: Path, mark: str) -> None:
+        bash = ["bash", "--norc", "--noprofile", "--noediting", "-i"]
+        code = f"import os; os.execvp('bash', {bash})"
+        super().__init__(["-c", code], cwd, cold=True)
+        self.type(f"PS1='prompt> '; export ZRPC_TEST_MARK={mark} NO_COLOR=1; echo be''gins\n")
+        self.read_until("begins\r\n")
+        self.read_until("prompt> ")
+
+    def launch(self, way: str, count: int = 1, before: str = "", after: str = "") -> None:
+        command = [sys.executable, "driver.py", "reads.py", way, str(count)]
+        self.type(f"{before} {shlex.join(command)} {after}\n")
+
+    def exit(self) -> None:
+        self.read_until("prompt> ")
+        self.type("exit\n")
+        self.finish()
+
+
+@pytest.fixture
+def shell(tmp_path: Path, marked: Any) -> Iterator[Shell]:
+    (tmp_path / "driver.py").write_text(_DRIVER)
+    (tmp_path / "reads.py").write_text(dedent(READS))
+    shell = Shell(tmp_path, marked.value)
+    yield shell
+    shell.close()
+
+
+@pytest.mark.parametrize("way", ["input", "descriptor", "device", "select", "child"])
+def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
+    shell: Shell, way: str
+) -> None:
+    shell.launch(way, count=2)
+    shell.read_until("[0] reads True\r\n")
+    for word in ("one", "two"):
+        shell.type(f"{word}\n")
+        shell.read_until(f"[0] got '{word}'\r\n")
+    shell.exit()
+
+
+def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
+    shell.launch("nothing")
+    shell.type("echo type''d ahead\n")
+    shell.read_until("[0] reads True\r\n")
+    shell.read_until("typed ahead\r\n")
+    shell.exit()
+
+
+def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
+    shell.launch("input", after="&")
+    shell.read_until("a worker reads the terminal; it waits until you continue this by fg\r\n")
+    shell.type("echo for the sh''ell\n")
+    shell.read_until("for the shell\r\n")
+    shell.type("fg\n")
+    shell.read_until("reads.py input 1\r\n")
+    shell.type("for the worker\n")
+    shell.read_until("[0] got 'for the worker'\r\n")
+    shell.exit()
+
+
+def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
+    shell.launch("input", count=2)
+    shell.read_until("[0] reads True\r\n")
+    shell.type("first\n")
+    shell.read_until("[0] got 'first'\r\n")
+    shell.type("\x1a")
+    shell.read_until("Stopped")
+    shell.read_until("prompt> ")
+    shell.type("echo susp''ended; bg\n")
+    shell.read_until("suspended\r\n")
+    shell.read_until("reads.py input 2 &\r\n")
+    shell.type("echo contin''ued\n")
+    shell.read_until("continued\r\n")
+    shell.type("fg\n")
+    shell.read_until("reads.py input 2\r\n")
+    shell.type("second\n")
+    shell.read_until("[0] got 'second'\r\n")
+    shell.exit()
+
+
+def test_ctrl_d_ends_the_input(shell: Shell) -> None:
+    shell.launch("to the end", count=2)
+    shell.read_until("[0] reads True\r\n")
+    shell.type("one\ntwo\n\x04")
+    shell.read_until("[0] got 'one\\ntwo\\n'\r\n")
+    shell.type("part\x04\x04")
+    shell.read_until("[0] got 'part'\r\n")
+    shell.exit()
+
+
+@pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
+def test_a_password_is_not_shown(shell: Shell, until: Callable[..., Any], ends: str) -> None:
+    shell.launch("password")
+    shell.read_until("[0] asks\r\n")
+    until(lambda: not shell.echoes(), "the echo is off")
+    if ends == "by itself":
+        shell.type("secret\n")
+        shell.read_until("got 6 letters\r\n")
+    else:
+        shell.type("sec\x03")
+        shell.read_until("got SIGINT; stopping ")
+    shell.exit()
+    assert "sec" not in shell.seen.replace("/sec", "")
+
+
+def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell, until: Callable[..., Any]) -> None:
+    shell.launch("letter")
+    shell.read_until("[0] asks\r\n")
+    until(lambda: not shell.echoes(), "the terminal is in the mode for letters")
+    shell.type("q")
+    shell.read_until("[0] got 'q'\r\n")
+    shell.exit()
+
+
+def test_a_launch_outside_of_the_terminals_session_reads_nothing(shell: Shell) -> None:
+    shell.launch("to the end", before="setsid --wait")
+    shell.type("echo for the sh''ell\n")
+    shell.read_until("[0] reads False\r\n")
+    shell.read_until("[0] got ''\r\n")
+    shell.read_until("for the shell\r\n")
+    shell.exit()

@@ -1,0 +1,330 @@
+"""Signals to a launcher in a process of its own, and the state of signals that it was given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrpc.launch import Task
+from zrpc.launch.forkserver import ForkServer
+from zrpc.launch.signal_state import SignalState
+from zrpc.launch.signals import SignalInbox
+from zrpc.launch.spawner import SpawnServer
+from zrpc.testing.procfs import children, state_of
+
+Write = Callable[..., str]
+Start = Callable[..., Any]
+Until = Callable[..., Any]
+
+# A worker that shows what it was given and what it gets.
+SHOWS = """
+    import os, signal, sys, time
+    ignored = {n.name for n in signal.valid_signals() if isinstance(n, signal.Signals)
+               and signal.getsignal(n) == signal.SIG_IGN}
+    blocked = {n.name for n in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+               if isinstance(n, signal.Signals)}
+    print("ignores", *sorted(ignored - {"SIGPIPE", "SIGXFSZ"}))
+    print("blocks", *sorted(blocked))
+    sys.exit(7)
+"""
+WAITS = """
+    import os, signal, subprocess, sys, time
+    def show(number, frame):
+        os.write(1, f"got {{signal.Signals(number).name}}\\n".encode())
+    {before}
+    print("ready")
+    while True:
+        time.sleep(1000)
+"""
+HANDLES = (
+    "for n in 'USR1', 'USR2', 'WINCH', 'CONT': signal.signal(getattr(signal, 'SIG' + n), show)"
+)
+
+
+def all_ready(launched: Any, count: int) -> None:
+    for rank in range(count):
+        launched.read_until(f"[{rank}] ready\n")
+
+
+def given(*, ignored: tuple[int, ...] = (), blocked: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Returns options of Popen, for a process that is given this state."""
+
+    def prepare() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+
+    return {"preexec_fn": prepare}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_ignore_and_block_what_the_launcher_was_told_to(
+    start: Start, write: Write, method: str
+) -> None:
+    state = given(ignored=(signal.SIGCHLD, signal.SIGHUP), blocked=(signal.SIGTERM, signal.SIGCHLD))
+    code, out, _ = start(write(SHOWS), start_method=method, popen=state).finish()
+    assert out == "[0] ignores SIGCHLD SIGHUP\n[0] blocks SIGCHLD SIGTERM\n"
+    assert code == 7
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_launcher_that_was_told_to_block_everything_can_be_stopped(
+    start: Start, write: Write, method: str
+) -> None:
+    state = given(blocked=tuple(signal.valid_signals()))
+    launched = start(
+        write(WAITS.format(before="")), nprocs=2, grace=0.1, start_method=method, popen=state
+    )
+    all_ready(launched, 2)
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish()[0] == 143
+
+
+def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(
+    start: Start, write: Write
+) -> None:
+    launched = start(write(WAITS.format(before=HANDLES)), popen=given(ignored=(signal.SIGHUP,)))
+    all_ready(launched, 1)
+    launched.process.send_signal(signal.SIGHUP)
+    launched.process.send_signal(signal.SIGUSR1)
+    launched.read_until("[0] got SIGUSR1\n")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish()[0] == 143
+
+
+@pytest.fixture
+def ignored_children() -> Iterator[None]:
+    """Has this process ignore SIGCHLD, so that its children leave no exit code."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN
+
+
+@pytest.mark.system
+def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
+    ignored_children: None, marked: Any
+) -> None:
+    with SpawnServer(env=marked.env) as spawner:
+        assert spawner.wait(spawner.spawn(Task.function("os:getpid")), 30) == 0
+    with ForkServer(preload=[], env=marked.env) as server:
+        pid = server.spawn(Task.function("signal:getsignal", signal.SIGCHLD))
+        assert server.wait(pid, 30) == signal.SIG_IGN
+        pid = server.spawn(Task.function("time:sleep", 1000))
+        assert server.send_signal(pid, signal.SIGKILL)
+        assert server.wait(pid, 30) == -signal.SIGKILL
+
+
+def test_the_state_of_a_process_is_read_and_restored() -> None:
+    before = SignalState.current()
+    try:
+        SignalState((signal.SIGUSR2,), (signal.SIGUSR1,)).restore()
+        found = SignalState.current()
+        assert signal.SIGUSR2 in found.ignored
+        assert found.blocked == (signal.SIGUSR1,)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        with SignalState.current().set_aside():
+            assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+            assert SignalState.current().blocked == ()
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+        assert SignalState.current().blocked == (signal.SIGUSR1,)
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        before.restore()
+
+
+def test_a_signal_interrupts_once_and_stays_in_the_inbox() -> None:
+    inbox = SignalInbox()
+    with inbox:
+        with pytest.raises(KeyboardInterrupt), inbox.interrupting({signal.SIGTERM}):
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # after the block, which does nothing
+        assert inbox.has({signal.SIGTERM})
+        with pytest.raises(KeyboardInterrupt), inbox.interrupting({signal.SIGTERM}):
+            pytest.fail("it has come before the block")
+        assert inbox.take() == {signal.SIGTERM}
+        assert inbox.take() == set()
+    inbox.close()
+
+
+SLOW = """
+    import signal, time
+    print("imports", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM])
+def test_a_signal_stops_a_launch_whose_modules_are_still_imported(
+    start: Start, write: Write, tmp_path: Path, number: signal.Signals
+) -> None:
+    write(SLOW, "slow.py")
+    launched = start(write(""), preload=["slow"], environ={"PYTHONPATH": tmp_path})
+    launched.read_until("imports\n")
+    launched.process.send_signal(number)
+    assert launched.finish()[0] == 128 + number
+
+
+def test_signals_that_reach_the_fork_server_too_do_not_stop_it(start: Start, write: Write) -> None:
+    """A supervisor may send them to all processes that it finds."""
+    before = """
+    def save(number, frame):
+        os.write(1, b"saved\\n")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, save)
+    """
+    launched = start(write(WAITS.format(before=before)))
+    all_ready(launched, 1)
+    (server,) = children(launched.process.pid)
+    for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGHUP, signal.SIGTERM):
+        os.kill(server, number)
+    launched.process.send_signal(signal.SIGTERM)
+    code, out, _ = launched.finish()
+    assert (code, out) == (143, "[0] ready\n[0] saved\n")
+
+
+@pytest.fixture
+def namespaces() -> None:
+    """Skips a test if this process may not make a namespace."""
+    made = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip(f"needs a namespace of processes: {made.stderr.decode()}")
+
+
+def first_process(*arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    """Starts Python as the first process of a namespace, which the kernel spares most signals."""
+    return subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-u", *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def send_to_first(process: subprocess.Popen[str], number: int) -> None:
+    (first,) = children(process.pid)
+    os.kill(first, number)
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("early", [True, False])
+def test_a_command_that_is_the_first_process_of_a_container_is_stopped_while_it_starts(
+    write: Write, tmp_path: Path, marked: Any, early: bool
+) -> None:
+    slow = "click.py" if early else "torch.py"
+    write(SLOW, f"modules/{slow}")
+    env = {**marked.env, "PYTHONPATH": str(tmp_path / "modules")}
+    with first_process("-m", "zrpc.cli", "launch", write(""), env=env) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "imports\n"
+        send_to_first(process, signal.SIGTERM)
+        assert process.wait(30) == 143
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_program_that_only_imports_the_commands_keeps_its_signals(
+    write: Write, marked: Any
+) -> None:
+    script = write("import signal, zrpc.cli; print(signal.getsignal(signal.SIGTERM).name)")
+    with first_process(script, env=marked.env) as process:
+        assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_are_forwarded_to_the_worker_processes_only(
+    start: Start, write: Write, method: str
+) -> None:
+    before = f"""
+    {HANDLES}
+    code = "import signal, time; print('child is ready', flush=True); time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", code])  # of SIGUSR1 it would die
+    """
+    launched = start(write(WAITS.format(before=before)), nprocs=2, start_method=method)
+    all_ready(launched, 2)
+    for rank in range(2):
+        launched.read_until(f"[{rank}] child is ready\n")
+    for name in ("SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGCONT"):
+        launched.process.send_signal(getattr(signal, name))
+        for rank in range(2):
+            launched.read_until(f"[{rank}] got {name}\n")
+    if method == "fork":
+        (server,) = children(launched.process.pid)
+        workers = children(server)
+    else:
+        workers = children(launched.process.pid)
+    for worker in workers:
+        assert [state_of(child) for child in children(worker)] == ["S"]
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish()[0] == 143
+
+
+def test_a_worker_without_a_handler_dies_of_a_forwarded_signal(start: Start, write: Write) -> None:
+    launched = start(write(WAITS.format(before="")), nprocs=2)
+    all_ready(launched, 2)
+    launched.process.send_signal(signal.SIGUSR2)
+    code, _, err = launched.finish()
+    assert code == 128 + signal.SIGUSR2
+    assert "failed (SIGUSR2)" in err
+
+
+def test_sigalrm_stops_the_launch_as_sigterm_does(start: Start, write: Write) -> None:
+    before = "signal.signal(signal.SIGALRM, show)\n    signal.signal(signal.SIGTERM, show)"
+    launched = start(write(WAITS.format(before=before)), grace=0.5)
+    all_ready(launched, 1)
+    launched.process.send_signal(signal.SIGALRM)
+    code, out, _ = launched.finish()
+    assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
+
+
+def family(launched: Any) -> list[int]:
+    """Returns the workers and their children."""
+    (server,) = children(launched.process.pid)
+    workers = children(server)
+    return [*workers, *(pid for worker in workers for pid in children(worker))]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU])
+def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
+    start: Start, write: Write, until: Until, number: signal.Signals
+) -> None:
+    before = """
+    code = "import time; print('child is ready', flush=True); time.sleep(1000)"
+    subprocess.Popen([sys.executable, "-c", code])
+    """
+    # The time that it is suspended doesn't count.
+    options = {"timeout": 30.0, "popen": {"process_group": 0}}
+    launched = start(write(WAITS.format(before=before)), nprocs=2, **options)
+    all_ready(launched, 2)
+    for rank in range(2):
+        launched.read_until(f"[{rank}] child is ready\n")
+    processes = family(launched)
+    assert len(processes) == 4
+    for _ in range(2):
+        launched.process.send_signal(number)
+        _, status = os.waitpid(launched.process.pid, os.WUNTRACED)
+        assert os.WSTOPSIG(status) == number  # what a shell shows
+        until(lambda: [state_of(pid) for pid in processes] == ["T"] * 4, "all are suspended")
+        launched.process.send_signal(signal.SIGCONT)
+        until(lambda: [state_of(pid) for pid in processes] == ["S"] * 4, "all go on")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish()[0] == 143
+
+
+def test_without_a_shell_that_could_continue_it_a_launch_is_not_suspended(
+    start: Start, write: Write, until: Until
+) -> None:
+    script = write(WAITS.format(before="signal.signal(signal.SIGCONT, show)"))
+    launched = start(script, popen={"start_new_session": True})
+    all_ready(launched, 1)
+    launched.process.send_signal(signal.SIGTSTP)
+    launched.read_until("[0] got SIGCONT\n")
+    assert state_of(launched.process.pid) != "T"
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.finish()[0] == 143
