@@ -103,6 +103,7 @@ SURFACE: dict[str, set[str]] = {
         "execution",
         "future",
         "future_group",
+        "last_calls",
         "outbox",
         "pending_calls",
         "recorder",
