@@ -73,7 +73,7 @@ SURFACE: dict[str, set[str]] = {
         "thread_pool",
         "torch_modes",
     },
-    "zrpc.wire": {"exceptions", "kind", "member_id", "message", "pickling"},
+    "zrpc.wire": {"cut", "exceptions", "kind", "member_id", "message", "pickling"},
     "zrpc.transport": {"address", "chunks", "curve", "identity", "listener_probe", "network"},
     "zrpc.membership": {
         "cluster_environment",

@@ -12,13 +12,14 @@ import io
 import pickle
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from zrpc import by_value
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
+from zrpc.wire.cut import cut_off
 
 __all__ = [
     "copied",
@@ -165,25 +166,14 @@ class _ByValueCuttingPickler(by_value.ByValuePickler):
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def _cut_from_graph(tensor: torch.Tensor) -> Any:
-    with torch._C._InferenceMode(False):  # enables grad as well
-        return _Cut.apply(torch.empty(0, requires_grad=True), [tensor])
-
-
-class _Cut(torch.autograd.Function):
-    """``(token, [tensor]) -> tensor``: the tensor requires grad, but its gradient is not known."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            "expected a loss that depends on arguments and results of calls, found one that "
-            "depends on a tensor in the args of a remote exception, whose gradient is not sent: "
-            "return the tensor, or use its detach()"
-        )
+def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    [cut] = cut_off(
+        [tensor],
+        "expected a loss that depends on arguments and results of calls, found one that depends on "
+        "a tensor in the args of a remote exception, whose gradient is not sent: return the "
+        "tensor, or use its detach()",
+    )
+    return cut
 
 
 def _safe_repr(error: BaseException) -> str:
