@@ -60,29 +60,49 @@ class KeptError:
     """The error of a future, held by a slot of the Python object.
 
     A raised error refers by its traceback to the frames it passed through and to their callers, and
-    these refer to the future: a cycle. The garbage collector sees it here. It would not if torch's
-    future, a C++ object, held the error.
+    these refer to the future: a cycle. So the first who asks for the value gets the error, and it
+    is not held any longer. If nobody asks, the garbage collector sees the cycle here. It would not
+    if torch's future, a C++ object, held the error.
 
-    The C++ object may live longer, in what ``torch.futures.collect_all`` returns. It has the spare:
-    a copy of the error, without its frames.
+    The others get copies of the spare, which is a copy of the error without its frames. The C++
+    object has it too: it may live longer, in what ``torch.futures.collect_all`` returns.
+
+    Args:
+        errors: a list with the error. The thread that completes the future must not refer to the
+            error in another way: the one that waits raises it meanwhile, and its variables would
+            live as long as that.
 
     Attributes:
         failure: raises the error, without a strong reference to it.
     """
 
-    __slots__ = ("__weakref__", "_spare", "error", "failure", "traceback")
+    __slots__ = ("__weakref__", "_errors", "_spare", "_traceback", "failure")
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.traceback = error.__traceback__
+    def __init__(self, errors: list[BaseException]) -> None:
+        [error] = self._errors = errors
+        self._traceback = error.__traceback__
         self._spare = copied(error)
         raises = functools.partial(_raise, weakref.ref(self), self._spare)
         self.failure = Failure(raises, self._spare)
 
+    def take(self) -> BaseException | None:
+        """Returns the error, as it was, to the first that asks for it; None to all others.
+
+        The spare gets the text of its traceback.
+        """
+        try:
+            error = self._errors.pop()  # atomic under the interpreter's lock
+        except IndexError:
+            return None
+        error.with_traceback(self._traceback)  # without the frames of where it was raised since
+        self._traceback = None
+        if self._spare is not error:
+            set_cause(self._spare, _Traceback("\n" + traceback_of(error)))
+        return error
+
     def __del__(self) -> None:
-        if not self.failure.seen and self._spare is not self.error:
-            where = traceback_of(self.error.with_traceback(self.traceback))
-            set_cause(self._spare, _Traceback("\n" + where))
+        if not self.failure.seen:
+            self.take()  # for the log
 
 
 def without_frames(error: Exception) -> Exception:
@@ -100,6 +120,10 @@ class _Traceback(Exception):
 
 def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoReturn:
     kept = owner()
-    if kept is not None:
-        raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
-    raise copied(spare, spare.__cause__)
+    error = None if kept is None else kept.take()
+    if error is None:
+        error = copied(spare, spare.__cause__).with_traceback(None)
+    try:
+        raise error
+    finally:
+        del error  # which refers to this frame
