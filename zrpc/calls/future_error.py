@@ -17,6 +17,8 @@ __all__ = ["Failure", "KeptError", "without_frames"]
 # Users configure this logger by its public name.
 logger = logging.getLogger("zrpc.futures")
 
+# The number of entries of a traceback that is soon written down as text.
+_SHORT_TRACEBACK = 60
 # Errors that are not logged: this worker caused them by shutting down, cancelling, or Ctrl-C.
 _EXPECTED = (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt)
 
@@ -88,7 +90,8 @@ class KeptError:
     def take(self) -> BaseException | None:
         """Returns the error, as it was, to the first that asks for it; None to all others.
 
-        The spare gets the text of its traceback.
+        The spare gets the text of its traceback, unless only copies would show it and it is long: a
+        chain of futures would otherwise write down the same frames for each of them.
         """
         try:
             error = self._errors.pop()  # atomic under the interpreter's lock
@@ -96,7 +99,7 @@ class KeptError:
             return None
         error.with_traceback(self._traceback)  # without the frames of where it was raised since
         self._traceback = None
-        if self._spare is not error:
+        if self._spare is not error and (not self.failure.seen or _is_short(error)):
             set_cause(self._spare, _Traceback("\n" + traceback_of(error)))
         return error
 
@@ -112,6 +115,23 @@ def without_frames(error: Exception) -> Exception:
         cause = _Traceback("\n" + traceback_of(error))
     set_cause(error, cause)
     return error.with_traceback(None)
+
+
+def _is_short(error: BaseException) -> bool:
+    """Returns whether the tracebacks of an error and its causes have few entries."""
+    left, cause = _SHORT_TRACEBACK, error
+    while True:
+        trace = cause.__traceback__
+        while trace is not None:
+            trace, left = trace.tb_next, left - 1
+            if not left:
+                return False
+        before = cause.__cause__ or cause.__context__
+        if before is None:
+            return True
+        cause, left = before, left - 1
+        if left <= 0:
+            return False
 
 
 class _Traceback(Exception):
