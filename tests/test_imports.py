@@ -85,7 +85,7 @@ SURFACE: dict[str, set[str]] = {
         "thread_pool",
         "torch_modes",
     },
-    "zrpc.wire": {"exceptions", "graph_capture", "kind", "member_id", "message", "pickling"},
+    "zrpc.wire": {"cut", "exceptions", "graph_capture", "kind", "member_id", "message", "pickling"},
     "zrpc.transport": {"address", "chunks", "curve", "identity", "listener_probe", "network"},
     "zrpc.membership": {
         "cluster_environment",
@@ -117,6 +117,7 @@ SURFACE: dict[str, set[str]] = {
         "execution",
         "future",
         "future_group",
+        "last_calls",
         "outbox",
         "pending_calls",
         "recorder",

@@ -164,6 +164,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     If a program ends without calling it, it is called then: gracefully, unless an exception ends
     the program.
 
+    Once all workers have called it gracefully, only handlers and callbacks may call, and for some
+    seconds chains of callbacks. A call of another thread raises `NotInitializedError`. Threads that
+    a handler has started may call until it has answered.
+
     Example:
         >>> shutdown(graceful=False)
 

@@ -425,6 +425,24 @@ def test_a_worker_that_counts_more_than_its_leader_joins_another_one() -> None:
     assert member.done
 
 
+def test_a_member_knows_that_all_have_begun_when_leaders_ask_that_count_them() -> None:
+    member, leader = Termination(2, [0, 1, 2]), Termination(0, [0, 1, 2])
+    member.begin()
+    leader.begin()
+    leader.receive(2, TerminationMessage(Step.JOIN))
+    assert not member.all_begun
+    assert not leader.all_begun
+    probes = leader.receive(1, TerminationMessage(Step.JOIN))
+    assert leader.all_begun
+    # 0 has lost 1, which may still work.
+    member.receive(0, TerminationMessage(Step.PROBE, 1, lost=(1,)))
+    assert not member.all_begun
+    member.receive(0, dict(probes)[2])
+    assert member.all_begun
+    member.admit(3)
+    assert not member.all_begun
+
+
 def test_a_leader_invites_those_that_may_follow_another_one() -> None:
     leader = Termination(1, [0, 1, 2, 3])
     leader.begin()

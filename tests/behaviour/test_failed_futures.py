@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import gc
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -110,22 +112,68 @@ def test_a_failed_future_is_freed(make: Callable[[], rpc.Future[Any]], waited_fo
     assert [of() for of in alive] == [None, None]
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """What refers to itself is not freed."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+WAYS: dict[str, Callable[[rpc.Future[Any]], Any]] = {
+    "wait": lambda future: future.wait(),
+    "value": lambda future: future.value(),
+    "wait_all": lambda future: rpc.wait_all([future]),
+    "collect_all": lambda future: rpc.collect_all([future]).wait(),
+    "torch's wait_all": lambda future: torch.futures.wait_all([future]),
+    "then": lambda future: future.then(lambda f: f.wait()).wait(),
+    "await": lambda future: asyncio.run(await_inside(future)),
+}
+
+
+async def await_inside(future: rpc.Future[Any]) -> None:
+    with contextlib.suppress(KeyError):  # asyncio.run keeps what it raises
+        await future
+
+
 @every_failed_future
-def test_the_error_is_the_same_with_the_same_traceback_each_time(
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("no_collections")
+def test_the_variables_of_one_that_waits_are_freed_without_the_collector(
+    make: Callable[[], rpc.Future[Any]], way: str
+) -> None:
+    class Local:
+        pass
+
+    def use(times: int) -> weakref.ref[Any]:
+        local = Local()
+        future = make()
+        for _ in range(times):
+            with contextlib.suppress(KeyError):
+                WAYS[way](future)
+        return weakref.ref(local)
+
+    for times in (1, 2):
+        assert use(times)() is None
+
+
+@every_failed_future
+def test_the_first_that_asks_gets_the_error_and_the_others_get_copies_that_show_its_origin(
     make: Callable[[], rpc.Future[Any]],
 ) -> None:
-    future = make()
-
-    def ask() -> tuple[BaseException, list[str]]:
-        with pytest.raises(KeyError) as caught:
+    future, caught = make(), []
+    for _ in range(3):
+        with pytest.raises(KeyError) as error:
             future.wait()
-        frames = traceback.extract_tb(caught.value.__traceback__)
-        return caught.value, [frame.name for frame in frames]
-
-    (first, frames), (second, same_frames) = ask(), ask()
-    assert first is second
-    assert frames == same_frames
-    assert "give_up" in "".join(traceback.format_exception(first))
+        caught.append(error.value)
+    assert [frame.name for frame in traceback.extract_tb(caught[0].__traceback__)][-1] in (
+        "give_up",
+        "callback",
+    )
+    for each in caught:
+        assert type(each) is type(caught[0])
+        assert str(each) == str(caught[0])
+        assert "in give_up" in "".join(traceback.format_exception(each))
 
 
 @every_failed_future
@@ -161,13 +209,13 @@ def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
     assert not caplog.text
 
 
-def test_wait_all_raises_the_error_itself() -> None:
-    future = set_by_the_program()
-    with pytest.raises(KeyError) as waited:
-        future.wait()
-    with pytest.raises(KeyError) as waited_with_others:
+def test_the_error_that_the_program_has_set_is_raised_itself() -> None:
+    error = KeyError("given up")
+    future: rpc.Future[Any] = rpc.Future()
+    future.set_exception(error)
+    with pytest.raises(KeyError) as caught:
         torch.futures.wait_all([future])
-    assert waited_with_others.value is waited.value
+    assert caught.value is error
 
 
 class StubbornError(OSError):

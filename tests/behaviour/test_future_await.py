@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import operator
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,3 +135,76 @@ def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:
         return await future + await future.then(lambda f: f.wait() + 1)
 
     assert asyncio.run(main()) == 11
+
+
+def failed() -> rpc.Future[Any]:
+    future: rpc.Future[Any] = rpc.Future()
+    future.set_exception(KeyError("k"))
+    return future
+
+
+async def within_no_time(future: rpc.Future[Any]) -> Any:
+    async with asyncio.timeout(0):
+        return await future
+
+
+WAYS: dict[str, Callable[[rpc.Future[Any]], Any]] = {
+    "await": lambda future: within_no_time(future),
+    "wait_for 0": lambda future: asyncio.wait_for(future, 0),
+    "wait_for": lambda future: asyncio.wait_for(future, SOON),
+    "gather": lambda future: first(asyncio.gather(future, future)),
+    "shield": lambda future: asyncio.shield(future),
+    "as_completed": lambda future: next(iter(asyncio.as_completed([future]))),
+    "ensure_future": lambda future: asyncio.ensure_future(future),
+}
+
+
+async def first(several: Any) -> Any:
+    return (await several)[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(
+    shared: Mesh, way: str
+) -> None:
+    if way == "await" and sys.version_info < (3, 11):
+        pytest.skip("asyncio.timeout exists since 3.11")
+
+    async def main() -> Any:
+        done, bad = rpc.rpc_async(1, echo, (7,)), failed()
+        done.wait()
+        with pytest.raises(KeyError):
+            await WAYS[way](bad)
+        return await WAYS[way](done)
+
+    assert asyncio.run(main()) == 7
+
+
+def test_await_of_a_done_future_does_not_turn_the_loop(shared: Mesh) -> None:
+    async def main() -> list[str]:
+        done = rpc.rpc_async(1, echo, (7,))
+        done.wait()
+        order: list[str] = []
+        asyncio.get_running_loop().call_soon(order.append, "a turn")
+        order.append(await done)
+        await asyncio.sleep(0)
+        return order
+
+    assert asyncio.run(main()) == [7, "a turn"]
+
+
+def test_a_done_future_is_run_by_any_loop() -> None:
+    done: rpc.Future[int] = rpc.Future()
+    done.set_result(7)
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        assert loop.run_until_complete(done) == 7
+
+
+def test_asyncio_wait_of_done_futures() -> None:
+    async def main() -> Any:
+        done: rpc.Future[int] = rpc.Future()
+        done.set_result(7)
+        found, pending = await asyncio.wait([done], timeout=SOON)
+        return found == {done}, pending
+
+    assert asyncio.run(main()) == (True, set())

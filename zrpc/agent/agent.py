@@ -42,6 +42,7 @@ from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
 from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
+from zrpc.calls.last_calls import read_hops
 from zrpc.calls.main_copies import fetching
 from zrpc.calls.message_hooks import overriding
 from zrpc.calls.outbox import Outbox
@@ -184,6 +185,7 @@ class Agent:
         self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
         self.dispatcher.register_extension(Tag.UNREAD, self.caller.on_unread)
         self.dispatcher.register_extension(Tag.UNCALLED, lambda *_: None)
+        self.dispatcher.register_extension(Tag.HOPS, read_hops)
         self.dispatcher.register(
             Kind.TERMINATION, lambda message: shutdown.receive(message.sender, message.body)
         )

@@ -13,6 +13,7 @@ import zmq
 
 from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Quiescence, Shutdown
+from zrpc.calls.last_calls import LastCalls
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
@@ -48,8 +49,11 @@ class Closing:
     def look(self, now: float) -> None:
         """Does what a shutdown in progress has to do after each turn."""
         self._agent.receiver.hasten(now + self._shutdown.timing.look)
+        agent = self._agent
+        if self._shutdown.all_begun and agent.caller.last_calls is None:
+            chains = self._shutdown.timing.chains
+            agent.caller.last_calls = LastCalls(agent.callee.requests, agent.completions, chains)
         if self._shutdown.asked and self._idle():
-            agent = self._agent
             living = agent.membership.living
             received = sum(agent.dispatcher.received[member] for member in living)
             self._shutdown.idle(agent.network.sent(living), received)

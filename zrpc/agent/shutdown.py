@@ -32,6 +32,7 @@ class ShutdownTiming:
         new_work: for this time such a worker also waits for work that began after its wish to
             leave. After that only work that was in progress before counts; otherwise callers could
             keep the worker alive without limit.
+        chains: once all workers have begun, for how long chains of callbacks may go on in any case.
         services: how long to wait for what services wait for, if no message comes in.
         handlers: how long to wait for handlers that still run, if the shutdown is not graceful.
         join: how long to wait for the worker's own threads.
@@ -44,6 +45,7 @@ class ShutdownTiming:
     remind: float = 1.0
     quiet: float = 0.01
     new_work: float = 1.0
+    chains: float = 5.0
     services: float = 10.0
     handlers: float = 1.0
     join: float = 5.0
@@ -81,6 +83,11 @@ class Shutdown:
     @property
     def asked(self) -> bool:
         """Whether `idle` must be called as soon as this worker is idle."""
+        return False
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether all workers have begun to shut down; false if each leaves by itself."""
         return False
 
     @property
@@ -161,6 +168,11 @@ class CollectiveShutdown(Shutdown):
     def asked(self) -> bool:
         """Whether a leader must be told as soon as this worker is idle."""
         return self._termination.asked
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether all workers have begun to shut down."""
+        return self._termination.all_begun
 
     @property
     def missing(self) -> list[MemberId]:

@@ -115,6 +115,8 @@ class Termination:
         # The leaders that have not let this worker go, and whom each has lost. This worker has
         # joined them, or will when it shuts down. It is one of them itself if it leads.
         self._leaders: dict[MemberId, frozenset[MemberId]] = {}
+        # The members that have begun to shut down, as leaders say that ask for counts.
+        self._begun: set[MemberId] = set()
         # The members that the word of the others covers.
         self._covered: set[MemberId] = set()
         self._asked: dict[MemberId, int] = {}  # the rounds whose counts this worker still owes
@@ -132,6 +134,11 @@ class Termination:
     def asked(self) -> bool:
         """Whether a leader waits for this worker's counts."""
         return bool(self._asked)
+
+    @property
+    def all_begun(self) -> bool:
+        """Whether all members have begun to shut down, this one included."""
+        return self._members <= self._begun
 
     @property
     def waits_for_all(self) -> bool:
@@ -231,6 +238,7 @@ class Termination:
             return join if self._joining and not known else []
         if message.step is Step.PROBE:
             self._asked[sender] = message.round
+            self._begun |= self._members.difference(message.lost)
             if sender in self._leaders:
                 self._leaders[sender] = frozenset(message.lost)
             return []

@@ -22,6 +22,7 @@ from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.finalizer_calls import NextTurn, call_soon
 from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl, no_room
 from zrpc.calls.future import Future
+from zrpc.calls.last_calls import LastCalls
 from zrpc.calls.open_telemetry import CallSpan, configured
 from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_calls import (
@@ -88,6 +89,7 @@ class Caller:
         flow_control: the bytes in flight to each callee.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         recorder: records the calls while a trace is on; else None.
+        last_calls: decides which may begin, once all workers have called ``shutdown``.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class Caller:
         )
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
+        self.last_calls: LastCalls | None = None
 
     def timeout(self, seconds: float | timedelta) -> float:
         """How long a call may take, in seconds: 0 for no limit, the default if it is below 0."""
@@ -217,7 +220,7 @@ class Caller:
             call, message = self._pack(to, kind, obj, timeout, extension, holds)
             call.follower = follower
             if undo is not None:
-                call.undo = undo if call.undo is None else partial(_call_both, call.undo, undo)
+                call.undo_too(undo)
             self._submit(call, message)
         finally:
             if shown is not None:
@@ -244,11 +247,13 @@ class Caller:
         limit: Limit = DEFAULT_LIMIT if is_unset(timeout) else OWN_LIMIT
         timeout = self.timeout(timeout)
         message = Message(kind)
+        hops = () if self.last_calls is None else self.last_calls.admit(message)
         peer = to.member_id
         encoder = self._codec.encoder(peer)
         encoder.pack(obj, message)
-        if extension is not None:
-            message.extensions = [*message.extensions, extension]
+        if extension is not None or hops:
+            more = () if extension is None else (extension,)
+            message.extensions = [*message.extensions, *more, *hops]
         scope = current_scope()
         if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
             timeout, limit = bounded, scope
@@ -441,8 +446,3 @@ class Caller:
         """Tells the callee that the caller no longer waits for its answer; in any thread."""
         if not self._outbox.closed:
             self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
-
-
-def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

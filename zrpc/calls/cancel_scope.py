@@ -53,6 +53,7 @@ class CancelScope:
         function: the function that the caller asked for, once it is unpickled.
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
+        hops: of the request; see `zrpc.calls.last_calls`.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -67,6 +68,7 @@ class CancelScope:
     function: Any = None
     in_task = False
     task: Any = None
+    hops = 0
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.
     _gate: threading.Lock | None = None

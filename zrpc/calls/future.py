@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from zrpc.calls import trampoline
+from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_calls import PendingCall
 from zrpc.errors import CallbackError, RpcCancelledError
@@ -56,7 +56,7 @@ def _no_source() -> None:
     """The source of a future that was not made by `then`."""
 
 
-class Future(torch.futures.Future[T]):
+class Future(torch.futures.Future[T], AsyncioFuture[T]):
     """The future result of a call; `zrpc.rpc_async` returns it.
 
     It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
@@ -218,7 +218,7 @@ class Future(torch.futures.Future[T]):
             if not claim():
                 return False
             if error is not None:
-                self._kept = KeptError(error)
+                self._kept = KeptError([error])
                 self._set_unwrap_func(self._kept.failure.raise_it)
             try:
                 if held:
@@ -273,9 +273,9 @@ class Future(torch.futures.Future[T]):
         self._set_unwrap_func(failure.raise_it)
         self._set(None)  # type: ignore[arg-type]
 
-    def _keep_error(self, error: BaseException) -> None:
-        """Completes the future with an error."""
-        self._kept = KeptError(error)
+    def _keep_error(self, errors: list[BaseException]) -> None:
+        """Completes the future with the error in a list; see `KeptError`."""
+        self._kept = KeptError(errors)
         self._fail(self._kept.failure)
 
     def then(self, callback: Callable[[Any], S]) -> Future[S]:
@@ -306,7 +306,10 @@ class Future(torch.futures.Future[T]):
             TypeError: ``callback`` can't be called.
         """
         _check_callback("add_done_callback", callback)
-        self._add(_Callback(callback, self, []))
+        if getattr(callback, "__module__", None) == "asyncio.tasks":
+            self._call_soon(callback)
+        else:
+            self._add(_Callback(callback, self, []))
 
     def _add(self, callback: _Callback) -> None:
         # If it is done, the callback runs right here, and its result exists afterwards.
@@ -315,27 +318,13 @@ class Future(torch.futures.Future[T]):
         if trampoline.interrupts:
             trampoline.raise_interrupt()
 
-    def __await__(self) -> Generator[Any, None, T]:
-        loop = asyncio.get_running_loop()
-        arrived = loop.create_future()
+    def _is_complete(self) -> bool:
+        return super().done()
 
-        def arrive() -> None:
-            if not arrived.done():
-                arrived.set_result(None)
-
-        def on_done(future: Any) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrive)
-
-        self.add_done_callback(on_done)
-        try:
-            yield from arrived
-        except asyncio.CancelledError:
-            # Not a future that the program completes: others may wait for it as well.
-            if self._call is not None or self._source() is not None:
-                self.cancel()
-            raise
-        return self.value()
+    def _abandon(self) -> None:
+        # Not a future that the program completes: others may wait for it as well.
+        if self._call is not None or self._source() is not None:
+            self.cancel()
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("Can not pickle torch.futures.Future")
@@ -388,9 +377,6 @@ def _check_callback(method: str, callback: object) -> None:
             f"{method}(): incompatible function arguments. Expected a function that takes the "
             f"future, but got {callback!r}"
         )
-    if getattr(callback, "__module__", None) == "asyncio.tasks":
-        # It would complete a future of the event loop in another thread, and never wake the loop.
-        raise TypeError("asyncio.wait takes futures of asyncio: give it ensure_future(future)")
 
 
 class _Callback:
@@ -419,14 +405,17 @@ class _Callback:
         self._context = contextvars.copy_context()
 
     def __call__(self) -> None:
+        errors: list[BaseException] = []
         try:
             value = self._context.run(self._function, self._future)
         except BaseException as error:  # SystemExit too: a thread may wait for the new future
-            self.fail(error)
-        else:
-            if self._results and self._claim():
-                self._results[0]._set(value)
-            self._results.clear()
+            errors.append(self._failed(error))
+        if errors:
+            self._complete_with(errors)
+            return
+        if self._results and self._claim():
+            self._results[0]._set(value)
+        self._results.clear()
 
     def _claim(self) -> bool:
         """Returns whether to complete the new future: the program may have done so itself."""
@@ -434,16 +423,23 @@ class _Callback:
         return self._claimed
 
     def fail(self, error: BaseException) -> None:
+        self._complete_with([self._failed(error)])
+
+    def _failed(self, error: BaseException) -> BaseException:
+        """Returns the error for the new future; logs it if there is none."""
         noted = trampoline.note_interrupt(error)
         if not self._results:
             if not noted:
                 logger.error("A callback of a Future failed", exc_info=error)
-            return
+            return error
         if type(error) is TypeError and error.__cause__ is None:  # not one of another worker
             text = f"Got the following error when running the callback: TypeError: {error}"
             wrapped = CallbackError(text).with_traceback(error.__traceback__)
             wrapped.__cause__ = error
-            error = wrapped
-        if self._claim() and not self._results[0].done():
-            self._results[0]._keep_error(error)
+            return wrapped
+        return error
+
+    def _complete_with(self, errors: list[BaseException]) -> None:
+        if self._results and self._claim() and not self._results[0].done():
+            self._results[0]._keep_error(errors)
         self._results.clear()

@@ -17,6 +17,8 @@ __all__ = ["Failure", "KeptError", "without_frames"]
 # Users configure this logger by its public name.
 logger = logging.getLogger("zrpc.futures")
 
+# The number of entries of a traceback that is soon written down as text.
+_SHORT_TRACEBACK = 60
 # Errors that are not logged: this worker caused them by shutting down, cancelling, or Ctrl-C.
 _EXPECTED = (NotInitializedError, RpcCancelledError, asyncio.CancelledError, KeyboardInterrupt)
 
@@ -60,29 +62,50 @@ class KeptError:
     """The error of a future, held by a slot of the Python object.
 
     A raised error refers by its traceback to the frames it passed through and to their callers, and
-    these refer to the future: a cycle. The garbage collector sees it here. It would not if torch's
-    future, a C++ object, held the error.
+    these refer to the future: a cycle. So the first who asks for the value gets the error, and it
+    is not held any longer. If nobody asks, the garbage collector sees the cycle here. It would not
+    if torch's future, a C++ object, held the error.
 
-    The C++ object may live longer, in what ``torch.futures.collect_all`` returns. It has the spare:
-    a copy of the error, without its frames.
+    The others get copies of the spare, which is a copy of the error without its frames. The C++
+    object has it too: it may live longer, in what ``torch.futures.collect_all`` returns.
+
+    Args:
+        errors: a list with the error. The thread that completes the future must not refer to the
+            error in another way: the one that waits raises it meanwhile, and its variables would
+            live as long as that.
 
     Attributes:
         failure: raises the error, without a strong reference to it.
     """
 
-    __slots__ = ("__weakref__", "_spare", "error", "failure", "traceback")
+    __slots__ = ("__weakref__", "_errors", "_spare", "_traceback", "failure")
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.traceback = error.__traceback__
+    def __init__(self, errors: list[BaseException]) -> None:
+        [error] = self._errors = errors
+        self._traceback = error.__traceback__
         self._spare = copied(error)
         raises = functools.partial(_raise, weakref.ref(self), self._spare)
         self.failure = Failure(raises, self._spare)
 
+    def take(self) -> BaseException | None:
+        """Returns the error, as it was, to the first that asks for it; None to all others.
+
+        The spare gets the text of its traceback, unless only copies would show it and it is long: a
+        chain of futures would otherwise write down the same frames for each of them.
+        """
+        try:
+            error = self._errors.pop()  # atomic under the interpreter's lock
+        except IndexError:
+            return None
+        error.with_traceback(self._traceback)  # without the frames of where it was raised since
+        self._traceback = None
+        if self._spare is not error and (not self.failure.seen or _is_short(error)):
+            set_cause(self._spare, _Traceback("\n" + traceback_of(error)))
+        return error
+
     def __del__(self) -> None:
-        if not self.failure.seen and self._spare is not self.error:
-            where = traceback_of(self.error.with_traceback(self.traceback))
-            set_cause(self._spare, _Traceback("\n" + where))
+        if not self.failure.seen:
+            self.take()  # for the log
 
 
 def without_frames(error: Exception) -> Exception:
@@ -94,12 +117,33 @@ def without_frames(error: Exception) -> Exception:
     return error.with_traceback(None)
 
 
+def _is_short(error: BaseException) -> bool:
+    """Returns whether the tracebacks of an error and its causes have few entries."""
+    left, cause = _SHORT_TRACEBACK, error
+    while True:
+        trace = cause.__traceback__
+        while trace is not None:
+            trace, left = trace.tb_next, left - 1
+            if not left:
+                return False
+        before = cause.__cause__ or cause.__context__
+        if before is None:
+            return True
+        cause, left = before, left - 1
+        if left <= 0:
+            return False
+
+
 class _Traceback(Exception):
     """The traceback of an error, as text."""
 
 
 def _raise(owner: Callable[[], KeptError | None], spare: BaseException) -> NoReturn:
     kept = owner()
-    if kept is not None:
-        raise kept.error.with_traceback(kept.traceback)  # without the frames of earlier calls
-    raise copied(spare, spare.__cause__)
+    error = None if kept is None else kept.take()
+    if error is None:
+        error = copied(spare, spare.__cause__).with_traceback(None)
+    try:
+        raise error
+    finally:
+        del error  # which refers to this frame

@@ -179,11 +179,14 @@ class _Collection:
             future.add_done_callback(self._on_done)
 
     def _on_done(self, future: Any) -> None:
+        errors: list[BaseException] = []
         try:
             future.value()
         except BaseException as error:  # SystemExit too: a thread may wait for the result
+            errors.append(error)
+        if errors:
             if self.result._claim():
-                self.result._keep_error(error)
+                self.result._keep_error(errors)
             return
         with self._lock:
             self._left -= 1

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -268,6 +269,10 @@ class PendingCall:
         if undo is not None:
             undo()
 
+    def undo_too(self, undo: Callable[[], None]) -> None:
+        """Adds to what `take_back` calls."""
+        self.undo = undo if self.undo is None else partial(_call_both, self.undo, undo)
+
     def withdraw(self) -> bool:
         """Ends the call without an outcome, if its follower is completed in another way.
 
@@ -416,3 +421,8 @@ class PendingCalls:
         for call in list(self._calls.values()):
             if peer in (None, call.peer):
                 call.fail(error(call))
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

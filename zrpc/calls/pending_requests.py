@@ -14,7 +14,7 @@ from time import monotonic
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.pending_calls import NEVER
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.wire.kind import DROPPABLE
+from zrpc.wire.kind import DROPPABLE, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -58,6 +58,8 @@ class PendingRequests:
         key = (request.sender, request.call_id)
         scope = CancelScope(caller, request.deadline, request.kind not in DROPPABLE)
         scope.call_id = request.call_id
+        if request.attachments:
+            scope.hops = request.attachments.get(Tag.HOPS, 0)
         request.scope = scope
         self._requests[key] = request
         if scope.deadline < self._earliest:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zrpc.testing.entry import Entry
 from zrpc.testing.mesh import Mesh
 from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
 from zrpc.testing.watchdog import Watchdog, print_report
@@ -86,7 +88,10 @@ def local_mesh(
 ) -> Iterator[Mesh]:
     """Provides a mesh for a ``with`` statement, in scripts, notebooks and doctests.
 
-    It is shut down gracefully at the end of the statement, and by force after an error.
+    It is shut down gracefully at the end of the statement, and by force after an error. If it takes
+    longer than its timeout, it is stopped, and the main thread is interrupted by an error; a
+    coroutine is, if it is the one in the statement. A mesh that a notebook keeps from cell to cell,
+    by a call of ``__enter__``, interrupts nothing between the cells: its next use raises the error.
 
     Args:
         workers: the number of workers; they are named ``worker0``, ``worker1``, …
@@ -110,7 +115,8 @@ def local_mesh(
     """
     spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
     warm_up(processes)
-    with Watchdog(timeout, last_resort=print_report) as watchdog:
+    entry = Entry(sys._getframe().f_back)
+    with Watchdog(timeout, last_resort=print_report, entry=entry) as watchdog:
         try:
             with watchdog.interruptible():
                 mesh = start_mesh(spec, watchdog)

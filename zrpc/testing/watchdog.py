@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from zrpc.testing.deadlocks import describe_deadlocks
+from zrpc.testing.entry import Entry
 from zrpc.testing.stacks import other_stacks
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ _NO_DEADLINE_SECONDS = 3e7
 
 # The default action of this signal is to do nothing, so a late one does no harm.
 _SIGNAL = signal.SIGURG
+# Those that the main thread is in, and what handled the signal before. They may end in any order.
+# Only the main thread changes these.
+_entered: list[Watchdog] = []
+_previous: list[Any] = []
 
 
 class MeshTimeout(TimeoutError):
@@ -44,17 +49,23 @@ class Watchdog:
     At the deadline the watchdog's thread collects the stacks of all workers, fails all waits
     for them, and stops them. If the main thread waits for something else, inside
     `interruptible`, it is interrupted by a signal. If that does not help either, because the
-    main thread hangs in C code that no signal ends, ``last_resort`` is called.
+    main thread hangs in C code that no signal ends, ``last_resort`` is called. A coroutine that is
+    suspended is cancelled instead. If the main thread has left the code that has entered the
+    watchdog without ending it, as between two cells of a notebook, nothing is interrupted.
 
     Args:
         seconds: the time until the deadline, from now.
         last_resort: called at the very end with the report, in the watchdog's thread.
+        entry: the code that may be interrupted; None if `interruptible` says all about that.
 
     Use it as a context manager, in the main thread: no other thread can be interrupted. The
     other methods may be called from any thread.
     """
 
-    def __init__(self, seconds: float, last_resort: Callable[[str], None]) -> None:
+    def __init__(
+        self, seconds: float, last_resort: Callable[[str], None], entry: Entry | None = None
+    ) -> None:
+        self._entry = entry
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         # Set once, by the watchdog's thread, before it fails the meshes.
@@ -67,12 +78,16 @@ class Watchdog:
         # Identifies the code section that may be interrupted; None if there is none. Written by
         # the main thread only.
         self._section: object | None = None
+        # Whether the main thread has left the code that has entered, and need not be interrupted.
+        self._left = False
         self._thread = threading.Thread(target=self._run, name="zrpc-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._in_main = threading.current_thread() is threading.main_thread()
         if self._in_main:
-            self._previous: Any = signal.signal(_SIGNAL, self._interrupt)
+            if not _entered:
+                _previous.append(signal.signal(_SIGNAL, _interrupt))
+            _entered.append(self)
         self._thread.start()
         return self
 
@@ -81,8 +96,10 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
         if self._in_main:
-            # None: the handler was not set from Python, and can't be put back from here.
-            signal.signal(_SIGNAL, self._previous or signal.SIG_DFL)
+            _entered.remove(self)
+            if not _entered:
+                # None: the handler was not set from Python, and can't be put back from here.
+                signal.signal(_SIGNAL, _previous.pop() or signal.SIG_DFL)
 
     def remaining(self) -> float:
         """Returns the seconds until the deadline; 0 if it has passed."""
@@ -153,7 +170,7 @@ class Watchdog:
         for mesh in meshes:
             mesh._abort()
         last_resort_at = time.monotonic() + _LAST_RESORT_SECONDS
-        while not self._closed.wait(_INTERRUPT_SECONDS):
+        while not (self._left or self._closed.wait(_INTERRUPT_SECONDS)):
             if time.monotonic() > last_resort_at:
                 self._last_resort(report)
                 return
@@ -166,13 +183,26 @@ class Watchdog:
             assert ident is not None  # the main thread runs
             signal.pthread_kill(ident, _SIGNAL)
 
-    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+    def _interrupt(self, frame: FrameType | None) -> None:
         """Runs in the main thread, between two instructions."""
         __tracebackhide__ = True
-        if self.timed_out is not None and self._section is not None:
-            # Only once: the clean-up that follows must have its time.
-            self._section = None
-            raise self.timed_out
+        if self.timed_out is None or self._section is None:
+            return
+        # Only once: the clean-up that follows must have its time.
+        self._section = None
+        entry = self._entry
+        if entry is not None and not entry.runs_in(frame):
+            self._left = entry.has_returned()
+            if self._left or entry.cancel_task():
+                return
+        raise self.timed_out
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """Handles the signal: interrupts the main thread for the watchdogs that ask for that."""
+    __tracebackhide__ = True
+    for each in reversed(_entered):
+        each._interrupt(frame)
 
 
 def _report(seconds: float, meshes: Sequence[Mesh]) -> str:

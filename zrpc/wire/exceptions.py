@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
 from zrpc.errors import RemoteError
 from zrpc.runtime.resource_limits import advice
+from zrpc.wire.cut import cut_off
 from zrpc.wire.pickling import dumps
 
 __all__ = [
@@ -207,25 +208,14 @@ class _ByValueCuttingPickler(ByValuePickler):
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def _cut_from_graph(tensor: torch.Tensor) -> Any:
-    with torch._C._InferenceMode(False):  # enables grad as well
-        return _Cut.apply(torch.empty(0, requires_grad=True), [tensor])
-
-
-class _Cut(torch.autograd.Function):
-    """``(token, [tensor]) -> tensor``: the tensor requires grad, but its gradient is not known."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, tensors: list[torch.Tensor]) -> torch.Tensor:
-        return tensors[0]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> NoReturn:
-        raise RuntimeError(
-            "expected a loss that depends on arguments and results of calls, found one that "
-            "depends on a tensor in the args of a remote exception, whose gradient is not sent: "
-            "return the tensor, or use its detach()"
-        )
+def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
+    [cut] = cut_off(
+        [tensor],
+        "expected a loss that depends on arguments and results of calls, found one that depends on "
+        "a tensor in the args of a remote exception, whose gradient is not sent: return the "
+        "tensor, or use its detach()",
+    )
+    return cut
 
 
 def _safe_repr(error: BaseException) -> str:

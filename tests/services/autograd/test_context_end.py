@@ -167,7 +167,7 @@ def test_many_contexts_leave_nothing(mesh: Mesh) -> None:
 
 
 def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(mesh: Mesh) -> None:
-    """It is held up on its way; its handler then runs in no context."""
+    """It is held up on its way."""
     agent = mesh.agent(1)
     go, held, ran = threading.Event(), threading.Event(), threading.Event()
     seen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ from zrpc.wire.member_id import MemberId
 START = new_token(requires_grad=True)
 
 
-def receive(sender: int, send_id: int, count: int = 1) -> Any:
+CONTEXT = 5
+
+
+def receive(sender: int, send_id: int, count: int = 1, context_id: int = CONTEXT) -> Any:
     tensors = [torch.ones(2) for _ in range(count)]
-    return Receive.apply(START, lambda *_: None, MemberId(sender), send_id, tensors)
+    return Receive.apply(START, lambda *_: None, context_id, MemberId(sender), send_id, tensors)
 
 
 def names(tracer: Tracer, found: int) -> set[tuple[int, int, int]]:
@@ -35,7 +39,7 @@ def names(tracer: Tracer, found: int) -> set[tuple[int, int, int]]:
 
 
 def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
-    tracer = Tracer()
+    tracer = Tracer(CONTEXT)
     (a, b), (c,) = receive(1, 7, 2), receive(2, 7)
     leaf = torch.ones(2, requires_grad=True)
     x = a * leaf
@@ -48,7 +52,7 @@ def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
 
 
 def test_a_long_graph_is_walked_once() -> None:
-    tracer = Tracer()
+    tracer = Tracer(CONTEXT)
     [x] = receive(1, 1)
     found = set()
     for _ in range(20):
@@ -59,14 +63,26 @@ def test_a_long_graph_is_walked_once() -> None:
     assert len(tracer._sets) < 20 * 500 + 10
 
 
-# A mesh in which tensor n was sent by worker n % 3, and may depend on tensors with lower numbers
-# that this worker has received.
+def test_a_tensor_of_another_context_leads_nowhere() -> None:
+    tracer = Tracer(CONTEXT)
+    (own,), (other, _) = receive(1, 7), receive(2, 8, 2, context_id=CONTEXT + 1)
+    packed = pack_sources([tracer.trace(own), tracer.trace(own + other)], tracer.arrived)
+    sources = read_sources(packed)
+    for place, fails in enumerate((False, True)):
+        used = UsedTensors(lambda _, send_id: sources if send_id == 1 else Sources({}, [0]))
+        used.learn(MemberId(0), Dependencies([Arrived(MemberId(3), 1, place)], {}))
+        with pytest.raises(RpcError, match="context had ended") if fails else nullcontext():
+            used.use(MemberId(0), 1)
+
+
+# A mesh in which tensor n was sent by worker n % 3 as n + 1, and may depend on tensors with lower
+# numbers that this worker has received.
 
 
 def part(member: int, edges: list[set[int]]) -> Dependencies:
-    arrived = [Arrived(MemberId(n % 3), n, 0) for n in range(len(edges))]
+    arrived = [Arrived(MemberId(n % 3), n + 1, 0) for n in range(len(edges))]
     sent = {
-        (n, 0): sum(1 << source for source in edges[n])
+        (n + 1, 0): sum(1 << source for source in edges[n])
         for n in range(len(edges))
         if n % 3 == member
     }
@@ -99,12 +115,12 @@ def test_what_is_used_is_what_the_roots_depend_on(drawn: list[set[int]], roots: 
         used.learn(member, part(member, edges))
 
     found = [send_id for member in used.members() for send_id in used.sent_by(member)]
-    assert sorted(found) == sorted(expected)
+    assert sorted(found) == sorted(n + 1 for n in expected)
     for member in used.members():
         sources = {s for n in expected if n % 3 == member for s in edges[n]}
         if member == 0:
             sources |= roots
-        assert used.arrived_at(member) == {(s % 3, s) for s in sources}
+        assert used.arrived_at(member) == {(s % 3, s + 1) for s in sources}
 
 
 def test_a_used_tensor_that_its_sender_has_no_more() -> None:

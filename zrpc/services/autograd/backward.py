@@ -120,6 +120,8 @@ class Passes:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
         engine.check_roots(roots)
         state = self._contexts.find(context_id)
+        if state.peers and (last_calls := self._agent.caller.last_calls) is not None:
+            last_calls.check()
         pass_ = state.find_pass(self._contexts.draw_id())
         used = self._find_used(state, pass_, roots)
         parts = {

@@ -168,6 +168,12 @@ class Contexts:
             state.peers.add(peer)  # before the context's end, or not at all
         return state
 
+    def note_end(self, context_id: int) -> None:
+        """Notes that a context has ended, unless this worker takes part in it: it is told then."""
+        with self._lock:
+            if context_id not in self._states and context_id not in self._ended:
+                self._ended.append(context_id)
+
     def release(self, context_id: int, known_to: MemberId, orphaned: bool = False) -> None:
         """Ends a context here and on all workers that took part, except one that knows it.
 

@@ -19,6 +19,7 @@ from zrpc.services.autograd.nodes import ACCUMULATE_NODE, RECEIVE_NODE
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
+    "OF_ENDED_CONTEXT",
     "Arrived",
     "Dependencies",
     "Reach",
@@ -31,8 +32,20 @@ __all__ = [
 ]
 
 
+# The error of a pass that reaches a tensor of a call of another context.
+OF_ENDED_CONTEXT = (
+    "expected a loss that depends on calls of the pass's own autograd context, found one that "
+    "depends on a call whose context had ended, or is another one: its gradient can't be sent. Run "
+    "the pass in the context in which the call was made, or use the detach() of its result"
+)
+
+
 class Arrived(NamedTuple):
-    """A tensor that one worker has received: from whom, in which message, and where in it."""
+    """A tensor that one worker has received: from whom, in which message, and where in it.
+
+    ``send_id`` is 0 if the message was one of another context than the tensor's user. No gradient
+    can be sent back then.
+    """
 
     sender: MemberId
     send_id: int
@@ -89,7 +102,8 @@ class Tracer:
     node of each thread has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
         # Guards what follows; nothing else is locked under it.
         self._lock = threading.Lock()
         self._bits: dict[Arrived, int] = {}
@@ -134,6 +148,8 @@ class Tracer:
         if not receive._sequence_nr():
             receive._set_sequence_nr(1)
         sender, send_id = receive.origin
+        if receive.context_id != self._context_id:
+            send_id = output = 0
         arrived = Arrived(sender, send_id, output)
         bit = self._bits.setdefault(arrived, len(self._arrived))
         if bit == len(self._arrived):
@@ -259,7 +275,7 @@ class UsedTensors:
 
         Raises:
             RpcError: a tensor that leads to the roots is not in it: an earlier pass has freed
-                that part of the graph.
+                that part of the graph. Or the tensor is one of another context.
         """
         self._dependencies[member] = dependencies
         self._names.setdefault(member, {}).update(enumerate(dependencies.arrived))
@@ -296,6 +312,8 @@ class UsedTensors:
 
     def _sources_of(self, tensor: Arrived) -> int | None:
         """Returns from what a tensor was computed by its sender, or None if that is not known."""
+        if not tensor.send_id:
+            raise RpcError(OF_ENDED_CONTEXT)
         dependencies = self._dependencies.get(tensor.sender)
         if dependencies is not None:
             found = dependencies.sent.get((tensor.send_id, tensor.place))

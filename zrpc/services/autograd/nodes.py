@@ -92,7 +92,7 @@ class Send(_Node):
 
 
 class Receive(_Node):
-    """``(start, send_back, sender, send_id, tensors) -> tensors``: tensors have come here.
+    """``(start, send_back, context_id, sender, send_id, tensors) -> tensors``: they have come here.
 
     The tensors are not inputs of the node. So its outputs are not views of inputs, and may be
     changed in place. ``start`` is the leaf of the context at which the engine's runs end.
@@ -102,13 +102,15 @@ class Receive(_Node):
     def forward(
         ctx: Any,
         start: torch.Tensor,
-        send_back: Callable[[MemberId, int, Gradients], None],
+        send_back: Callable[[int, MemberId, int, Gradients], None],
+        context_id: int,
         sender: MemberId,
         send_id: int,
         tensors: list[torch.Tensor],
     ) -> Any:
         """Returns the tensors as part of the graph."""
         ctx.send_back = send_back
+        ctx.context_id = context_id
         ctx.origin = sender, send_id
         ctx.set_materialize_grads(False)
         return tuple(tensors)
@@ -116,8 +118,8 @@ class Receive(_Node):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
-        ctx.send_back(*ctx.origin, gradients)
-        return NO_GRADIENT, None, None, None, None
+        ctx.send_back(ctx.context_id, *ctx.origin, gradients)
+        return NO_GRADIENT, None, None, None, None, None
 
 
 _SEND_NODE: Any = Send._backward_cls

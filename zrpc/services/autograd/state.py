@@ -100,7 +100,7 @@ class ContextState:
         self.receives: dict[tuple[MemberId, int], int] = {}
         self.sources: dict[tuple[MemberId, int], bytes] = {}
         self.positions = itertools.count()
-        self.tracer = Tracer()
+        self.tracer = Tracer(context_id)
         self.peers: set[MemberId] = set()
         self.incomplete: set[MemberId] = set()
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}

@@ -1,0 +1,388 @@
+"""The calls that threads, handlers and callbacks begin once all workers have called shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.agent.current import current_agent
+from zrpc.testing import Mesh
+
+MakeMesh = Callable[..., Mesh]
+Succeed = Callable[..., list[str]]
+
+
+def in_thread(mesh: Mesh, rank: int, job: Callable[[], Any]) -> Future[Any]:
+    """Runs a job in a thread that belongs to no worker, with a worker's agent; its future."""
+    agent, future = mesh.agent(rank), Future[Any]()
+
+    def run() -> None:
+        with agent.as_current():
+            try:
+                future.set_result(job())
+            except BaseException as error:
+                future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def until_refused(call: Callable[[], Any], pause: float = 0) -> Exception:
+    """Calls on and on; returns the error that ends it."""
+    try:
+        while True:
+            call()
+            threading.Event().wait(pause)
+    except Exception as error:
+        return error
+
+
+def shut_down(mesh: Mesh) -> None:
+    for each in [mesh.submit(rank, rpc.shutdown) for rank in range(len(mesh))]:
+        each.result(SOON)
+
+
+async def call_on() -> None:
+    while True:
+        await rpc.rpc_async(1, echo, (1,))
+
+
+def call_in_then() -> Callable[[], Any]:
+    """Returns what calls in a callback of a future that is done: it runs at once."""
+    done = rpc.rpc_async(1, echo, (1,))
+    done.wait()
+    return lambda: done.then(lambda _: rpc.rpc_sync(1, echo, (1,))).wait()
+
+
+def complete_with_a_call() -> None:
+    future: rpc.Future[int] = rpc.Future()
+    called = future.then(lambda _: rpc.rpc_sync(1, echo, (1,)))
+    future.set_result(1)
+    called.wait()
+
+
+CALLS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "rpc_sync": lambda: lambda: rpc.rpc_sync(1, echo, (1,)),
+    "to itself": lambda: lambda: rpc.rpc_sync(0, echo, (1,)),
+    "rpc_async": lambda: lambda: rpc.rpc_async(1, echo, (1,)),
+    "remote": lambda: lambda: rpc.remote(1, list),
+    "remote to itself": lambda: lambda: rpc.remote(0, list),
+    "to_here": lambda: rpc.remote(1, list).to_here,
+    "a method": lambda: rpc.remote(1, list).rpc_sync().__len__,
+    "asyncio": lambda: lambda: asyncio.run(call_on()),
+    "a callback of a done future": call_in_then,
+    "a callback that it completes": lambda: complete_with_a_call,
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_a_thread_that_calls_on_gets_an_error_and_all_leave(mesh: Mesh, way: str) -> None:
+    begun = threading.Event()
+
+    def go_on() -> Exception:
+        call = CALLS[way]()
+        begun.set()
+        return until_refused(call)
+
+    ends = [in_thread(mesh, 0, go_on) for _ in range(2)]
+    assert begun.wait(SOON)
+    shut_down(mesh)
+    for each in ends:
+        assert isinstance(each.result(SOON), rpc.NotInitializedError)
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("pause", [0, 0.001], ids=["without pauses", "with pauses"])
+def test_threads_of_all_workers_that_call_each_other_get_errors(mesh: Mesh, pause: float) -> None:
+    peers = [(rank, peer) for rank in range(3) for peer in range(3)]
+    ends = [
+        in_thread(mesh, rank, lambda peer=peer: until_refused(  # type: ignore[misc]
+            lambda: rpc.rpc_sync(peer, echo, (1,)), pause
+        ))
+        for rank, peer in peers
+    ]  # fmt: skip
+    shut_down(mesh)
+    for each in ends:
+        assert isinstance(each.result(SOON), rpc.NotInitializedError)
+
+
+def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
+    left = threading.Event()
+
+    def go_on() -> None:
+        while not left.is_set():
+            until_refused(lambda: rpc.rpc_sync(1, echo, (1,)))
+
+    end = in_thread(mesh, 0, go_on)
+    shut_down(mesh)
+    left.set()
+    end.result(SOON)
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(elastic=True)
+def test_a_thread_that_calls_on_keeps_no_worker_in_an_elastic_mesh(mesh: Mesh) -> None:
+    end = in_thread(mesh, 0, lambda: until_refused(lambda: rpc.rpc_sync(1, echo, (1,))))
+    mesh.submit(0, rpc.shutdown).result(SOON)
+    assert isinstance(end.result(SOON), rpc.NotInitializedError)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_threads_go_on_calling_until_the_last_worker_has_called_shutdown(mesh: Mesh) -> None:
+    first = [mesh.submit(rank, rpc.shutdown) for rank in (0, 1)]
+    until(lambda: all(mesh.agent(rank).graceful_shutdown.begun for rank in (0, 1)))
+    for to in range(3):
+        call = in_thread(mesh, 0, lambda to=to: rpc.rpc_sync(to, echo, (to,)))  # type: ignore[misc]
+        assert call.result(SOON) == to
+    last = mesh.submit(2, rpc.shutdown)
+    for each in [*first, last]:
+        each.result(SOON)
+
+
+def refused(mesh: Mesh, rank: int) -> bool:
+    """Returns whether this worker knows that all have called shutdown."""
+    return mesh.agent(rank).caller.last_calls is not None
+
+
+def test_the_error_says_why_and_what_to_do(mesh: Mesh) -> None:
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            going_on = rpc.rpc_async(1, gate.wait_inside, ("done",))
+        gate.await_entry()
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+        until(lambda: refused(mesh, 0))
+        with pytest.raises(rpc.NotInitializedError, match=r"all workers have called shutdown\(\)"):
+            in_thread(mesh, 0, lambda: rpc.rpc_sync(1, echo, (1,))).result(SOON)
+        gate.open()
+    for each in ends:
+        each.result(SOON)
+    assert going_on.wait() == "done"
+
+
+def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(mesh: Mesh) -> None:
+    ready, go_on, weight = threading.Event(), threading.Event(), torch.ones(2, requires_grad=True)
+
+    def train() -> None:
+        with rpc.autograd.context() as context_id:
+            loss = rpc.rpc_sync(1, torch.sum, (weight,))
+            ready.set()
+            assert go_on.wait(SOON)
+            rpc.autograd.backward(context_id, [loss])
+
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            rpc.rpc_async(1, gate.wait_inside)
+        gate.await_entry()
+        end = in_thread(mesh, 0, train)
+        assert ready.wait(SOON)
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+        until(lambda: refused(mesh, 0))
+        go_on.set()
+        with pytest.raises(rpc.NotInitializedError, match="shutdown"):
+            end.result(SOON)
+        gate.open()
+    for each in ends:
+        each.result(SOON)
+
+
+# -- what still may call ---------------------------------------------------------------------
+
+_pools: list[ThreadPoolExecutor] = []
+
+
+def fan_out(gate: Gate, depth: int) -> int:
+    """Is a handler that calls the others in threads of the program's pool."""
+    gate.wait_inside()
+    if not depth:
+        return 1
+    agent = current_agent()
+
+    def call(to: int) -> int:
+        with agent.as_current():
+            return rpc.rpc_sync(to, fan_out, (gate, depth - 1))
+
+    others = {0, 1, 2} - {agent.worker_info.id}
+    return sum(_pools[-1].map(call, others))
+
+
+@pytest.mark.zrpc(workers=3)
+def test_threads_that_work_for_handlers_may_call(mesh: Mesh) -> None:
+    with ThreadPoolExecutor(8) as pool, Gate() as gate:
+        _pools.append(pool)
+        with mesh.agent(0).as_current():
+            call = rpc.rpc_async(1, fan_out, (gate, 2))
+        gate.await_entry()
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(3)]
+        until(lambda: all(refused(mesh, rank) for rank in range(3)))
+        gate.open()
+        for each in ends:
+            each.result(SOON)
+    assert call.wait() == 4
+
+
+def in_a_shield(gate: Gate) -> Any:
+    gate.wait_inside()
+    with rpc.current_call().shield():
+        return rpc.rpc_sync(0, echo, ("from a shield",))
+
+
+async def in_a_coroutine(gate: Gate) -> Any:
+    await asyncio.to_thread(gate.wait_inside)
+    with rpc.current_call().shield():
+        return await rpc.rpc_async(0, echo, ("from a coroutine",))
+
+
+def with_grad(gate: Gate) -> float:
+    """Is a handler with an autograd context of its own."""
+    gate.wait_inside()
+    weight = torch.ones(3, requires_grad=True)
+    with rpc.autograd.context() as context_id:
+        loss = rpc.rpc_sync(0, torch.sum, (weight * 2,))
+        rpc.autograd.backward(context_id, [loss])
+        return rpc.autograd.get_gradients(context_id)[weight].sum().item()
+
+
+@pytest.mark.parametrize(
+    ("handler", "value"),
+    [(in_a_shield, "from a shield"), (in_a_coroutine, "from a coroutine"), (with_grad, 6.0)],
+    ids=["in a shield", "in a coroutine", "a backward pass"],
+)
+def test_handlers_may_call(mesh: Mesh, handler: Any, value: Any) -> None:
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            call = rpc.rpc_async(1, handler, (gate,))
+        gate.await_entry()
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+        until(lambda: all(refused(mesh, rank) for rank in range(2)))
+        gate.open()
+        for each in ends:
+            each.result(SOON)
+    assert call.wait() == value
+
+
+_tasks: list[asyncio.Task[None]] = []
+
+
+async def leave_a_task() -> None:
+    _tasks.append(asyncio.create_task(call_on()))
+
+
+def test_a_task_that_a_handler_has_left_behind_gets_an_error(mesh: Mesh) -> None:
+    mesh.run(0, rpc.rpc_sync, 1, leave_a_task)
+    shut_down(mesh)
+    task = _tasks.pop()
+    until(task.done)
+    assert isinstance(task.exception(), rpc.NotInitializedError)
+
+
+def chain(steps: int, join: Callable[[Any], Any], noted: list[int], gate: Gate) -> None:
+    """Calls, and calls again in a callback, and so on."""
+
+    def go_on(left: int) -> None:
+        noted.append(left)
+        if left:
+            made = join(rpc.rpc_async(1, echo, (1,)))
+            made.then(lambda _: go_on(left - 1))
+
+    rpc.rpc_async(1, gate.wait_inside).then(lambda _: go_on(steps))
+
+
+@pytest.mark.parametrize(
+    "join",
+    [lambda future: future, lambda future: torch.futures.collect_all([future])],
+    ids=["then", "then of torch's collect_all"],
+)
+def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, join: Callable[[Any], Any]) -> None:
+    noted: list[int] = []
+    with Gate() as gate:
+        mesh.run(0, chain, 50, join, noted, gate)
+        gate.await_entry()
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+        until(lambda: refused(mesh, 0))
+        gate.open()
+        for each in ends:
+            each.result(SOON)
+    assert noted == list(range(50, -1, -1))
+
+
+def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh) -> None:
+    with Gate() as gate:
+
+        def wait() -> Any:
+            call = rpc.rpc_async(1, gate.wait_inside)
+            chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
+            call.wait()
+            return chained.wait()
+
+        waiting = in_thread(mesh, 0, wait)
+        gate.await_entry()
+        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+        until(lambda: refused(mesh, 0))
+        gate.open()
+        assert waiting.result(SOON) == 7
+        for each in ends:
+            each.result(SOON)
+
+
+@pytest.mark.system
+def test_a_chain_of_callbacks_without_an_end_ends_with_an_error(mesh: Mesh) -> None:
+    ended: Future[Exception] = Future()
+
+    def call_again(before: Any) -> None:
+        try:
+            rpc.rpc_async(1, time.sleep, (0.005,)).then(call_again)
+        except Exception as error:
+            ended.set_result(error)
+
+    def begin() -> None:
+        rpc.rpc_async(1, echo, (1,)).then(call_again)
+
+    mesh.run(0, begin)
+    shut_down(mesh)
+    error = ended.result(SOON)
+    assert isinstance(error, rpc.RpcError)
+    assert "expected callbacks that end, found a chain" in str(error)
+
+
+# -- programs --------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, threading, time
+import zrpc as rpc
+
+def call_on(peer, pause):
+    while True:
+        try:
+            rpc.rpc_sync(peer, max, (1, 2))
+        except rpc.NotInitializedError:
+            return
+        time.sleep(pause)
+
+def begin():
+    peer = f"worker{1 - rpc.get_worker_info().id}"
+    for pause in 0, 0.01:
+        threading.Thread(target=call_on, args=(peer, pause), daemon=True).start()
+    rpc.rpc_sync(peer, max, (1, 2))
+"""
+ENDS = {
+    "session": "with rpc.session():\n    begin()\n",
+    "shutdown": "rpc.init_rpc()\nbegin()\nrpc.shutdown()\n",
+    "at exit": "rpc.init_rpc()\nbegin()\n",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_programs_end_though_their_threads_call_on(succeed: Succeed, end: str) -> None:
+    outputs = succeed(PROGRAM + ENDS[end])
+    assert not any("Traceback" in output for output in outputs), outputs

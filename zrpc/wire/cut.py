@@ -1,0 +1,37 @@
+"""Tensors that require grad although their gradient can't be sent to where they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from zrpc.errors import RpcError
+
+__all__ = ["cut_off"]
+
+
+def cut_off(tensors: Sequence[torch.Tensor], why: str) -> tuple[torch.Tensor, ...]:
+    """Returns tensors with the same values, whose use in a backward pass raises an error.
+
+    Args:
+        tensors: they require no grad.
+        why: the text of the error, a `RpcError`.
+    """
+    with torch._C._InferenceMode(False):  # enables grad as well
+        cut: tuple[torch.Tensor, ...] = _Cut.apply(torch.empty(0, requires_grad=True), tensors, why)
+    return cut
+
+
+class _Cut(torch.autograd.Function):
+    """``(token, tensors, why) -> tensors``: they require grad, but no gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, tensors: Sequence[torch.Tensor], why: str) -> Any:
+        ctx.why = why
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
+        raise RpcError(ctx.why)
