@@ -16,6 +16,7 @@ from zrpc.agent.shutdown import Quiescence, Shutdown
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import in_pool
 from zrpc.wire.member_id import rank_of
 
@@ -39,7 +40,7 @@ class Closing:
         self._shutdown = shutdown
         self._quiescence = Quiescence()
         # Guards the change to `closed`.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._closer = 0  # the ident of the thread that closes
         self._ended = threading.Event()  # and has
 
@@ -132,7 +133,6 @@ class Closing:
         steps: list[Callable[[], object]] = [
             self._say_farewell,
             lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
-            agent.outbox.put_handed_over,  # the farewell, say
             lambda: agent.caller.calls.fail(lambda _: has_shut_down()),
             agent.liveness.close,
             *(service.close for service in agent.services),
