@@ -6,7 +6,6 @@ whose use in a backward pass raises.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import pickle
@@ -18,6 +17,7 @@ import torch
 
 from zrpc import by_value
 from zrpc.errors import RemoteError
+from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.runtime.resource_limits import advice
 
 __all__ = [
@@ -64,6 +64,8 @@ def load_exception(body: Any) -> Exception:
         try:
             error = pickle.loads(pickled)
         except Exception as reason:
+            if raised_by_handler(reason):
+                raise
             text = f"{text}\n(It can't be rebuilt here: {_safe_repr(reason)})"
         else:
             set_cause(error, RemoteError(text))
@@ -89,11 +91,14 @@ def copied(error: BaseException, cause: BaseException | None = None) -> BaseExce
     """Returns a copy with this cause and no traceback; the error itself if it can't be copied."""
     for copied_by in (copy.copy, _bare_copy):
         # copy.copy calls the class with the error's args, which need not fit its __init__.
-        with contextlib.suppress(Exception, SystemExit):
+        try:
             made = copied_by(error)
             if type(made) is type(error) and str(made) == str(error):
                 set_cause(made, cause)
                 return made
+        except (Exception, SystemExit) as reason:  # noqa: PERF203 - two at most
+            if raised_by_handler(reason):
+                raise
     return error
 
 

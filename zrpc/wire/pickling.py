@@ -18,6 +18,7 @@ import torch
 
 from zrpc.by_value import ByValuePickler
 from zrpc.errors import RpcError, SerializationError
+from zrpc.runtime.interrupts import raised_by_handler, uninterrupted
 from zrpc.wire.alignment import aligned
 from zrpc.wire.current_message import decoder, encoder, thread
 from zrpc.wire.member_id import MemberId
@@ -146,9 +147,11 @@ class Encoder:
 
     def abort(self) -> None:
         """Undoes what reducers have done for the message, since it will not be sent."""
-        for action in reversed(self._undo):
-            action()
-        self._undo.clear()
+        if self._undo:
+            with uninterrupted:
+                for action in reversed(self._undo):
+                    action()
+                self._undo.clear()
 
     def pack(self, obj: Any, message: Message) -> None:
         """Packs ``obj`` into ``message``.
@@ -183,14 +186,17 @@ class Encoder:
                 return body
         except (RpcError, MemoryError):
             raise  # a reducer's own error, or one that cloudpickle can't avoid
-        except Exception:  # cloudpickle pickles more types, and its errors say more
-            pass
+        except Exception as error:  # cloudpickle pickles more types, and its errors say more
+            if raised_by_handler(error):
+                raise
         self._start_over()
         try:
             return self._dump(_ByValuePickler, obj)
         except (RpcError, MemoryError):
             raise
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
                 f"expected picklable values, found one of type {found} that can't be pickled: "
@@ -212,7 +218,9 @@ class Encoder:
         self._start_over()
         try:
             self._dump(_ByValuePickler, obj)
-        except Exception:
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
             return False
         return True
 
@@ -280,6 +288,8 @@ class Decoder:
             buffers = self.message.buffers
             return pickle.loads(self.message.body, buffers=map(aligned, buffers) if buffers else ())
         except (AttributeError, ImportError) as error:
+            if raised_by_handler(error):
+                raise
             raise SerializationError(
                 f"{error}. Default RPC pickler does not serialize function code that can be "
                 "imported: ensure that functions and classes are defined in modules that both "
@@ -288,6 +298,8 @@ class Decoder:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
+            if raised_by_handler(error):
+                raise
             raise SerializationError(
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
             ) from error
