@@ -85,7 +85,16 @@ SURFACE: dict[str, set[str]] = {
         "thread_pool",
         "torch_modes",
     },
-    "zrpc.wire": {"cut", "exceptions", "graph_capture", "kind", "member_id", "message", "pickling"},
+    "zrpc.wire": {
+        "cut",
+        "exceptions",
+        "graph_capture",
+        "kind",
+        "member_id",
+        "message",
+        "pickling",
+        "unpickling",
+    },
     "zrpc.transport": {"address", "chunks", "curve", "identity", "listener_probe", "network"},
     "zrpc.membership": {
         "cluster_environment",

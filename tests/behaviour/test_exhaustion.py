@@ -7,8 +7,6 @@ import ctypes
 import errno
 import os
 import resource
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,8 +16,6 @@ import zmq
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.waiting import until
-from zrpc.calls.pending_calls import PendingCall, Stage
-from zrpc.membership.failure_detector import Reason
 from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
 from zrpc.testing import Mesh
 from zrpc.transport import fd_reserve as reserves
@@ -286,61 +282,7 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) 
         assert rpc.rpc_sync(0, max, (1, 2)) == 2
 
 
-@pytest.fixture
-def own_handler() -> Iterator[None]:
-    """The program handles a signal itself, so that the I/O thread sends for the main thread."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    yield
-    signal.signal(signal.SIGUSR1, before)
-
-
-@pytest.mark.usefixtures("own_handler")
-@pytest.mark.parametrize(
-    ("number", "expected", "reason"),
-    [
-        (errno.EMFILE, OSError, "the call can't be sent"),
-        (errno.ENOMEM, MemoryError, "the call can't be sent"),
-        (PYTHONS, MemoryError, "the call can't be sent"),
-        (errno.ENOTSOCK, rpc.NotInitializedError, "shut down"),
-    ],
-)
-def test_a_call_that_the_io_thread_can_not_send(
-    mesh: Mesh, sends: list[int], number: int, expected: type[Exception], reason: str
-) -> None:
-    """It fails, before its deadline, nor do references leak."""
-    with mesh.agent(1).as_current():
-        rref = rpc.RRef(1)
-        sends += [number]
-        with pytest.raises(expected, match=reason):
-            rpc.rpc_sync(0, repr, (rref,), timeout=20)
-        assert not rref._service._references._owned[rref._rref_id].forks
-        assert rpc.rpc_sync(0, max, (1, 2)) == 2
-
-
-@pytest.mark.usefixtures("own_handler")
-def test_a_call_that_fails_while_its_thread_hands_it_over(
-    mesh: Mesh, sends: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was done for it is undone, and it is known that its function has not run."""
-    calls = mesh.agent(1).caller.calls
-    leave = calls.on_settled
-
-    def handed_over(call: PendingCall) -> None:
-        call.stage = Stage.LEFT  # as its thread does, just now
-        leave(call)
-
-    monkeypatch.setattr(calls, "on_settled", handed_over)
-    with mesh.agent(1).as_current():
-        rref = rpc.RRef(1)
-        sends += [errno.ENOTSOCK]
-        with pytest.raises(rpc.NotInitializedError) as caught:
-            rpc.rpc_sync(0, repr, (rref,), timeout=20)
-        assert caught.value.executed is False
-        assert not rref._service._references._owned[rref._rref_id].forks
-
-
-@pytest.mark.usefixtures("own_handler")
-def test_a_message_that_the_io_thread_can_not_send_is_sent_later(
+def test_a_message_without_an_answer_is_sent_once_there_is_a_descriptor(
     mesh: Mesh, sends: list[int]
 ) -> None:
     sends += [errno.EMFILE] * 2
@@ -348,42 +290,7 @@ def test_a_message_that_the_io_thread_can_not_send_is_sent_later(
     until(lambda: not sends and not len(mesh.agent(1).outbox))
 
 
-@pytest.mark.usefixtures("own_handler")
-@pytest.mark.zrpc(workers=2)
-def test_what_the_io_thread_can_no_longer_send_is_sent_at_the_end(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The word that a worker leaves, else its peers would miss it only after a time."""
-    leaves, stays = mesh.agent(0), mesh.agent(1)
-    with leaves.as_current():
-        assert rpc.rpc_sync(1, max, (1, 2)) == 2
-    # As if that thread ended without another turn.
-    monkeypatch.setattr(leaves.outbox, "_in_io_thread", lambda _: None)
-    leaves.close()
-    until(lambda: stays.liveness.reason(0) is not None)
-    assert stays.liveness.reason(0) is Reason.LEFT
-
-
 @pytest.mark.system
-@pytest.mark.usefixtures("own_handler")
-@pytest.mark.zrpc(workers=2)
-def test_nothing_is_sent_to_a_worker_lost_meanwhile(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No mailbox is opened for it, which would stay."""
-    agent = mesh.agent(0)
-    monkeypatch.setattr(agent.outbox, "_in_io_thread", lambda _: None)
-    agent.outbox.post(1, Message(Kind.CANCEL, 1))
-    mesh.agent(1).close()
-    until(lambda: 1 in agent.membership.lost)
-    until(lambda: not agent.network.knows(1))
-    agent.outbox.put_handed_over()
-    assert not len(agent.outbox)
-    assert not agent.network.knows(1)
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("own_handler")
 @pytest.mark.zrpc(workers=2)
 def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:
     left = mesh.agent(0)

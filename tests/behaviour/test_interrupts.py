@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.waiting import until
-from zrpc import RpcTimeoutError, RRef, current_call, rpc_async, rpc_sync
+from zrpc import RpcTimeoutError, current_call, rpc_async, rpc_sync
 from zrpc.bootstrap import join_mesh
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.services.rref.service import RRefService
 from zrpc.services.shm.service import SharedMemoryService
-from zrpc.wire.message import Message
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -222,33 +220,3 @@ def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any) 
         gate.set()
         sync_call(2)
     del gates[id(gate)]
-
-
-def test_a_call_that_is_interrupted_before_it_is_handed_over_leaves_no_reference(
-    agents: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While its buffers are copied, which may take long."""
-    copy_buffers = Message.copy_buffers
-
-    def interrupted_copy(message: Message) -> None:
-        monkeypatch.undo()
-        signal.raise_signal(signal.SIGALRM)
-        copy_buffers(message)
-
-    before = signal.signal(signal.SIGALRM, raise_interruption)
-    try:
-        with agents[0].as_current():
-            value = RRef(torch.ones(10_000))
-            monkeypatch.setattr(Message, "copy_buffers", interrupted_copy)
-            with pytest.raises(Interruption):
-                rpc_sync("worker1", shape_of, args=(value,))
-            until(agents[0].service(RRefService).idle, "nothing of the reference is in progress")
-            del value
-            until(lambda: not agents[0].service(RRefService).stats()["rrefs_owned"], collect=True)
-            sync_call(1)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-def shape_of(value: Any) -> Any:
-    return value.to_here().shape

@@ -258,9 +258,9 @@ class TellingGate:
         self.release, self.locked = gate.release, gate.locked
         self._acquire, self._waits = gate.acquire, waits
 
-    def acquire(self) -> bool:
+    def acquire(self, *arguments: Any) -> bool:
         self._waits.set()
-        return self._acquire()
+        return self._acquire(*arguments)
 
 
 def test_a_call_that_another_thread_is_about_to_fail_is_not_sent() -> None:

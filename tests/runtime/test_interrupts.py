@@ -1,18 +1,29 @@
-"""Ctrl-C is held back for a moment, and not lost."""
+"""Ctrl-C and other signals are held back for a moment, and not lost."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from tests.support.steps import at_step
+from zrpc.runtime.interrupts import (
+    UninterruptedLock,
+    hold_interrupts,
+    pass_interruptibly,
+    raised_by_handler,
+    release_interrupts,
+    run_interruptibly,
+    uninterrupted,
+)
 
 pytestmark = pytest.mark.skipif(
     signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
@@ -25,7 +36,7 @@ def interrupt() -> None:
 
 
 def test_a_held_interrupt_is_raised_on_release() -> None:
-    assert hold_interrupts()
+    hold_interrupts()
     interrupt()
     with pytest.raises(KeyboardInterrupt):
         release_interrupts()
@@ -33,19 +44,19 @@ def test_a_held_interrupt_is_raised_on_release() -> None:
 
 
 def test_release_without_an_interrupt_raises_nothing() -> None:
-    assert hold_interrupts()
+    hold_interrupts()
     release_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_holds_can_be_nested() -> None:
-    assert hold_interrupts()
-    assert hold_interrupts()
+    hold_interrupts()
+    hold_interrupts()
     interrupt()
     release_interrupts()  # not the outermost
     with pytest.raises(KeyboardInterrupt):
         release_interrupts()
-    assert hold_interrupts()
+    hold_interrupts()
     release_interrupts()  # it is not raised twice
 
 
@@ -67,7 +78,7 @@ def own_handler() -> Iterator[list[Any]]:
 
 def test_the_programs_own_handler_is_called_on_release(own_handler: list[Any]) -> None:
     for _ in range(2):
-        assert hold_interrupts()
+        hold_interrupts()
         interrupt()
         with pytest.raises(Interruption):
             release_interrupts()
@@ -77,7 +88,7 @@ def test_the_programs_own_handler_is_called_on_release(own_handler: list[Any]) -
 def test_the_programs_own_handler_is_not_called_without_an_interrupt(
     own_handler: list[Any],
 ) -> None:
-    assert hold_interrupts()
+    hold_interrupts()
     release_interrupts()
     assert signal.getsignal(signal.SIGINT) is own_handler
 
@@ -85,7 +96,7 @@ def test_the_programs_own_handler_is_not_called_without_an_interrupt(
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run leaves Ctrl-C alone there")
 def test_the_first_interrupt_of_asyncio_run_cancels_its_task() -> None:
     async def main() -> str | None:
-        assert hold_interrupts()
+        hold_interrupts()
         interrupt()
         release_interrupts()  # does not raise
         with pytest.raises(asyncio.CancelledError):
@@ -102,7 +113,7 @@ def test_the_handler_of_an_event_loop_is_called_once() -> None:
     async def main() -> str | None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, seen.append, "interrupt")
-        assert hold_interrupts()
+        hold_interrupts()
         interrupt()
         release_interrupts()
         interrupt()
@@ -114,26 +125,184 @@ def test_the_handler_of_an_event_loop_is_called_once() -> None:
     assert seen == ["interrupt"] * 2
 
 
-def test_a_handler_for_another_signal_cannot_be_held_back() -> None:
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        assert not hold_interrupts()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+OTHERS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT})
 
 
-def test_a_handler_that_cannot_be_hashed_cannot_be_held_back() -> None:
+class Handlers:
+    """Sets handlers, and notes which signals they are called with."""
+
+    def __init__(self) -> None:
+        self.called: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self.called.append(number)
+
+    def set(self, number: int, handler: Any = None) -> Any:
+        self._before.setdefault(number, signal.getsignal(number))
+        signal.signal(number, handler or self.note)
+        return signal.getsignal(number)
+
+    def reset(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture
+def handlers() -> Iterator[Handlers]:
+    made = Handlers()
+    yield made
+    made.reset()
+
+
+@pytest.mark.parametrize("number", OTHERS)
+def test_the_handler_of_any_signal_is_called_on_release(handlers: Handlers, number: int) -> None:
+    handler = handlers.set(number)
+    with uninterrupted:
+        signal.raise_signal(number)
+        assert handlers.called == []
+    assert handlers.called == [number]
+    assert signal.getsignal(number) == handler
+
+
+def test_a_handler_that_cannot_be_hashed_is_held_back(handlers: Handlers) -> None:
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
 
-        def __call__(self, *_: Any) -> None:
-            raise Interruption
+        def __call__(self, number: int, frame: FrameType | None) -> None:
+            handlers.note(number, frame)
 
-    before = signal.signal(signal.SIGTERM, Unhashable())
-    try:
-        assert not hold_interrupts()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    handlers.set(signal.SIGTERM, Unhashable())
+    with uninterrupted:
+        signal.raise_signal(signal.SIGTERM)
+        assert handlers.called == []
+    assert handlers.called == [signal.SIGTERM]
+
+
+def test_an_error_of_one_handler_does_not_lose_the_other_signals(handlers: Handlers) -> None:
+    handlers.set(signal.SIGHUP, raise_interruption)
+    handlers.set(signal.SIGUSR1, raise_interruption)
+    handlers.set(signal.SIGTERM)
+    hold_interrupts()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.raise_signal(number)
+    with pytest.raises(Interruption):
+        release_interrupts()
+    assert handlers.called == [signal.SIGTERM]
+    with uninterrupted:
+        pass  # nothing is called twice
+
+
+def test_a_handler_that_a_held_handler_sets_stays(handlers: Handlers) -> None:
+    def once(number: int, frame: FrameType | None) -> None:
+        handlers.note(number, frame)
+        signal.signal(number, signal.SIG_IGN)
+
+    handlers.set(signal.SIGUSR1, once)
+    for _ in range(2):
+        with uninterrupted:
+            signal.raise_signal(signal.SIGUSR1)
+    assert handlers.called == [signal.SIGUSR1]
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+
+
+def test_a_handler_may_interrupt_the_holding_and_the_releasing(handlers: Handlers) -> None:
+    """It holds back signals itself, as its calls do; and all handlers are what they were."""
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        with uninterrupted:
+            handlers.note(number, frame)
+
+    numbers = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM]
+    for number in numbers:
+        handlers.set(number, hold)
+    for step in itertools.count(1):
+        with at_step(step, lambda: [signal.raise_signal(number) for number in numbers]) as steps:
+            hold_interrupts()
+            release_interrupts()
+        assert {signal.getsignal(number) for number in numbers} == {hold}
+        if not steps.place:
+            break
+        assert sorted(handlers.called) == sorted(numbers), steps.place
+        handlers.called.clear()
+
+
+def test_what_a_handler_raises_while_signals_are_being_held_is_raised_in_the_end(
+    handlers: Handlers,
+) -> None:
+    handlers.set(signal.SIGUSR1, raise_interruption)
+    handlers.set(signal.SIGTERM)
+    raised = 0
+    for step in itertools.count(1):
+        with at_step(step, lambda: signal.raise_signal(signal.SIGUSR1)) as steps:
+            try:
+                with uninterrupted:
+                    pass
+            except Interruption:
+                raised += 1
+        assert signal.getsignal(signal.SIGUSR1) is raise_interruption
+        assert signal.getsignal(signal.SIGTERM) == handlers.note
+        if not steps.place:
+            break
+        assert raised == step, steps.place
+
+
+def test_handlers_run_during_a_long_wait_and_not_after_it(handlers: Handlers) -> None:
+    handlers.set(signal.SIGUSR1)
+
+    def wait() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        assert handlers.called == [signal.SIGUSR1]
+
+    with uninterrupted, uninterrupted:
+        run_interruptibly(wait)
+        signal.raise_signal(signal.SIGUSR1)
+        assert len(handlers.called) == 1
+    assert len(handlers.called) == 2
+
+
+def test_a_wait_at_a_gate_is_interrupted_and_leaves_it_open(handlers: Handlers) -> None:
+    gate = threading.Lock()
+    gate.acquire()
+    handlers.set(signal.SIGUSR1, raise_interruption)
+    sender = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1))
+    sender.start()
+    with pytest.raises(Interruption), uninterrupted:
+        pass_interruptibly(gate, -1)
+    sender.join()
+    gate.release()
+    assert pass_interruptibly(gate, -1)
+    assert not gate.locked()
+
+
+def test_the_holder_of_a_lock_runs_no_handler(handlers: Handlers) -> None:
+    lock = UninterruptedLock()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        with lock:
+            handlers.note(number, frame)
+
+    handlers.set(signal.SIGUSR1, handler)
+    with lock:
+        signal.raise_signal(signal.SIGUSR1)
+        assert handlers.called == []
+    assert handlers.called == [signal.SIGUSR1]
+
+
+class TestErrorsOfHandlers:
+    def test_one_that_a_handler_has_raised(self, handlers: Handlers) -> None:
+        handlers.set(signal.SIGUSR1, raise_interruption)
+        with pytest.raises(Interruption) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert raised_by_handler(caught.value)
+        with uninterrupted:
+            assert raised_by_handler(caught.value)
+
+    def test_one_of_the_program_itself(self, handlers: Handlers) -> None:
+        handlers.set(signal.SIGUSR1)
+        with pytest.raises(Interruption) as caught:
+            raise Interruption
+        assert not raised_by_handler(caught.value)
 
 
 @pytest.mark.system
@@ -145,7 +314,7 @@ def test_a_thread_that_forks_is_the_main_thread_of_the_child() -> None:
         if not child:
             status = 1
             try:
-                assert hold_interrupts()
+                hold_interrupts()
                 interrupt()
                 release_interrupts()
             except KeyboardInterrupt:
@@ -163,7 +332,7 @@ def test_a_thread_that_forks_is_the_main_thread_of_the_child() -> None:
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert hold_interrupts()
+        hold_interrupts()
         release_interrupts()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
@@ -171,9 +340,25 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_holding_in_other_threads_changes_nothing() -> None:
-    held = []
-    thread = threading.Thread(target=lambda: held.append(hold_interrupts()))
+    thread = threading.Thread(target=hold_interrupts)
     thread.start()
     thread.join()
-    assert held == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.system
+def test_a_child_has_the_handlers_that_another_thread_held_back(handlers: Handlers) -> None:
+    handlers.set(signal.SIGUSR1)
+    statuses = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            os._exit(signal.getsignal(signal.SIGUSR1) != handlers.note)
+        statuses.append(os.waitpid(child, 0)[1])
+
+    with uninterrupted:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+    assert statuses == [0]

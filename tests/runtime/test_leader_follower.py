@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.waiting import until
 from zrpc.runtime.leader_follower import LeaderFollower
-from zrpc.runtime.thread_pool import HandlerPool, acquire
+from zrpc.runtime.thread_pool import HandlerPool, pass_gate
 
 LONG = 30.0
 
@@ -136,7 +136,7 @@ def test_jobs_can_wait_for_later_ones(desk: Desk) -> None:
     for gate in gates:
         gate.acquire()
     for gate in gates:
-        desk.put(lambda gate=gate: acquire(gate, LONG))
+        desk.put(lambda gate=gate: pass_gate(gate, LONG))
     desk.do(lambda: [gate.release() for gate in gates])
 
 
@@ -148,7 +148,7 @@ def test_a_leader_gives_way_before_it_waits(desk: Desk) -> None:
 
     def wait() -> None:
         first.append(threading.current_thread())
-        assert acquire(gate, LONG)
+        assert pass_gate(gate, LONG)
 
     desk.put(wait)
     desk.do(gate.release)
@@ -286,7 +286,7 @@ def test_the_old_leader_does_not_take_the_wake_up_of_the_new_one(
     giver = desk.io._threads[1 - sleeper]
     locked = threading.Lock()
     locked.acquire()
-    while desk.do(lambda: acquire(locked, 1e-6)) is not giver:
+    while desk.do(lambda: pass_gate(locked, 1e-6)) is not giver:
         pass
     before = looks[giver]
     while looks[giver] < before + 50:
@@ -343,7 +343,7 @@ def test_a_leader_takes_no_job_while_the_other_thread_is_in_one(desk: Desk) -> N
 
     def promote_follower() -> None:  # this job has woken it
         assert lock.reached.wait(LONG)
-        acquire(closed, 1e-6)
+        pass_gate(closed, 1e-6)
         lock.go_on.set()
 
     desk.do(promote_follower)
@@ -352,7 +352,7 @@ def test_a_leader_takes_no_job_while_the_other_thread_is_in_one(desk: Desk) -> N
 
     def wait() -> None:
         ran_in.add(threading.current_thread())
-        acquire(closed, LONG)
+        pass_gate(closed, LONG)
 
     desk.put(wait)
     try:

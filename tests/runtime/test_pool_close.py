@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.runtime.pool_jobs import SOON, Jobs, MakePool, admitted, until
-from zrpc.runtime.thread_pool import HandlerPool, acquire
+from zrpc.runtime.thread_pool import HandlerPool, pass_gate
 
 
 def test_close_waits_for_jobs_and_drops_those_queued(make_pool: MakePool, jobs: Jobs) -> None:
@@ -132,7 +132,7 @@ def test_an_idle_thread_finishes_queued_jobs_if_a_job_closes_its_pool(
         gate = threading.Lock()
         gate.acquire()
         pool.submit(gate.release)
-        assert acquire(gate, SOON)
+        assert pass_gate(gate, SOON)
         until(lambda: pool._idle)
         for each in range(3):
             pool.submit(partial(found.append, each))

@@ -11,7 +11,7 @@ import pytest
 
 from tests.runtime.pool_jobs import SOON, MakePool, admitted
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.thread_pool import pass_gate
 
 
 def test_a_guest_runs_jobs_queued_behind_its_own(
@@ -57,7 +57,7 @@ def test_jobs_queued_behind_a_waiting_guest_run_meanwhile(make_pool: MakePool) -
     gate.acquire()
     pool.submit(gate.release)  # nobody else opens it
     results = []
-    pool.run_as_guest(me, [lambda: results.append(acquire(gate, SOON))])
+    pool.run_as_guest(me, [lambda: results.append(pass_gate(gate, SOON))])
     assert results == [True]
 
 
@@ -76,13 +76,16 @@ def test_a_guests_job_is_freed_before_the_next_one_runs(make_pool: MakePool) -> 
 
 @pytest.mark.parametrize("in_a_pool", [True, False])
 def test_a_waiting_thread_may_receive_for_itself(make_pool: MakePool, in_a_pool: bool) -> None:
-    gate, ended = threading.Lock(), threading.Event()
-    gate.acquire()
+    gates, ended = [threading.Lock(), threading.Lock()], threading.Event()
+    for gate in gates:
+        gate.acquire()
     found = []
 
     def job() -> None:
-        found.append(acquire(gate, SOON, lambda gate, timeout: gate.release()))
-        found.append(acquire(gate, 0, lambda gate, timeout: found.append(("received", timeout))))
+        found.append(pass_gate(gates[0], SOON, lambda gate, timeout: gate.release()))
+        found.append(
+            pass_gate(gates[1], 0, lambda gate, timeout: found.append(("received", timeout)))
+        )
         ended.set()
 
     if in_a_pool:
@@ -94,7 +97,7 @@ def test_a_waiting_thread_may_receive_for_itself(make_pool: MakePool, in_a_pool:
 
 
 def test_nothing_is_received_for_an_open_gate() -> None:
-    assert acquire(threading.Lock(), SOON, lambda gate, timeout: pytest.fail("received"))
+    assert pass_gate(threading.Lock(), SOON, lambda gate, timeout: pytest.fail("received"))
 
 
 def test_others_run_while_a_thread_receives(make_pool: MakePool) -> None:
@@ -106,5 +109,5 @@ def test_others_run_while_a_thread_receives(make_pool: MakePool) -> None:
         assert ran.wait(SOON)
         gate.release()
 
-    pool.submit(lambda: acquire(gate, SOON, receive))
+    pool.submit(lambda: pass_gate(gate, SOON, receive))
     assert ran.wait(SOON)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.runtime.pool_jobs import SOON, Jobs, MakePool, done, until
-from zrpc.runtime.thread_pool import MAX_THREADS, acquire, in_pool
+from zrpc.runtime.thread_pool import MAX_THREADS, in_pool, pass_gate
 
 
 def test_jobs_run_in_threads_of_the_pool(make_pool: MakePool) -> None:
@@ -72,7 +72,7 @@ def test_a_waiting_thread_is_replaced(make_pool: MakePool) -> None:
             gate.release()
 
         pool.submit(next_level)
-        assert acquire(gate, SOON)
+        assert pass_gate(gate, SOON)
 
     pool.submit(lambda: descend(depth))
     assert bottom.wait(SOON)
@@ -96,7 +96,7 @@ def test_a_thread_that_comes_back_from_a_wait_counts_again(make_pool: MakePool) 
             running.pop()
 
     def wait() -> None:
-        assert acquire(gate, SOON)
+        assert pass_gate(gate, SOON)
         back.set()
 
     pool.submit(wait)
@@ -109,22 +109,23 @@ def test_a_thread_that_comes_back_from_a_wait_counts_again(make_pool: MakePool) 
     assert max(most) == 1
 
 
-def test_acquire_outside_of_a_pool() -> None:
+def test_a_gate_is_passed_once_it_is_open_and_stays_open() -> None:
     gate = threading.Lock()
-    assert acquire(gate)
-    assert not acquire(gate, 0.01)
-    gate.release()
-    assert acquire(gate, 0.01)
+    gate.acquire()
+    assert not pass_gate(gate, 0.01)
+    threading.Thread(target=gate.release).start()
+    assert pass_gate(gate, SOON)
+    assert pass_gate(gate)
 
 
-def test_acquire_in_a_pool_can_time_out(make_pool: MakePool) -> None:
+def test_a_wait_at_a_gate_in_a_pool_can_time_out(make_pool: MakePool) -> None:
     pool, gate, found = make_pool(1), threading.Lock(), []
     gate.acquire()
-    pool.submit(lambda: found.append(acquire(gate, 0.01)))
+    pool.submit(lambda: found.append(pass_gate(gate, 0.01)))
     until(lambda: found)
     assert found == [False]
     gate.release()
-    pool.submit(lambda: found.append(acquire(gate)))
+    pool.submit(lambda: found.append(pass_gate(gate)))
     done(pool)
     assert found == [False, True]
 
@@ -134,7 +135,7 @@ def test_the_time_of_a_job_is_without_its_waits(make_pool: MakePool) -> None:
     gate.acquire()
     pool.times = SimpleNamespace(took=counted.append)
     began = time.perf_counter()
-    pool.submit(lambda: acquire(gate, seconds))
+    pool.submit(lambda: pass_gate(gate, seconds))
     until(lambda: counted)
     assert counted[0] <= time.perf_counter() - began - seconds
 

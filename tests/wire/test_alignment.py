@@ -12,8 +12,8 @@ import torch
 from tests.wire.test_pickling import sent
 from zrpc.wire.alignment import ALIGNMENT, aligned
 from zrpc.wire.message import parse
-from zrpc.wire.pickling import Decoder
 from zrpc.wire.tensors import INLINE_BYTES
+from zrpc.wire.unpickling import Decoder
 
 # Enough elements for a frame of their own in any dtype. With the odd one, torch makes a copy that
 # needs the alignment.

@@ -15,7 +15,8 @@ from tests.wire.test_pickling import arrived, sent
 from zrpc.errors import SerializationError
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind
-from zrpc.wire.pickling import Decoder, dumps
+from zrpc.wire.pickling import dumps
+from zrpc.wire.unpickling import Decoder
 
 SCRIPT = """
 import collections, dataclasses, enum, functools, threading, types, typing

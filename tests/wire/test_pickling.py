@@ -27,8 +27,9 @@ from hypothesis import strategies as st
 from zrpc.errors import SerializationError
 from zrpc.wire import pickling
 from zrpc.wire.message import Message, parse
-from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.wire.pickling import Encoder
 from zrpc.wire.tensors import INLINE_BYTES
+from zrpc.wire.unpickling import Decoder
 
 
 def sent(obj: Any, same_main: bool = True, destination: int = 1) -> Message:

@@ -17,6 +17,7 @@ from zrpc.calls.last_calls import LastCalls
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import in_pool
 from zrpc.wire.member_id import rank_of
 
@@ -40,7 +41,7 @@ class Closing:
         self._shutdown = shutdown
         self._quiescence = Quiescence()
         # Guards the change to `closed`.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._closer = 0  # the ident of the thread that closes
         self._ended = threading.Event()  # and has
 
@@ -136,7 +137,6 @@ class Closing:
         steps: list[Callable[[], object]] = [
             self._say_farewell,
             lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
-            agent.outbox.put_handed_over,  # the farewell, say
             lambda: agent.caller.calls.fail(lambda _: has_shut_down()),
             agent.liveness.close,
             *(service.close for service in agent.services),

@@ -117,8 +117,9 @@ class Receiver:
                 The I/O thread may go on resting meanwhile.
         """
         self._awaited = gate
-        if not self._threads.resting or not hold_interrupts():
+        if not self._threads.resting:
             return
+        hold_interrupts()
         try:
             if not self._threads.sit():
                 return

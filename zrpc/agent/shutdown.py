@@ -7,6 +7,7 @@ itself, when it has nothing left to do: `SoloShutdown`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from zrpc.agent.termination import Outgoing, Termination, TerminationMessage
 from zrpc.membership.view import Membership
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["CollectiveShutdown", "Quiescence", "Shutdown", "ShutdownTiming", "SoloShutdown"]
@@ -73,7 +75,11 @@ class Shutdown:
     def __init__(self, timing: ShutdownTiming) -> None:
         self.timing = timing
         self.done = self.settled = self.in_progress = self.begun = False
-        self._may_leave = threading.Event()
+        # Open once this worker may leave. Not an event: its lock might be held by a thread that a
+        # signal handler interrupts, and the I/O thread would wait for that.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._openers = [self._gate.release]  # taken by the thread that opens the gate
 
     @property
     def waits_for_all(self) -> bool:
@@ -106,11 +112,12 @@ class Shutdown:
         Args:
             timeout: in seconds; 0 means none.
         """
-        return self._may_leave.wait(timeout or None)
+        return pass_gate(self._gate, timeout or -1)
 
     def leave_anyway(self) -> None:
         """Ends the wait: this worker leaves."""
-        self._may_leave.set()
+        with contextlib.suppress(IndexError):  # the gate is open
+            self._openers.pop()()
 
     def begin(self) -> None:
         """Begins the shutdown of this worker."""

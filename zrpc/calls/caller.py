@@ -143,15 +143,18 @@ class Caller:
         marks = None
         try:
             call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-            marks = call.marks
-            if marks is not None:
-                marks.waits = True
-            self._submit(call, message)
             try:
-                self.wait(call)
-            except BaseException:
-                self._abandon(call)
-                raise
+                marks = call.marks
+                if marks is not None:
+                    marks.waits = True
+                self._submit(call, message)
+                try:
+                    self.wait(call)
+                except BaseException:
+                    call.cancel()
+                    raise
+            finally:
+                release_interrupts()
             return self.decode(call.claim())
         finally:
             if marks is not None:
@@ -191,8 +194,11 @@ class Caller:
         shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
         try:
             call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-            future: Future[Any] = Future.of_call(call, self)
-            self._submit(call, message)
+            try:
+                future: Future[Any] = Future.of_call(call, self)
+                self._submit(call, message)
+            finally:
+                release_interrupts()
         finally:
             if shown is not None:
                 end_profile(shown)
@@ -218,10 +224,13 @@ class Caller:
         shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
         try:
             call, message = self._pack(to, kind, obj, timeout, extension, holds)
-            call.follower = follower
-            if undo is not None:
-                call.undo_too(undo)
-            self._submit(call, message)
+            try:
+                call.follower = follower
+                if undo is not None:
+                    call.undo_too(undo)
+                self._submit(call, message)
+            finally:
+                release_interrupts()
         finally:
             if shown is not None:
                 end_profile(shown)
@@ -239,7 +248,7 @@ class Caller:
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
     ) -> tuple[PendingCall, Message]:
-        """Makes a call, and the message of its request."""
+        """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
             raise has_shut_down()
         recorder = self.recorder
@@ -250,25 +259,34 @@ class Caller:
         hops = () if self.last_calls is None else self.last_calls.admit(message)
         peer = to.member_id
         encoder = self._codec.encoder(peer)
-        encoder.pack(obj, message)
-        if extension is not None or hops:
-            more = () if extension is None else (extension,)
-            message.extensions = [*message.extensions, *more, *hops]
-        scope = current_scope()
-        if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
-            timeout, limit = bounded, scope
-        message.deadline = timeout
-        call = self.calls.new(peer, timeout, holds, died)
-        call.limit, call.kind, call.what = limit, kind, name_of(obj)
-        message.call_id = call.call_id
-        if encoder.undoable:
-            call.undo = encoder.abort
-        if recorder is not None:
-            call.marks = CallMarks(recorder, packing, message.nbytes)
+        try:
+            encoder.pack(obj, message)
+            if extension is not None or hops:
+                more = () if extension is None else (extension,)
+                message.extensions = [*message.extensions, *more, *hops]
+            scope = current_scope()
+            if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
+                timeout, limit = bounded, scope
+            message.deadline = timeout
+            call = self.calls.new(peer, timeout, holds, died)
+            call.limit, call.kind, call.what = limit, kind, name_of(obj)
+            message.call_id = call.call_id
+            if encoder.undoable:
+                call.undo = encoder.abort
+            if recorder is not None:
+                call.marks = CallMarks(recorder, packing, message.nbytes)
+            # From here on this thread takes locks that a call in a handler would need too.
+            hold_interrupts()
+        except BaseException:  # of a signal handler, for example
+            encoder.abort()
+            raise
         return call, message
 
     def _submit(self, call: PendingCall, message: Message) -> None:
-        """Enters a call into the table, and sends it as soon as there is room for it."""
+        """Enters a call into the table, and sends it as soon as there is room for it.
+
+        Signal handlers are held back, except while it waits for room.
+        """
         admission = SETTLED
         try:
             if configured() and message.kind in METERED:
@@ -286,7 +304,7 @@ class Caller:
             if admission is NOW or admission is DELAYED:
                 self._issue(call, message, admission is DELAYED)
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
-            self._abandon(call)
+            call.cancel()
             raise
         finally:
             if call.stage is _NEW and admission is not LATER:
@@ -335,7 +353,7 @@ class Caller:
                 call.stage = _NEW  # cancelled, by a thread that looks at the stage afterwards
                 return
             try:
-                self._outbox.request(call.peer, message, partial(self._on_not_sent, call))
+                self._outbox.request(call.peer, message)
                 call.stage = _LEFT
                 if marks is not None:
                     marks.on_sent(message)
@@ -416,31 +434,10 @@ class Caller:
         info = self._membership.infos[peer]
         return f"{info.name} (rank {info.rank})"
 
-    def _on_not_sent(self, call: PendingCall, error: Exception) -> None:
-        """Fails a call that the I/O thread could not send for another thread."""
-        reason = exhausted(error) or error
-        if reason is error and isinstance(error, zmq.ZMQError):
-            reason = self.died(call) if call.peer in self._membership.lost else has_shut_down()
-        if isinstance(reason, RpcError):
-            reason.executed = False
-        # Not by the stage: the thread that has handed the call over may just now set it to `LEFT`.
-        self._undo(call)
-        call.stage = _NEW
-        call.fail(reason)
-
     def _undo(self, call: PendingCall) -> None:
         # What went to a member that is lost is undone by the services.
         if call.peer not in self._membership.lost:
             call.take_back()
-
-    def _abandon(self, call: PendingCall) -> None:
-        """Cancels a call: the thread that made it is interrupted, and no longer waits."""
-        held = hold_interrupts()  # it may not be taken from the table and then not be settled
-        try:
-            call.cancel()
-        finally:
-            if held:
-                release_interrupts()
 
     def _post_cancel(self, call: PendingCall) -> None:
         """Tells the callee that the caller no longer waits for its answer; in any thread."""

@@ -16,7 +16,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.pending_calls import NEVER, PendingCall, name_of_function
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.thread_pool import pass_gate
 
 if TYPE_CHECKING:
     from zrpc.membership.worker_info import WorkerInfo
@@ -178,8 +178,7 @@ class CancelScope:
         remaining = None if self.must_run else self.remaining()
         if remaining is not None:
             limits.append(remaining)
-        if acquire(gate, min([*limits, threading.TIMEOUT_MAX]) if limits else -1):
-            gate.release()  # for the other threads that wait
+        pass_gate(gate, min([*limits, threading.TIMEOUT_MAX]) if limits else -1)
         return self.abandoned
 
 

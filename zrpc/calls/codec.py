@@ -15,7 +15,8 @@ from zrpc.membership.view import Membership
 from zrpc.wire.graph_capture import constant_of, is_tracing
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.wire.pickling import Encoder
+from zrpc.wire.unpickling import Decoder
 
 __all__ = ["NONE", "Codec"]
 

@@ -17,7 +17,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import MemberId
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class FlowControl:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        # Guards what follows.
+        # Guards what follows. In the main thread, callers hold back signal handlers.
         self._lock = threading.Lock()
         self._used: dict[_Key, int] = {}
         self._waiting: dict[_Key, deque[_Waiter]] = {}
@@ -103,13 +104,12 @@ class FlowControl:
         try:
             if call.settled:
                 return SETTLED
-            while not acquire(gate, call.remaining()):
+            while not pass_gate(gate, call.remaining()):
                 if call.remaining():
                     continue  # its deadline was postponed meanwhile
                 call.fail(no_room(call, self.limit))
                 # If another thread has taken the call from the table, it settles the call at once.
-                call.gate.acquire()
-                call.gate.release()
+                pass_gate(call.gate)
                 break
         except BaseException:
             call.fail(no_room(call, self.limit))  # Ctrl-C: the call is never sent
@@ -194,13 +194,13 @@ class FlowControl:
 
     def __len__(self) -> int:
         """How many bytes are in flight."""
-        with self._lock:
+        with uninterrupted, self._lock:
             return sum(self._used.values())
 
     def windows(self) -> dict[MemberId, list[Window]]:
         """Returns the windows with calls in flight, by peer: one for each kind of caller."""
         found: dict[MemberId, list[Window]] = {}
-        with self._lock:
+        with uninterrupted, self._lock:
             for (peer, caller), used in self._used.items():
                 waiting = len(self._waiting.get((peer, caller), ()))
                 found.setdefault(peer, []).append(Window(caller is not None, used, waiting))

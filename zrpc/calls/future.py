@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import logging
 import threading
@@ -14,12 +13,19 @@ import torch
 
 from zrpc.calls import trampoline
 from zrpc.calls.asyncio_future import AsyncioFuture
+from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_calls import PendingCall
-from zrpc.errors import CallbackError, RpcCancelledError
+from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import (
+    hold_interrupts,
+    in_main_thread,
+    raised_by_handler,
+    release_interrupts,
+    uninterrupted,
+)
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.graph_capture import constant_of, is_tracing
 
 __all__ = ["Future"]
@@ -84,7 +90,16 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
     """
 
     # Without a dictionary, which would be one more object for each call in flight.
-    __slots__ = ("_call", "_calling", "_cancelled", "_gate", "_kept", "_open", "_source")
+    __slots__ = (
+        "_call",
+        "_calling",
+        "_cancelled",
+        "_followed",
+        "_gate",
+        "_kept",
+        "_open",
+        "_source",
+    )
 
     _kept: KeptError  # only if the future has one
     _calling: Calling  # only if it was made by `of_call`
@@ -97,6 +112,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # would make a cycle, through torch's list of callbacks.
         self._source: Callable[[], Future[Any] | None] = _no_source
         self._cancelled = False
+        self._followed = False  # whether there are callbacks
         # Deleted by the one thread that completes the future; see `_claim`.
         self._open = True
         # Opens once the future is complete.
@@ -125,16 +141,17 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         trampoline.run_postponed(self.done)
         call = self._call
         if call is not None:
+            hold_interrupts()
             try:
                 self._calling.wait(call)
-                self._complete(call)
             except BaseException:
                 # Interrupted. If the call was settled just now, another thread must complete it.
                 if call.settled:
                     self._calling.complete(functools.partial(self._complete, call))
+                release_interrupts()
                 raise
-        acquire(self._gate)
-        self._gate.release()
+            self._complete(call, held=True)
+        pass_gate(self._gate)
         return constant_of(super().wait) if is_tracing() else super().wait()
 
     def value(self) -> T:
@@ -213,25 +230,14 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
 
         Ctrl-C must not come between the two: nobody else can complete the future then.
         """
-        held = hold_interrupts()
-        try:
+        with uninterrupted:
             if not claim():
                 return False
             if error is not None:
                 self._kept = KeptError([error])
                 self._set_unwrap_func(self._kept.failure.raise_it)
-            try:
-                if held:
-                    held = False
-                    release_interrupts()  # callbacks may run for long
-                self._set(result)
-            finally:
-                if not super().done():  # Ctrl-C came before the callbacks
-                    self._set(result)
+            self._set(result)
             return True
-        finally:
-            if held:
-                release_interrupts()
 
     def _claim_for_program(self) -> bool:
         """Lets the program complete the future, instead of its call.
@@ -264,7 +270,11 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # this future. `wait` then still waits for torch's own completion.
         if self._gate.locked():
             self._gate.release()
-        super().set_result(result)
+        if self._followed:
+            with uninterrupted:  # see `trampoline.run`
+                super().set_result(result)
+        else:
+            super().set_result(result)
         if trampoline.interrupts:
             trampoline.raise_interrupt()
 
@@ -283,18 +293,18 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
 
         If the callback raises, the new future fails with that error, ``SystemExit`` included; a
         TypeError becomes a `CallbackError`, which is a RuntimeError too, as in torch. A
-        ``KeyboardInterrupt`` in the main thread is also raised there once the callbacks that are
-        due have run: by the method of a future that ran them.
+        ``KeyboardInterrupt`` in the main thread, or an error of a signal's handler, is also raised
+        there once the callbacks that are due have run: by the method of a future that ran them.
 
         Raises:
             TypeError: ``callback`` can't be called.
         """
-        _check_callback("then", callback)
-        # See _Callback about the lists.
+        check_callback("then", callback)
+        # See Callback about the lists.
         pending: list[Future[S]] = [Future()]
         result = pending.copy()
         result[0]._source = weakref.ref(self)
-        self._add(_Callback(callback, self, pending))
+        self._add(Callback(callback, self, pending))
         return result.pop()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -305,16 +315,18 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         Raises:
             TypeError: ``callback`` can't be called.
         """
-        _check_callback("add_done_callback", callback)
+        check_callback("add_done_callback", callback)
         if getattr(callback, "__module__", None) == "asyncio.tasks":
             self._call_soon(callback)
         else:
-            self._add(_Callback(callback, self, []))
+            self._add(Callback(callback, self, []))
 
-    def _add(self, callback: _Callback) -> None:
+    def _add(self, callback: Callback) -> None:
         # If it is done, the callback runs right here, and its result exists afterwards.
         at_once = super().done()
-        super().add_done_callback(functools.partial(trampoline.run, callback, at_once=at_once))
+        self._followed = True
+        with uninterrupted:  # see `trampoline.run`
+            super().add_done_callback(functools.partial(trampoline.run, callback, at_once=at_once))
         if trampoline.interrupts:
             trampoline.raise_interrupt()
 
@@ -340,106 +352,41 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         if not call.waiters:
             self._calling.complete(functools.partial(self._complete, call))
 
-    def _complete(self, call: PendingCall) -> None:
-        """Makes the value from the call's outcome, in the first thread that asks."""
-        held = hold_interrupts()  # an outcome that is claimed may not be lost
+    def _complete(self, call: PendingCall, held: bool = False) -> None:
+        """Makes the value from the call's outcome, in the first thread that asks.
+
+        Ends with signal handlers no longer held back, if they were ``held``.
+        """
+        if not held:
+            hold_interrupts()  # an outcome that is claimed may not be lost
+        outcome = call.claim()
+        if outcome is None:
+            release_interrupts()
+            return
+        self._cancelled = isinstance(outcome, RpcCancelledError)
+        self._claim()
+        self._call = None
+        self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
+
+    def _complete_from(self, decode: Callable[[], T], held: bool = False) -> None:
+        """Makes the value; if Ctrl-C or another signal interrupts that, another thread does it."""
+        interruptible = in_main_thread()
         try:
-            outcome = call.claim()
-            if outcome is None:
-                return
-            self._cancelled = isinstance(outcome, RpcCancelledError)
-            decode = functools.partial(self._calling.decode, outcome)
-            self._claim()
             try:
                 if held:
-                    held = False
                     release_interrupts()
                 value = decode()
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 self._fail(Failure(decode, without_frames(error)))
-            except BaseException:  # Ctrl-C during the unpickling
-                self._fail(Failure(decode, KeyboardInterrupt()))
-                raise
             else:
                 self._set(value)
-            finally:
-                self._call = None
-                if not super().done():  # Ctrl-C after the unpickling
-                    self._fail(Failure(decode, KeyboardInterrupt()))
+        except BaseException:
+            if not super().done() and interruptible:
+                with uninterrupted:
+                    self._calling.complete(functools.partial(self._complete_from, decode))
+            raise
         finally:
-            if held:
-                release_interrupts()
-
-
-def _check_callback(method: str, callback: object) -> None:
-    if not callable(callback):
-        raise TypeError(  # the beginning is torch's own text
-            f"{method}(): incompatible function arguments. Expected a function that takes the "
-            f"future, but got {callback!r}"
-        )
-
-
-class _Callback:
-    """A callback that `zrpc.calls.trampoline` runs once its future is done.
-
-    Args:
-        function: the user's function.
-        future: its argument.
-        results: the future of its result, if there is one. An error of the function refers by its
-            traceback to our frames, and to that of `Future.then` if ``future`` was done already.
-            None of these frames refers to the future that keeps the error, since it is removed from
-            this list then. So it is freed without the garbage collector.
-    """
-
-    __slots__ = ("_claimed", "_context", "_function", "_future", "_results")
-
-    def __init__(
-        self, function: Callable[[Any], Any], future: Future[Any], results: list[Future[Any]]
-    ) -> None:
-        self._function = function
-        self._future = future
-        self._results = results
-        self._claimed = False
-        # Calls in the callback have the agent, the autograd context and the deadline of the code
-        # that added it.
-        self._context = contextvars.copy_context()
-
-    def __call__(self) -> None:
-        errors: list[BaseException] = []
-        try:
-            value = self._context.run(self._function, self._future)
-        except BaseException as error:  # SystemExit too: a thread may wait for the new future
-            errors.append(self._failed(error))
-        if errors:
-            self._complete_with(errors)
-            return
-        if self._results and self._claim():
-            self._results[0]._set(value)
-        self._results.clear()
-
-    def _claim(self) -> bool:
-        """Returns whether to complete the new future: the program may have done so itself."""
-        self._claimed = self._claimed or self._results[0]._claim()
-        return self._claimed
-
-    def fail(self, error: BaseException) -> None:
-        self._complete_with([self._failed(error)])
-
-    def _failed(self, error: BaseException) -> BaseException:
-        """Returns the error for the new future; logs it if there is none."""
-        noted = trampoline.note_interrupt(error)
-        if not self._results:
-            if not noted:
-                logger.error("A callback of a Future failed", exc_info=error)
-            return error
-        if type(error) is TypeError and error.__cause__ is None:  # not one of another worker
-            text = f"Got the following error when running the callback: TypeError: {error}"
-            wrapped = CallbackError(text).with_traceback(error.__traceback__)
-            wrapped.__cause__ = error
-            return wrapped
-        return error
-
-    def _complete_with(self, errors: list[BaseException]) -> None:
-        if self._results and self._claim() and not self._results[0].done():
-            self._results[0]._keep_error(errors)
-        self._results.clear()
+            if not super().done() and not interruptible:
+                self._fail(Failure(decode, KeyboardInterrupt()))

@@ -18,7 +18,8 @@ from zrpc.calls import trampoline
 from zrpc.calls.future import Future
 from zrpc.errors import RpcTimeoutError
 from zrpc.options import checked_timeout
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.thread_pool import pass_gate
 
 __all__ = ["as_completed", "collect_all", "wait_all"]
 
@@ -129,10 +130,9 @@ class _Arrivals(Iterator[Any]):
         self._deadline = time.monotonic() + timeout
         self._left = len(futures)  # of those that are not done
         self._done: deque[Any] = deque()
-        self._lock = threading.Lock()  # guards the change of `_left`, and the opening of the gate
-        # Open if a future was done since it was last closed; it may have been taken since.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        # Guards `_left` and the gate, at which a thread waits for the next future to be done.
+        self._lock = UninterruptedLock()
+        self._gate: threading.Lock | None = None
         for future in futures:
             future.add_done_callback(self._on_done)
 
@@ -140,8 +140,9 @@ class _Arrivals(Iterator[Any]):
         with self._lock:
             self._done.append(future)
             self._left -= 1
-            if self._gate.locked():
-                self._gate.release()
+            gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.release()
 
     def __next__(self) -> Any:
         # In a callback: a job that this thread has postponed may complete one of the futures.
@@ -154,11 +155,20 @@ class _Arrivals(Iterator[Any]):
             if last:
                 raise StopIteration
             left = max(0.0, self._deadline - time.monotonic()) if self._timeout else -1
-            if not acquire(self._gate, left):
+            if not pass_gate(self._gate_for_next(), left):
                 raise RpcTimeoutError(
                     f"expected all futures to be done within {self._timeout:g} s, but "
                     f"{self._left} of them are not: use a longer timeout, or cancel() them"
                 )
+
+    def _gate_for_next(self) -> threading.Lock:
+        """Returns a gate that opens when a future is done which nobody has taken."""
+        gate = threading.Lock()
+        with self._lock:
+            if not self._done and self._left:
+                gate.acquire()
+                self._gate = gate
+        return gate
 
 
 class _Collection:
@@ -172,7 +182,7 @@ class _Collection:
         self.result: Future[list[Any]] = Future()
         self._futures = futures
         self._left = len(futures)
-        self._lock = threading.Lock()  # guards `_left`
+        self._lock = UninterruptedLock()  # guards `_left`
         if not futures:
             self.result.set_result([])
         for future in futures:

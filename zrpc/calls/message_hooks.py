@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.wire.pickling import Encoder
+from zrpc.wire.unpickling import Decoder
 
 __all__ = ["MessageHooks", "overriding"]
 

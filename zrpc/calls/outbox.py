@@ -7,15 +7,13 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import zmq
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.recorder import Recorder
-from zrpc.errors import RpcCancelledError
 from zrpc.membership.view import Membership
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
 from zrpc.wire.kind import LATE, UNCOUNTED
@@ -25,9 +23,6 @@ from zrpc.wire.message import Message
 __all__ = ["Outbox", "exhausted"]
 
 logger = logging.getLogger(__name__)
-
-# To which member, what sends the message, and what is told if that fails.
-_HandedOver = tuple[MemberId, Callable[[], None], Callable[[Exception], None]]
 
 
 class Outbox:
@@ -55,8 +50,6 @@ class Outbox:
         self._in_io_thread = in_io_thread
         # Messages that this worker had no descriptors to send.
         self._unsent: deque[tuple[MemberId, Message]] = deque()
-        # Messages that threads which may be interrupted leave to the I/O thread.
-        self._handed_over: deque[_HandedOver] = deque()
         self._short_of_descriptors = False
         self._carriers: Sequence[MessageHooks] = ()
         self.closed = False
@@ -68,29 +61,19 @@ class Outbox:
 
     def __len__(self) -> int:
         """How many messages are still to be sent."""
-        return len(self._unsent) + len(self._handed_over)
+        return len(self._unsent)
 
-    def request(
-        self, member: MemberId, message: Message, on_failed: Callable[[Exception], None]
-    ) -> None:
-        """Sends a message that is answered.
-
-        Args:
-            member: to which member.
-            message: the message.
-            on_failed: called in the I/O thread with what is raised there, if that thread sends it;
-                or in this one, if it is interrupted before.
+    def request(self, member: MemberId, message: Message) -> None:
+        """Sends a message that is answered. The caller has signal handlers held back.
 
         Raises:
             zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
         """
-        if hold_interrupts():
-            try:
-                self._put_or_undo(member, message)
-            finally:
-                release_interrupts()
-        else:
-            self._hand_over(member, message, self._put_or_undo, on_failed)
+        try:
+            self._put(member, message)
+        except BaseException:
+            self._undo(member, message)
+            raise
 
     def post(self, member: MemberId, message: Message) -> None:
         """Sends a message that is not answered.
@@ -109,14 +92,8 @@ class Outbox:
             return
         if self.recorder is not None:
             self.recorder.on_message(message, member, out=True)
-        if hold_interrupts():
-            try:
-                self._put_or_queue(member, message)
-            finally:
-                release_interrupts()
-        else:
-            with contextlib.suppress(zmq.ZMQError):  # closed
-                self._hand_over(member, message, self._put_or_queue, self._log_failure)
+        with uninterrupted:
+            self._put_or_queue(member, message)
 
     def post_each_way(self, member: MemberId, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
@@ -147,13 +124,6 @@ class Outbox:
         if member in self._membership.lost:
             self._network.drop(member)
 
-    def _put_or_undo(self, member: MemberId, message: Message) -> None:
-        try:
-            self._put(member, message)
-        except BaseException:
-            self._undo(member, message)
-            raise
-
     def _put_or_queue(self, member: MemberId, message: Message) -> None:
         try:
             self._put(member, message)
@@ -176,45 +146,7 @@ class Outbox:
             for hooks in self._carriers:
                 hooks.undo_carry(member, message)
 
-    # -- by another thread, or later -------------------------------------------------------
-
-    def _hand_over(
-        self,
-        member: MemberId,
-        message: Message,
-        put: Callable[[MemberId, Message], None],
-        on_failed: Callable[[Exception], None],
-    ) -> None:
-        """Has the I/O thread send a message.
-
-        A signal handler of the program's own may raise at any point of the current thread. The
-        buffers are copied, since the caller may change its tensors as soon as the message is sent.
-        """
-        try:
-            message.copy_buffers()
-            handed_over = (member, partial(put, member, message), on_failed)
-        except MemoryError:
-            raise
-        except BaseException:  # of a signal handler
-            on_failed(RpcCancelledError("the thread was interrupted before it sent the message"))
-            raise
-        self._handed_over.append(handed_over)
-        self._in_io_thread(self.put_handed_over)
-
-    def put_handed_over(self) -> None:
-        """Sends what other threads could not. In the I/O thread, or once that has ended."""
-        while self._handed_over:
-            member, put, on_failed = self._handed_over[0]
-            try:
-                if member not in self._membership.lost:  # meanwhile; its calls have failed
-                    put()
-            except Exception as error:
-                on_failed(error)
-            finally:
-                self._handed_over.popleft()  # now: it counts until it is sent
-
-    def _log_failure(self, error: Exception) -> None:
-        logger.error("%s: a message can't be sent: %s", self._membership.info, error)
+    # -- later -----------------------------------------------------------------------------
 
     def retry(self) -> None:
         """Sends what could not be sent when there were no descriptors left. In the I/O thread."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.calls.function_names import asked_for
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, WorkerDied
-from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.interrupts import raised_by_handler, uninterrupted
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
@@ -70,7 +70,9 @@ def name_of_function(function: Any) -> str:
         return _name_of_builtin(function)
     try:
         name = function.__qualname__
-    except Exception:  # of an object that can be called
+    except Exception as error:  # of an object that can be called
+        if raised_by_handler(error):
+            raise
         name = None
     return name if type(name) is str else type(function).__qualname__
 
@@ -248,13 +250,13 @@ class PendingCall:
 
     def fail(self, error: Exception) -> None:
         """Settles the call with an error, unless it is settled or about to be."""
-        with uninterrupted():  # a call that is taken from the table must be settled
+        with uninterrupted:  # a call that is taken from the table must be settled
             if self._calls.pop(self.call_id) is self:
                 self.settle(error)
 
     def cancel(self) -> bool:
         """Settles the call with an error and has the callee told; False if it is settled."""
-        with uninterrupted():
+        with uninterrupted:
             if self._calls.pop(self.call_id) is not self:
                 return False
             self.settle(RpcCancelledError("the call was cancelled by this worker, its caller"))
@@ -279,7 +281,7 @@ class PendingCall:
         Returns:
             False if it is settled, or about to be.
         """
-        with uninterrupted():
+        with uninterrupted:
             if self._calls.pop(self.call_id) is not self:
                 return False
             self.follower = None
@@ -287,7 +289,7 @@ class PendingCall:
             return True
 
     def remaining(self) -> float:
-        """Returns the seconds until its deadline, as `thread_pool.acquire` takes them."""
+        """Returns the seconds until its deadline, as `thread_pool.pass_gate` takes them."""
         return -1 if self.deadline == NEVER else max(0.0, self.deadline - time.monotonic())
 
     def claim(self) -> Any:
@@ -408,12 +410,12 @@ class PendingCalls:
     def postpone(self, seconds: float) -> None:
         """Gives all calls this much more time. Threads that wait look at the deadline again."""
         # Before the table is read, as in `expire`.
-        with self._lock:
+        with uninterrupted, self._lock:
             self.earliest = NEVER
         calls = list(self._calls.values())
         for call in calls:
             call.deadline += seconds
-        with self._lock:
+        with uninterrupted, self._lock:
             self.earliest = min([self.earliest, *(call.deadline for call in calls)])
 
     def fail(self, error: Callable[[PendingCall], Exception], peer: MemberId | None = None) -> None:

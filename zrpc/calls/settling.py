@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from zrpc.calls.pending_calls import PendingCall
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.thread_pool import pass_gate
 
 __all__ = ["wait_until_settled"]
 
@@ -17,18 +17,16 @@ def wait_until_settled(
     """Waits until a call is settled; at its deadline the current thread settles it.
 
     If an exception (Ctrl-C) interrupts the wait, this thread is no longer one of the `waiters`.
-    For ``receive``, see `zrpc.runtime.thread_pool.acquire`.
+    For ``receive``, see `zrpc.runtime.thread_pool.pass_gate`.
     """
     ident = threading.get_ident()
     call.waiters = (*call.waiters, ident)
     try:
-        while not acquire(call.gate, call.remaining(), receive):
+        while not pass_gate(call.gate, call.remaining(), receive):
             if not call.remaining():  # or its deadline was postponed meanwhile
                 call.fail(call.timed_out())
                 # If another thread has taken the call from the table, it settles the call at once.
-                call.gate.acquire()
-                break
-        call.gate.release()
+                pass_gate(call.gate)
     except BaseException:
         call.waiters = tuple(each for each in call.waiters if each != ident)
         raise

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from zrpc.runtime.interrupts import in_main_thread, raised_by_handler, uninterrupted
 from zrpc.wire.graph_capture import is_tracing, uncaptured
 
 __all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed"]
@@ -52,15 +53,16 @@ class _Nesting(threading.local):
 
 _nesting = _Nesting()
 
-# KeyboardInterrupts from callbacks in the main thread, to be raised there later: torch, which calls
-# the callbacks, drops what they raise.
-interrupts: list[KeyboardInterrupt] = []
+# What Ctrl-C and other signals have raised in callbacks in the main thread, to be raised there
+# later: torch, which calls the callbacks, drops what they raise.
+interrupts: list[BaseException] = []
 
 
 def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
     """Runs a job in this thread: now, or after the jobs that run here if they nest too deep.
 
-    Torch passes the future as ``_done``. With ``at_once``, the job runs now in any case.
+    Torch passes the future as ``_done``, and drops what is raised here. So signal handlers are held
+    back, except while the user's callback runs. With ``at_once``, the job runs now in any case.
     """
     if is_tracing():
         with uncaptured():  # it may as well run in another thread, which makes no trace
@@ -95,12 +97,18 @@ def run_postponed(enough: Callable[[], bool]) -> None:
     For callbacks that are about to wait for a future that another callback completes.
     """
     if _nesting.depth >= _nesting.max_depth:
-        _run_postponed(enough)
+        with uninterrupted:
+            _run_postponed(enough)
 
 
 def note_interrupt(error: BaseException) -> bool:
-    """Keeps an error of a callback for `raise_interrupt` if it is Ctrl-C; returns whether it is."""
-    if not isinstance(error, KeyboardInterrupt) or not _in_main_thread():
+    """Keeps an error of a callback for `raise_interrupt` if it is of Ctrl-C or a signal handler.
+
+    Returns:
+        Whether it is.
+    """
+    ctrl_c = isinstance(error, KeyboardInterrupt) and in_main_thread()
+    if not ctrl_c and not raised_by_handler(error):
         return False
     if error not in interrupts:
         interrupts.append(error)
@@ -111,17 +119,15 @@ def raise_interrupt() -> None:
     """Raises a kept interrupt. Call it after callbacks may have run, if there are `interrupts`.
 
     Raises:
-        KeyboardInterrupt: it came in a callback of this thread, and no callback runs any longer.
+        BaseException: it came in a callback of this thread, and no callback runs any longer.
     """
-    if interrupts and not _nesting.depth and _in_main_thread():
+    if interrupts and not _nesting.depth and in_main_thread():
         error = interrupts[0]
         interrupts.clear()
+        if type(error) is not KeyboardInterrupt:
+            raise error  # unchanged
         # A new one: its traceback would refer to the future that may keep the first one.
         raise KeyboardInterrupt(*error.args) from error
-
-
-def _in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _run_postponed(enough: Callable[[], bool]) -> None:

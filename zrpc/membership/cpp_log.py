@@ -10,19 +10,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
+from zrpc.runtime.interrupts import UninterruptedLock
+
 __all__ = ["without_errors", "without_warnings"]
 
 _ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
 
 # Guards the number below and the changes of torch's level.
-_lock = threading.Lock()
+_lock = UninterruptedLock()
 _users = 0
 _before = 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +10,7 @@ from functools import partial
 from torch.utils.hooks import RemovableHandle
 
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["Hook", "Hooks"]
@@ -33,7 +33,7 @@ class Hooks:
         self._submit = submit
         # Guards what follows, so that no hook misses a worker or gets it twice. A handle removes
         # its hook without the lock: `_run` checks again.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._hooks: OrderedDict[int, Hook] = OrderedDict()
         self._notified: list[WorkerInfo] = []
 

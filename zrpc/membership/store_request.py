@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from zrpc.errors import RendezvousError
+from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["StoreThread"]
 
@@ -35,7 +36,7 @@ class StoreThread:
 
     def __init__(self) -> None:
         # Guards the two below, and the order in which requests and the end are put.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._thread: threading.Thread | None = None
         # For that thread; None ends it.
         self._requests: queue.SimpleQueue[_Request[Any] | None] = queue.SimpleQueue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -16,6 +15,7 @@ from zrpc.api import remote, rpc_async
 from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
+from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.rref import RRef
 
@@ -24,7 +24,7 @@ __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 T = TypeVar("T")
 
 # Guards what each DistributedOptimizer knows of its owners' options; not held during calls.
-_known_lock = threading.Lock()
+_known_lock = UninterruptedLock()
 
 
 class DistributedOptimizer(Optimizer):
@@ -201,6 +201,8 @@ class DistributedOptimizer(Optimizer):
             try:
                 calls.append(getattr(rref.rpc_async(), name)(*args(rref)))
             except Exception as reason:  # noqa: PERF203 - as in `_wait_for_all`
+                if raised_by_handler(reason):
+                    raise
                 error = error or reason
         results = _wait_for_all(calls)
         if error is not None:
@@ -337,6 +339,8 @@ def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:
         try:
             values.append(future.wait())
         except Exception as reason:  # noqa: PERF203 - each is waited for, even after an error
+            if raised_by_handler(reason):
+                raise
             error = error or reason
     if error is not None:
         raise error

@@ -2,11 +2,11 @@
 
 Other rooms may import every module here:
 
-- `thread_pool`: runs handlers, and waits of theirs (`acquire`);
+- `thread_pool`: runs handlers, and waits of theirs (`pass_gate`);
 - `leader_follower`: which thread receives;
 - `event_loop`, `context_thread`: the other threads of an agent;
 - `thread_errors`: the errors that end a thread's work;
-- `interrupts`, `switch_interval`: Ctrl-C, and Python's thread switches;
+- `interrupts`, `switch_interval`: signal handlers, and Python's thread switches;
 - `garbage_collector`: what it interrupts;
 - `forks`: children that leave a handler;
 - `green_threads`: whether threads are the system's;

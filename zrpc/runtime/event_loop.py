@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["EventLoop", "running_loop"]
 
@@ -43,7 +44,7 @@ class EventLoop:
         self._name = name
         self._context = context
         # Guards the thread's start and end.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.thread: threading.Thread | None = None
         # Changed in the loop's thread only.

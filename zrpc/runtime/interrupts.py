@@ -1,37 +1,52 @@
-"""Defers Ctrl-C for a moment.
+"""Holds back the signal handlers of a program for a moment.
 
 Python runs signal handlers in the main thread, between any two of its instructions and inside
 calls of ZeroMQ. An exception that a handler raises there (KeyboardInterrupt) would lose a message
-that was received and not yet handled.
+that was received and not yet handled. A call that a handler makes there would wait for a lock that
+its own thread holds.
+
+In the meantime, a handler of this module notes which signals arrive.
 """
 
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
-import contextlib
+import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable
+from itertools import repeat
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["hold_interrupts", "release_interrupts", "uninterrupted"]
+__all__ = [
+    "UninterruptedLock",
+    "hold_interrupts",
+    "in_main_thread",
+    "pass_interruptibly",
+    "raised_by_handler",
+    "release_interrupts",
+    "run_interruptibly",
+    "uninterrupted",
+]
+
+T = TypeVar("T")
 
 # The functions of `signal` without its conversion to enums, which takes ten times as long.
 _set: Any = _signal.signal
 _get: Any = _signal.getsignal
 
-_INTERRUPT = int(signal.SIGINT)
-# Signals for which programs set handlers that raise.
-_OTHERS = tuple(
-    int(getattr(signal, name))
-    for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-)
-# These raise nothing, and neither does a handler that is not Python's (None).
-_HARMLESS = frozenset((int(signal.SIG_DFL), int(signal.SIG_IGN), None))
+_CTRL_C = int(signal.SIGINT)
+_ALL = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+# To find out that the program handles none but Ctrl-C, two sets of the others are asked for in the
+# quickest way: the default is false, and what is ignored from the start stays so.
+_IGNORED = [number for number in _ALL if _get(number) == signal.SIG_IGN and number != _CTRL_C]
+_DEFAULT = tuple(number for number in _ALL if number not in (_CTRL_C, *_IGNORED))
+_IGNORED_HANDLERS = [*map(_get, _IGNORED)]
+
 _get_ident = threading.get_ident
 
 # The main thread's ident. After a fork, the only thread of the child is its main thread.
@@ -40,83 +55,227 @@ _main_ident = threading.main_thread().ident
 # State of the main thread only. How often hold_interrupts() is nested (it may send while it
 # receives).
 _depth = 0
-# The handler that is replaced in the meantime: Python's, that of ``asyncio.run``, or the program's.
-_saved_handler: Any = None
-# Whether Ctrl-C has arrived in the meantime.
-_interrupted = False
+# What is replaced in the meantime: the handler of Ctrl-C, which is Python's, that of
+# ``asyncio.run`` or the program's; or several, if the program handles other signals too.
+_ctrl_c_handler: Any = None
+_held: list[tuple[int, Any]] = []
+# Which signals have arrived in the meantime, and what handlers have raised while they were
+# replaced.
+_arrived: set[int] = set()
+_raised: list[BaseException] = []
 
 
-def hold_interrupts() -> bool:
-    """Has no signal raise anything in this thread until `release_interrupts`. May be nested.
+def hold_interrupts() -> None:
+    """Has no signal handler run in this thread until `release_interrupts`. May be nested.
 
-    Has no effect outside the main thread, since signals raise nothing there.
-
-    Returns:
-        False if the program has its own handlers for other signals than SIGINT. They can't be
-        deferred as well, since a signal could arrive while the handlers are being replaced.
+    Has no effect outside the main thread, since handlers run nowhere else.
     """
-    global _depth, _saved_handler, _interrupted
+    global _depth, _ctrl_c_handler, _held
     if _get_ident() != _main_ident:
-        return True
+        return
     if _depth:
         _depth += 1
-        return True
-    try:
-        # Without a loop, since this is done for each message.
-        if not _HARMLESS.issuperset(map(_get, _OTHERS)):
-            return False
-        handler = _get(_INTERRUPT)
-        harmless = handler in _HARMLESS
-    except TypeError:  # a handler that can't be hashed is the program's own
-        return False
-    if not harmless:
-        _saved_handler, _interrupted = handler, False
-        _set(_INTERRUPT, _record_interrupt)
-        _depth = 1
-    return True
+        return
+    while not _depth:
+        try:
+            if any(map(_get, _DEFAULT)) or [*map(_get, _IGNORED)] != _IGNORED_HANDLERS:
+                found = zip(_ALL, map(_get, _ALL), strict=True)
+                _held = _replace([n for n, handler in found if handler and _is_pythons(handler)])
+            elif callable(_get(_CTRL_C)):
+                _ctrl_c_handler = _set(_CTRL_C, _note)
+            _depth = 1
+        except BaseException as error:  # noqa: PERF203 - of a handler: `release_interrupts` raises it
+            _raised.append(error)
 
 
 def release_interrupts() -> None:
-    """Undoes the last `hold_interrupts` that returned True.
+    """Undoes the last `hold_interrupts`, and runs the handlers of the signals that have arrived.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C has arrived in the meantime. The program's own handler may raise
+        KeyboardInterrupt: Ctrl-C has arrived in the meantime. The program's own handlers may raise
             something else.
     """
-    global _depth, _saved_handler, _interrupted
+    global _depth, _ctrl_c_handler, _held
     if not _depth or _get_ident() != _main_ident:
         return
     _depth -= 1
     if _depth:
         return
-    handler, _saved_handler = _saved_handler, None
-    _set(_INTERRUPT, handler)
-    if _interrupted:  # read when it can no longer change
-        _interrupted = False
-        # Not by raising the signal again: readers of ``signal.set_wakeup_fd`` would get it twice.
-        handler(_INTERRUPT, sys._getframe())
+    if _held:
+        held, _held = _held, []
+        _put_back(held)
+    elif _ctrl_c_handler is not None:
+        handler, _ctrl_c_handler = _ctrl_c_handler, None
+        if _get(_CTRL_C) is _note:  # and the program has not set another one meanwhile
+            _set(_CTRL_C, handler)
+    if _arrived or _raised:
+        _run_arrived([number for number in _ALL if number in _arrived])
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Has no signal raise anything in this block, if that can be prevented."""
-    held = hold_interrupts()
+def in_main_thread() -> bool:
+    """Returns whether this is the main thread, in which signal handlers run."""
+    return _get_ident() == _main_ident
+
+
+def run_interruptibly(function: Callable[..., T], *args: Any) -> T:
+    """Calls a function that may take long; meanwhile signal handlers run, even if they are held.
+
+    Raises:
+        KeyboardInterrupt: as `release_interrupts`.
+    """
+    global _depth
+    depth = _depth if _get_ident() == _main_ident else 0
+    if not depth:
+        return function(*args)
     try:
-        yield
+        _depth = 1
+        release_interrupts()
+        return function(*args)
     finally:
-        if held:
+        hold_interrupts()
+        _depth = depth
+
+
+def pass_interruptibly(gate: threading.Lock, timeout: float) -> bool:
+    """Waits until a gate is open, which stays open; meanwhile signal handlers run.
+
+    Returns:
+        False if the timeout, in seconds, passed first; a negative one means no limit.
+    """
+    return run_interruptibly(_pass, gate, timeout)
+
+
+def _pass(gate: threading.Lock, timeout: float) -> bool:
+    # In one instruction of Python's: after an acquisition of its own, a signal handler might raise,
+    # and the gate would stay closed; or the handler might wait for the same gate.
+    acquire = functools.partial(gate.acquire, True, timeout)
+    return any(zip(iter(acquire, False), iter(gate.release, False), strict=False))
+
+
+def raised_by_handler(error: BaseException) -> bool:
+    """Returns whether a signal handler of the program has raised an error in this thread.
+
+    It is not one of what the handler has interrupted. So it passes through unchanged.
+    """
+    if _get_ident() != _main_ident:
+        return False
+    handlers = [*map(_get, _ALL), _ctrl_c_handler, *(handler for _, handler in _held)]
+    codes = {_code_of(handler) for handler in handlers if callable(handler)}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
+
+
+def _code_of(handler: Any) -> Any:
+    """Returns the code of a handler: a function, a method, a partial or an object; else None."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
+    handler = getattr(handler, "__func__", handler)
+    own = getattr(handler, "__code__", None)
+    return own or getattr(type(handler).__call__, "__code__", None)
+
+
+class _Uninterrupted:
+    """Has no signal handler run in a block, as `hold_interrupts`."""
+
+    __enter__ = staticmethod(hold_interrupts)
+
+    def __exit__(self, *_: object) -> None:
+        release_interrupts()
+
+
+uninterrupted = _Uninterrupted()
+
+
+class UninterruptedLock:
+    """A lock whose holder runs no signal handler, which might make a call that needs the lock.
+
+    Locks that each call takes are of the quicker kind, and callers hold back handlers themselves.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        if _get_ident() == _main_ident:
+            hold_interrupts()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if _depth:
             release_interrupts()
 
 
-def _record_interrupt(number: int, frame: FrameType | None) -> None:
-    global _interrupted
-    _interrupted = True
+def _is_pythons(handler: Any) -> bool:
+    """Returns whether a handler is one of Python's, and not ours."""
+    return callable(handler) and handler is not _note
 
 
-def _find_main_thread() -> None:
-    global _main_ident
+def _note(number: int, frame: FrameType | None) -> None:
+    _arrived.add(number)
+
+
+def _replace(numbers: list[int]) -> list[tuple[int, Any]]:
+    """Replaces the handlers of some signals; returns the signals and these handlers."""
+    handlers: list[Any] = []
+    try:
+        # Without an instruction of Python's between two of them, at which a handler that is not
+        # replaced yet might raise, or set another one.
+        handlers.extend(map(_set, numbers, repeat(_note)))
+    except BaseException:
+        _put_back(list(zip(numbers, handlers, strict=False)))
+        raise
+    return list(zip(numbers, handlers, strict=True))
+
+
+def _put_back(held: list[tuple[int, Any]]) -> None:
+    """Puts handlers back. What they raise meanwhile is kept."""
+    while held:
+        try:
+            while held:
+                number, handler = held[-1]
+                if _get(number) is _note:
+                    _set(number, handler)
+                held.pop()
+        except BaseException as error:  # noqa: PERF203 - of a handler that is back
+            _raised.append(error)
+
+
+def _run_arrived(numbers: list[int]) -> None:
+    """Runs the handlers of signals that have arrived, and raises what handlers raise."""
+    try:
+        while numbers:
+            number = numbers.pop(0)
+            handler = _get(number)
+            # A handler has held back signals itself, and so run the others; or it has interrupted a
+            # `hold_interrupts`, which has replaced this one.
+            if number not in _arrived or handler is _note:
+                continue
+            _arrived.discard(number)
+            # Not by raising the signal again: readers of ``signal.set_wakeup_fd`` would get it
+            # twice. It reaches no handler but the system's if the program has removed its own.
+            if callable(handler):
+                handler(number, sys._getframe(2))
+            elif handler == signal.SIG_DFL:
+                _signal.raise_signal(number)
+    finally:
+        if numbers:
+            _run_arrived(numbers)
+        if _raised:
+            raise _raised.pop(0)
+
+
+def _after_fork() -> None:
+    global _main_ident, _depth
     _main_ident = _get_ident()
+    # The thread that was the main one may have held handlers back; it does not exist any longer.
+    _arrived.clear()
+    if _depth:
+        _depth = 1
+        release_interrupts()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_find_main_thread)
+    os.register_at_fork(after_in_child=_after_fork)

@@ -38,6 +38,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.job_times import JobTimes
 from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
@@ -125,7 +126,7 @@ class LeaderFollower:
         Returns:
             False if a job was still running when the timeout passed; its thread is a daemon.
         """
-        with self._lock:
+        with uninterrupted, self._lock:
             self._stopping = True
             for each in range(2):
                 self._wake(each)
@@ -138,7 +139,7 @@ class LeaderFollower:
         others = [thread for thread in started if thread is not threading.current_thread()]
         for thread in others:
             thread.join(max(0.0, deadline - time.monotonic()))
-        with self._seat:
+        with uninterrupted, self._seat:
             return not any(thread.is_alive() for thread in others)
 
     def take(self, pool: HandlerPool, job: Callable[[], None]) -> bool:

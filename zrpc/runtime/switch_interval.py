@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from typing import ClassVar
+
+from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["SwitchInterval"]
 
@@ -30,7 +31,7 @@ class SwitchInterval:
     """
 
     # Of this process. The lock guards the rest, and is taken last.
-    _lock = threading.Lock()
+    _lock = UninterruptedLock()
     _asking: ClassVar[set[SwitchInterval]] = set()
     _before = 0.0
     _ours = 0.0  # as Python reported it after it was set here
@@ -69,7 +70,7 @@ class SwitchInterval:
     @classmethod
     def _after_fork(cls) -> None:
         """Discards all agents in a child process, which does not have their threads."""
-        cls._lock = threading.Lock()
+        cls._lock = UninterruptedLock()
         for interval in list(cls._asking):
             interval._discard()
 

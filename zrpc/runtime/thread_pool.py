@@ -1,7 +1,7 @@
 """The threads that run handlers: a pool that grows while its threads wait.
 
 The pool's size limits the handlers that *run*. A thread that waits for another call (see
-`acquire`) is not running, so while it waits another thread may take its place: nested calls
+`pass_gate`) is not running, so while it waits another thread may take its place: nested calls
 can't deadlock at any depth. A thread that waits in a way that can't be seen from here
 (for the user's own lock, in ``torch.futures.wait_all``) is found by `HandlerPool.relieve`.
 
@@ -14,7 +14,6 @@ import contextlib
 import contextvars
 import itertools
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -23,17 +22,19 @@ from typing import NamedTuple, Protocol
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.interrupts import pass_interruptibly, uninterrupted
 from zrpc.runtime.job_context import run_in_copies
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
+from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.thread_errors import printing_errors
 
 __all__ = [
     "HandlerPool",
     "Load",
     "ThreadOwner",
-    "acquire",
     "in_handler",
     "in_pool",
+    "pass_gate",
     "set_owner",
     "waiting",
 ]
@@ -88,18 +89,18 @@ def set_owner(owner: ThreadOwner) -> None:
     _thread.owner = owner
 
 
-def acquire(
+def pass_gate(
     gate: threading.Lock,
     timeout: float = -1,
     receive: Callable[[threading.Lock, float], None] | None = None,
 ) -> bool:
-    """Acquires ``gate``, and lets the pool replace this thread while it waits.
+    """Waits until ``gate`` is open, and lets the pool replace this thread meanwhile.
 
-    Every wait for another worker goes through here. Ctrl-C interrupts it in the main thread.
+    Every wait for another worker goes through here. Signals interrupt it in the main thread.
 
     Args:
-        gate: the lock to acquire.
-        timeout: seconds; negative means without limit, as in ``threading.Lock.acquire``.
+        gate: a lock that is held until it is opened, and stays open then.
+        timeout: seconds; negative means without limit.
         receive: called first, with gate and timeout, if the gate is closed: for a short time this
             thread may itself receive what opens it.
 
@@ -109,7 +110,7 @@ def acquire(
     Raises:
         RpcError: what opens the gate might wait for this thread.
     """
-    if gate.acquire(blocking=False):
+    if not gate.locked():
         return True
     if garbage_collector.ident:
         garbage_collector.check_wait()
@@ -117,17 +118,17 @@ def acquire(
     if pool is None:
         if receive is not None:
             receive(gate, timeout)
-        return gate.acquire(timeout=timeout)
+        return not gate.locked() or pass_interruptibly(gate, timeout)
     pool._block()
     try:
         if receive is not None:
             receive(gate, timeout)
-            if gate.acquire(blocking=False):
+            if not gate.locked():
                 return True
         owner: ThreadOwner | None = getattr(_thread, "owner", None)
         if owner is not None:
             owner.give_way()
-        return gate.acquire(timeout=timeout)
+        return pass_interruptibly(gate, timeout)
     finally:
         pool._unblock()
 
@@ -176,7 +177,7 @@ class HandlerPool:
         self._threads: set[_PoolThread] = set()
         self._idle: list[_PoolThread] = []  # last in, first out: that one is warmest
         self._guests: set[int] = set()  # the idents of admitted threads
-        self._running = 0  # threads with a job, without those in acquire()
+        self._running = 0  # threads with a job, without those in pass_gate()
         self._closed = False
         self._numbers = itertools.count()
         # For relieve(), which only the agent's leader calls.
@@ -187,7 +188,7 @@ class HandlerPool:
 
     def submit(self, job: Job) -> None:
         """Queues ``job``. If it raises, the error is logged. After `close` the job is dropped."""
-        with self._lock:
+        with uninterrupted, self._lock:
             if self._closed:
                 return
             if self._running < self._size:
@@ -199,13 +200,13 @@ class HandlerPool:
     @property
     def active(self) -> int:
         """The number of jobs that are queued, run or wait."""
-        with self._lock:
+        with uninterrupted, self._lock:
             threads = len(self._threads) + len(self._guests)
             return len(self._backlog) + threads - len(self._idle)
 
     def load(self, limit: int) -> Load:
         """Returns how much there is to do, with at most ``limit`` of the queued jobs."""
-        with self._lock:
+        with uninterrupted, self._lock:
             at_work = len(self._threads) + len(self._guests) - len(self._idle)
             return Load(
                 self._size,
@@ -288,7 +289,8 @@ class HandlerPool:
             stuck = bool(self._backlog) and self.begun == self._begun_before
             self._begun_before = self.begun
             threads = self._at_work() if stuck else set()
-        cpu = {ident: _cpu_time(ident) for ident in threads}
+        cpu = {ident: processor_time_of(ident) for ident in threads}
+        # If the system doesn't report it (None), a thread counts as waiting.
         waiting = sum(
             ident in self._cpu_before and self._cpu_before[ident] == used
             for ident, used in cpu.items()
@@ -319,7 +321,7 @@ class HandlerPool:
         deadline = time.monotonic() + timeout
         # Freed without the lock: the finalizer of what a job holds may submit another one.
         dropped = deque[Job]()
-        with self._lock:
+        with uninterrupted, self._lock:
             self._closed = True
             if not finish:
                 dropped, self._backlog = self._backlog, dropped
@@ -333,7 +335,7 @@ class HandlerPool:
             threads = self._threads - {here}
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        with self._lock:
+        with uninterrupted, self._lock:
             dropped.extend(self._backlog)
             self._backlog.clear()
         return not any(thread.is_alive() for thread in threads)
@@ -425,20 +427,6 @@ class _PoolThread(ContextThread):
         self.job: Job | None = job
         self.gate = threading.Lock()
         self.gate.acquire()
-
-
-def _cpu_time(ident: int) -> float | None:
-    """Returns the processor time that a thread has used, in seconds.
-
-    None if the thread has ended, or if the system doesn't report it. In the latter case a thread
-    that holds up the queue always counts as waiting.
-    """
-    if sys.platform != "linux" or ident not in sys._current_frames():
-        return None
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
-    except OSError:
-        return None
 
 
 def in_handler() -> bool:

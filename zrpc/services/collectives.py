@@ -12,7 +12,6 @@ workers" includes one that was declared dead and whose process may still run.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from zrpc.agent.service import Service
 from zrpc.calls.future import Future
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.functions import async_execution
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
@@ -54,7 +54,7 @@ class Collectives(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         # Guards what follows; no other lock is taken with it.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._begun: Counter[Names] = Counter()
         # The gatherings that this worker waits for: several threads may gather at once.
         self._waiting: dict[object, tuple[Names, int]] = {}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.transport.identity import sender_name
 
 __all__ = ["Curve", "Gatekeeper", "KeyPair", "PeerKey", "supports_curve"]
@@ -115,7 +115,7 @@ class Gatekeeper:
         # The peers' names by their keys. Read in the authenticator's thread, and replaced as a
         # whole, under the lock.
         self._names = {peer.public.encode(): sender_name(peer.identity) for peer in peers}
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._refused = 0
         self._next_warning = 0.0
         self._authenticator = _Authenticator(context)

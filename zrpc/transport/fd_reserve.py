@@ -9,7 +9,8 @@ is hidden until there are others; see `Network.look_after_descriptors`.
 from __future__ import annotations
 
 import os
-import threading
+
+from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["DescriptorReserve", "reserve"]
 
@@ -27,7 +28,7 @@ class DescriptorReserve:
     def __init__(self, size: int = _RESERVED_DESCRIPTORS) -> None:
         self._size = size
         # Guards everything below.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._users = 0
         self._kept: list[int] = []
 

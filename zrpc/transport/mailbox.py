@@ -8,6 +8,7 @@ from typing import Any
 
 import zmq
 
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.transport.chunks import CHUNK_BYTES, abort_chunk, chunks
 from zrpc.transport.identity import random_routing_id
 
@@ -73,8 +74,8 @@ class Mailbox:
     def transmit(self, first: bytes, buffers: Sequence[Any] = (), counted: bool = True) -> None:
         """Sends one message; never blocks for the peer.
 
-        No exception (Ctrl-C) may interrupt it, see `zrpc.runtime.interrupts`: a message could be
-        sent in part, or without being counted.
+        No signal handler may interrupt it, see `zrpc.runtime.interrupts`: if it raised, a message
+        could be sent in part, or without being counted.
 
         Args:
             first: the first frame.
@@ -134,7 +135,7 @@ class Mailbox:
 
     def close(self, linger: float) -> None:
         """Closes the socket; queued messages have ``linger`` seconds to be sent."""
-        with self._mutex:
+        with uninterrupted, self._mutex:
             self._socket.close(linger=int(linger * 1000))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 
 import zmq
 
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory, supports_ipc
 from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
@@ -65,7 +65,7 @@ class Network:
         # First, since this may be refused, and nothing has to be closed yet.
         self.directory = PrivateDirectory() if supports_ipc() else None
         # Guards the opening and closing of mailboxes.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed
         self.reconnects = 0
         self._mailboxes: dict[int, AnyMailbox] = {}
@@ -225,7 +225,8 @@ class Network:
 
     def wake(self) -> None:
         """Makes `receive` return at once, with a message from an unknown sender."""
-        self._waker.transmit(b"")
+        with uninterrupted:
+            self._waker.transmit(b"")
 
     def sent(self, peers: Iterable[int]) -> int:
         """Returns the number of counted messages that were ever sent to these peers."""
@@ -248,7 +249,7 @@ class Network:
 
     def abandon(self) -> None:
         """Sends nothing more: in a forked child, since the sockets are its parent's."""
-        self._lock = threading.Lock()  # a thread of the parent may have held the other
+        self._lock = UninterruptedLock()  # a thread of the parent may have held the other
         self._closed = True
         self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
         self._mailboxes, self._bulk = {}, {}

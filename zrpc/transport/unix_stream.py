@@ -26,6 +26,7 @@ from typing import Any
 import zmq
 
 from zrpc.errors import ProtocolError
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import DIRECT
 from zrpc.transport.fd_reserve import reserve
@@ -203,7 +204,7 @@ class DirectMailbox:
         Returns:
             The unsent messages, which must be sent another way; `sent` has counted them.
         """
-        with self._mutex:
+        with uninterrupted, self._mutex:
             unsent = list(self._queue)
             self._close()
         messages: list[Unpacked] = []
@@ -214,7 +215,7 @@ class DirectMailbox:
     def close(self, linger: float) -> None:
         """Closes the socket; queued messages have ``linger`` seconds to be sent."""
         drain([self], linger)
-        with self._mutex:
+        with uninterrupted, self._mutex:
             self._close()
 
     def _close(self) -> None:
@@ -233,7 +234,7 @@ def drain(mailboxes: Iterable[DirectMailbox], linger: float) -> None:
         room.register(fd, select.POLLOUT)
     while waiting and (left := deadline - time.monotonic()) > 0:
         for fd, _ in room.poll(left * 1000):
-            with waiting[fd]._mutex:
+            with uninterrupted, waiting[fd]._mutex:
                 waiting[fd]._write_queue()
             if not waiting[fd]._watched:
                 room.unregister(fd)

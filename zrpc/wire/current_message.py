@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from zrpc.errors import SerializationError
 
 if TYPE_CHECKING:
-    from zrpc.wire.pickling import Decoder, Encoder
+    from zrpc.wire.pickling import Encoder
+    from zrpc.wire.unpickling import Decoder
 
 __all__ = ["current_encoder", "decoder", "encoder", "thread"]
 

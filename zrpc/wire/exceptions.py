@@ -6,7 +6,6 @@ whose use in a backward pass raises.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import sys
@@ -21,6 +20,7 @@ from zrpc import stand_in
 from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
 from zrpc.errors import RemoteError
+from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
 from zrpc.wire.pickling import dumps
@@ -73,6 +73,8 @@ def load_exception(body: Any) -> Exception:
         try:
             error = pickle.loads(pickled)
         except Exception as reason:
+            if raised_by_handler(reason):
+                raise
             text = f"{text}\n(It can't be rebuilt here: {_safe_repr(reason)})"
         else:
             set_cause(error, RemoteError(text))
@@ -96,11 +98,14 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 
 def copied(error: BaseException, cause: BaseException | None = None) -> BaseException:
     """Returns a copy with this cause and no traceback; the error itself if it can't be copied."""
-    with contextlib.suppress(Exception, SystemExit):
+    try:
         made = copy_of_error(error)
         if str(made) == str(error):
             set_cause(made, cause)
             return made
+    except (Exception, SystemExit) as reason:
+        if raised_by_handler(reason):
+            raise
     return error
 
 

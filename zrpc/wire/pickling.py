@@ -1,4 +1,4 @@
-"""Converts objects to messages and back.
+"""Converts objects to messages; see `zrpc.wire.unpickling` for the way back.
 
 The C pickler is tried first, with a dispatch table of our own. cloudpickle is used only if that
 fails (lambdas, closures, classes defined in a function), or if a name in ``__main__`` would mean
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import functools
 import io
 import operator
 import pickle
@@ -17,7 +16,7 @@ import sys
 import types
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -26,23 +25,22 @@ from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
-from zrpc.wire.alignment import aligned
+from zrpc.runtime.interrupts import raised_by_handler, uninterrupted
 from zrpc.wire.compiled import (
     reduce_compiled_function,
     reduce_compiled_module,
     reduce_compiler,
 )
-from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
+from zrpc.wire.current_message import current_encoder, encoder, thread
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
-from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer, reduce_method_by_value, with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
-from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, read_table
-from zrpc.wire.views import Relation, relate
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
+from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Decoder", "Encoder", "decoder", "dumps", "encoder", "register_reducer"]
+__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
 
 Reducers = Mapping[type, Reducer]
 
@@ -66,7 +64,6 @@ _reduce_by_protocol = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROT
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
-_NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
 
 
 class _KnownReducers(ErrorReducers):
@@ -222,9 +219,11 @@ class Encoder:
 
     def abort(self) -> None:
         """Undoes what reducers have done for the message, since it will not be sent."""
-        for action in reversed(self._undo):
-            action()
-        self._undo.clear()
+        if self._undo:
+            with uninterrupted:
+                for action in reversed(self._undo):
+                    action()
+                self._undo.clear()
 
     def sendable(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Returns those attributes of a tensor that can be pickled; warns of the others.
@@ -302,8 +301,9 @@ class Encoder:
                 return body
         except (RpcError, MemoryError):
             raise  # a reducer's own error, or one that cloudpickle can't avoid
-        except Exception:  # cloudpickle pickles more types, and its errors say more
-            pass
+        except Exception as error:  # cloudpickle pickles more types, and its errors say more
+            if raised_by_handler(error):
+                raise
         self._start_over()
         return self._pickle_by_value(obj)
 
@@ -313,6 +313,8 @@ class Encoder:
         except (RpcError, MemoryError):
             raise
         except Exception as error:
+            if raised_by_handler(error):
+                raise
             found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
                 f"expected picklable values, found one of type {found} that can't be pickled: "
@@ -334,7 +336,9 @@ class Encoder:
         self._start_over()
         try:
             self._dump(self._by_value, obj)
-        except Exception:
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
             return False
         return True
 
@@ -361,97 +365,6 @@ class Encoder:
             return True
         self.buffers.append(raw)
         return False
-
-
-class Decoder:
-    """Unpacks one message.
-
-    Args:
-        owner: the agent that unpacks.
-        message: the message.
-        openers: by the tag of an attachment. If the message has that attachment, its opener is
-            called with this decoder after the tensors have been made and before the body is
-            unpickled. It may replace items of `tensors`.
-    """
-
-    def __init__(
-        self,
-        owner: object,
-        message: Message,
-        openers: Mapping[int, Callable[[Decoder], None]] = _NO_OPENERS,
-    ) -> None:
-        self.owner = owner
-        self.message = message
-        self.tensors: list[torch.Tensor] = []
-        relations: list[Relation] = []
-        if message.table:
-            self.tensors, relations = read_table(message.table, message.buffers)
-        for tag in message.attachments or ():
-            if tag in openers:
-                openers[tag](self)
-        if relations:
-            relate(self.tensors, relations)
-
-    def unpack(self, fetch: Callable[[str], Any] | None = None) -> Any:
-        """Returns the object that the message holds.
-
-        Args:
-            fetch: returns what the main script lacks, by its name there; None if that is an error.
-
-        Raises:
-            SerializationError: the pickle names something that doesn't exist here, or is damaged.
-            MemoryError: there is no memory left for the object.
-        """
-        before = getattr(thread, "decoder", None)
-        thread.decoder = self
-        try:
-            buffers = self.message.buffers
-            ready = map(aligned, buffers) if buffers else ()
-            if fetch is not None:
-                return _Fetching(self.message.body, ready, fetch).load()
-            return pickle.loads(self.message.body, buffers=ready)
-        except (AttributeError, ImportError) as error:
-            raise self._unreadable(
-                f"{error}. Default RPC pickler does not serialize function code that can be "
-                "imported: ensure that functions and classes are defined in modules that both "
-                "the caller and the callee can import, and those of a script before its init_rpc"
-            ) from error
-        except MemoryError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise self._unreadable(
-                f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            thread.decoder = before
-
-    def _unreadable(self, text: str) -> SerializationError:
-        error = SerializationError(text)
-        if self.message.kind in ANSWERS:
-            error.executed = True
-        elif self.message.kind in REQUESTS:
-            error.executed = False
-        return error
-
-
-class _Fetching(pickle.Unpickler):
-    """Unpickles what names in the main script mean that this process lacks."""
-
-    def __init__(self, body: Any, buffers: Iterable[Any], fetch: Callable[[str], Any]) -> None:
-        super().__init__(io.BytesIO(body), buffers=buffers)
-        self._fetch = functools.cache(fetch)
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Returns what a module has under a name."""
-        try:
-            return super().find_class(module, name)
-        except AttributeError as lacking:
-            if module != "__main__":
-                raise
-            try:
-                return self._fetch(name)
-            except Exception as error:
-                raise lacking from error
 
 
 class _BytesEncoder(Encoder):

@@ -93,7 +93,7 @@ def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> Non
             state.peers = peers = SlowSet(2, state.peers)
             begin.set()
             assert peers.adding.wait(SOON)
-        until(lambda: contexts._lock.locked() or context_id not in contexts._states)
+        until(lambda: contexts._lock._lock.locked() or context_id not in contexts._states)
         peers.go.set()
         future.wait()
     settle(mesh)

@@ -16,7 +16,6 @@ the last ones there, and tells by its graph task which calls of them are its own
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.node_hooks import OwnHook, any_registered
@@ -33,7 +33,7 @@ from zrpc.services.autograd.state import ContextState
 __all__ = ["Accumulation", "must_run"]
 
 # Guards the registration of hooks of nodes, so that each run sees which hooks are there.
-_hooks_lock = threading.Lock()
+_hooks_lock = UninterruptedLock()
 
 
 def must_run(leaves: Iterable[torch.Tensor]) -> bool:

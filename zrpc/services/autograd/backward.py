@@ -26,6 +26,7 @@ from zrpc.agent.service import Handler
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.pending_calls import PendingCall
 from zrpc.errors import BackwardError, RpcError
+from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.services.autograd import ddp, engine
 from zrpc.services.autograd.accelerator import visit_accelerator
 from zrpc.services.autograd.contexts import (
@@ -54,7 +55,6 @@ __all__ = ["Passes"]
 # that: if a node of the pass has failed meanwhile, torch's engine runs no more nodes, and does not
 # report that before this thread returns.
 _ACCELERATOR_SECONDS = 60.0
-
 
 # The pass whose engine this thread runs, and its context.
 _current_pass: contextvars.ContextVar[tuple[int, Pass] | None] = contextvars.ContextVar(
@@ -200,9 +200,11 @@ class Passes:
             pass_.wait_for_parts(self._receive_for(pass_))
         except BaseException as error:
             # Also if Ctrl-C ends it, or a hook that exits: the others must not wait for this part.
-            reason = RpcError(f"interrupted by {type(error).__name__}")
-            self._fail(state.context_id, pass_, error if isinstance(error, Exception) else reason)
-            if not isinstance(error, Exception) and creator_of(pass_.pass_id) == self._own_id:
+            reason: Exception = RpcError(f"interrupted by {type(error).__name__}")
+            if isinstance(error, Exception) and not raised_by_handler(error):
+                reason = error
+            self._fail(state.context_id, pass_, reason)
+            if reason is not error and creator_of(pass_.pass_id) == self._own_id:
                 raise
             pass_.check()
         finally:

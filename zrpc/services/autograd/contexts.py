@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import itertools
 import struct
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -15,7 +14,7 @@ import torch
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler
 from zrpc.errors import RpcError
-from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.state import ContextState
 from zrpc.wire.kind import Kind, Tag
@@ -61,7 +60,7 @@ class Contexts:
         rank, incarnation = rank_of(self._own_id), incarnation_of(self._own_id)
         self._ids = itertools.count((rank << _RANK_SHIFT) + (incarnation << _COUNTER_BITS))
         # Guards the two that follow.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._states: dict[int, ContextState] = {}
         self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
 
@@ -86,15 +85,23 @@ class Contexts:
             )
         context_id = self.draw_id()
         try:
-            with self._lock:
-                self._states[context_id] = ContextState(context_id)
-            current_id.set(context_id)
-            ddp.watch()
-            yield context_id
-        finally:
-            with uninterrupted():  # by Ctrl-C: nobody else ends the context
-                current_id.set(None)
-                self.release(context_id, known_to=self._own_id)
+            try:
+                with self._lock:
+                    self._states[context_id] = ContextState(context_id)
+                current_id.set(context_id)
+                ddp.watch()
+                yield context_id
+            finally:
+                self._end(context_id)
+        except BaseException:
+            if current_id.get() is not None:  # Ctrl-C came at the first step of the end
+                self._end(context_id)
+            raise
+
+    def _end(self, context_id: int) -> None:
+        with uninterrupted:  # nobody else ends the context
+            current_id.set(None)
+            self.release(context_id, known_to=self._own_id)
 
     def current(self) -> int:
         """Returns the id of the context that this thread is in.

@@ -9,7 +9,6 @@ process group.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakSet
@@ -19,10 +18,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zrpc.runtime.interrupts import UninterruptedLock
+
 __all__ = ["in_use", "reduced_with", "watch"]
 
 # Guards the two that follow.
-_lock = threading.Lock()
+_lock = UninterruptedLock()
 _watches = False
 # The DDP modules that reduce a parameter.
 _modules = WeakIdKeyDictionary()

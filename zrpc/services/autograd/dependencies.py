@@ -8,13 +8,13 @@ begins a pass puts these parts together (`UsedTensors`).
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from zrpc.errors import ProtocolError, RpcError
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd.nodes import ACCUMULATE_NODE, RECEIVE_NODE
 from zrpc.wire.member_id import MemberId
 
@@ -105,7 +105,7 @@ class Tracer:
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id
         # Guards what follows; nothing else is locked under it.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._bits: dict[Arrived, int] = {}
         self._arrived: list[Arrived] = []  # by their bits
         self._leaves: dict[Any, int] = {}

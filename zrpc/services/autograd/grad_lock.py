@@ -18,6 +18,7 @@ from types import TracebackType
 import torch
 
 from zrpc.errors import RpcError
+from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 
 __all__ = ["GradLock", "Use"]
 
@@ -71,11 +72,11 @@ class GradLock:
         Raises:
             RpcError: to wait could be to wait in a circle.
         """
-        with _changed:
+        with uninterrupted, _changed:
             if self._use is Use.STEP:
                 _waiting.append(self)
             try:
-                _changed.wait_for(self._is_free)
+                run_interruptibly(_changed.wait_for, self._is_free)
                 for leaf in self._leaves:
                     other = _held.get(id(leaf))
                     if other is not None and other._context_id == self._context_id:
@@ -94,7 +95,7 @@ class GradLock:
 
     def release(self) -> None:
         """Lets others use the leaves. Idempotent."""
-        with _changed:
+        with uninterrupted, _changed:
             self._drop()
             _changed.notify_all()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd.nodes import Gradients
 from zrpc.wire.member_id import MemberId
 
@@ -27,7 +27,7 @@ class LastGradients:
         self.receiver = receiver
         self._send = send
         # Guards what follows, and is held while they are sent: the answer comes after that.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._held: tuple[int, Gradients] | None = None
         self._ticks = 0
 

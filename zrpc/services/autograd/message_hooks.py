@@ -22,7 +22,8 @@ from zrpc.wire.cut import cut_off
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import Decoder, Encoder
+from zrpc.wire.pickling import Encoder
+from zrpc.wire.unpickling import Decoder
 
 __all__ = ["Crossing"]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from zrpc.errors import RpcError
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.autograd.dependencies import (
     Dependencies,
     Reach,
@@ -28,7 +29,7 @@ from zrpc.wire.member_id import MemberId
 
 __all__ = ["ContextState", "Pass", "Receive", "SentMessage"]
 
-# See `zrpc.runtime.thread_pool.acquire`.
+# See `zrpc.runtime.thread_pool.pass_gate`.
 Receive = Callable[[threading.Lock, float], None]
 
 # In place of the id of a send: a wait for the parts of other workers.
@@ -94,7 +95,7 @@ class ContextState:
 
     def __init__(self, context_id: int) -> None:
         self.context_id = context_id
-        self.lock = threading.Lock()
+        self.lock = UninterruptedLock()
         self.start = new_token(requires_grad=True)
         self.sends: dict[int, SentMessage] = {}
         self.receives: dict[tuple[MemberId, int], int] = {}
@@ -224,7 +225,7 @@ class Pass:
         self.openings: dict[tuple[MemberId, int], Any] = {}
         self.last: LastGradients | None = None
         # Guards what follows.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._done = False
         self._arrived: dict[int, Any] = {}
         self._gates: dict[int, threading.Lock] = {}
@@ -306,14 +307,13 @@ class Pass:
         return len(self._parts) - len(self.openings)
 
     def _wait(self, key: int, missing: Callable[[], bool], receive: Receive) -> None:
+        gate = threading.Lock()
         with self._lock:
-            gate = self._gates[key] = threading.Lock()
             if missing() and self._failure is None:
                 gate.acquire()
-        acquire(gate, receive=receive)  # until `_open`, or `fail`
+                self._gates[key] = gate
+        pass_gate(gate, receive=receive)  # until `_open`, or `fail`
         self.check()
-        with self._lock:
-            del self._gates[key]
 
     # -- for the threads that receive ------------------------------------------------------
 
@@ -332,8 +332,8 @@ class Pass:
                 self._open(_PARTS)
 
     def _open(self, key: int) -> None:
-        gate = self._gates.get(key)
-        if gate is not None and gate.locked():
+        gate = self._gates.pop(key, None)
+        if gate is not None:
             gate.release()
 
     def fail(self, failure: Callable[[], Exception]) -> bool:
@@ -342,7 +342,7 @@ class Pass:
             if self._failure is not None or self._done:
                 return False
             self._failure = failure
-            for key in self._gates:
+            for key in list(self._gates):
                 self._open(key)
             return True
 

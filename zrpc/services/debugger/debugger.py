@@ -15,7 +15,7 @@ from typing import Any
 from zrpc.agent.current import find_agent
 from zrpc.errors import RemoteError
 from zrpc.options import checked_timeout
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.thread_pool import waiting
 from zrpc.services.debugger.prompt import Prompt
 from zrpc.services.debugger.service import DebuggerService
 
@@ -90,7 +90,8 @@ class _Debugger(pdb.Pdb):
     @classmethod
     def connected(cls, where: str, timeout: float) -> _Debugger | None:
         """Waits for a terminal; returns None if there is none."""
-        acquire(_turn)
+        with waiting():
+            _turn.acquire()
         with ExitStack() as session:
             session.callback(_turn.release)
             agent = find_agent()

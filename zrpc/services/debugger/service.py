@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -37,7 +37,7 @@ class DebuggerService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         # Guards what follows; no other lock is taken while it is held.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         # For each thread of this worker that stands at a breakpoint: releases it.
         self._releases: list[Callable[[], None]] = []
         self._closed = False

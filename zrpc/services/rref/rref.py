@@ -19,6 +19,7 @@ from zrpc.errors import (
     raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
 from zrpc.services.rref.service import BackwardOfValue, RRefService
@@ -26,7 +27,8 @@ from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import decoder, encoder, register_reducer
+from zrpc.wire.pickling import encoder, register_reducer
+from zrpc.wire.unpickling import decoder
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -397,8 +399,10 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
             f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
             f"the worker that has it ({service.agent.worker_info})"
         )
-    fork = service.fork(rref._rref_id, rref._fork_id, rref._owner.member_id, message.destination)
-    message.undo(lambda: service.cancel_fork(fork))
+    owner = rref._owner.member_id
+    with uninterrupted:  # or the fork would not be undone
+        fork = service.fork(rref._rref_id, rref._fork_id, owner, message.destination)
+        message.undo(lambda: service.cancel_fork(fork))
     forks = message.extension(Tag.FORKS)
     forks.extend(fork.pack())
     return _receive_rref, (len(forks) // FORK_SIZE - 1,)

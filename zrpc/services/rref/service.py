@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import struct
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -18,6 +17,7 @@ from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.rref.creation import Creation, ValueSink
 from zrpc.services.rref.messages import Fork, ForkId, GloballyUniqueId, ReferenceMessage, RRefId
 from zrpc.services.rref.protocol import References
@@ -95,7 +95,7 @@ class RRefService(Service):
         self.dropped: deque[tuple[RRefId, ForkId | None]] = deque()
         self._local_ids = itertools.count()
         # Guards the two that follow. Nothing is sent and no user code runs under it.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._references = References(self.member)
         # A message about a value may come before the call that makes it.
         self._values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)

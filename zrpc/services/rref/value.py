@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zrpc.errors import RemoteError, RpcTimeoutError
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class OwnedValue:
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Sets the value or the error, once, and calls the followers."""
-        with self._lock:
+        with uninterrupted, self._lock:
             if self._ready:
                 return
             self._value, self._error = value, error
@@ -63,7 +64,7 @@ class OwnedValue:
 
         Or never, if ``scope`` is cancelled before: its caller no longer waits.
         """
-        with self._lock:
+        with uninterrupted, self._lock:
             if not self._ready:
                 followers = self._followers or []
                 if len(followers) >= _MANY and len(followers).bit_count() == 1:  # now and then
@@ -98,13 +99,13 @@ class OwnedValue:
         entry = release, None
         self.when_ready(release)
         try:
-            if not acquire(gate, timeout or -1):
+            if not pass_gate(gate, timeout or -1):
                 raise RpcTimeoutError(
                     f"RPC ran for more than set timeout ({timeout * 1000:.0f} ms) and will now be "
                     "marked with an error: the RRef's value has not been made yet"
                 )
         finally:
-            with self._lock:
+            with uninterrupted, self._lock:
                 if self._followers is not None and entry in self._followers:
                     self._followers.remove(entry)
 

@@ -32,7 +32,8 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
-from zrpc.runtime.thread_pool import acquire
+from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.borrowed import Descriptor, Loan, Loans
 from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
 from zrpc.wire.kind import Kind, Tag
@@ -101,7 +102,7 @@ class SharedMemoryService(Service, MessageHooks):
         super().__init__(agent)
         self.timing = SharedMemoryTiming()
         # Guards the pool and what has been borrowed, which any thread that sends uses.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory if supports_segments() else 0)
         self.loans = Loans()
@@ -272,7 +273,7 @@ class SharedMemoryService(Service, MessageHooks):
             self._awaited[member].append(gate)
         seconds = size * self.timing.offer_seconds_per_byte
         # Ended by the reply, by the loss of the peer, or by the close of this service.
-        acquire(gate, min(seconds, deadline) if deadline else seconds)
+        pass_gate(gate, min(seconds, deadline) if deadline else seconds)
         return member in self._accepted
 
     def _end_wait(self, member: MemberId) -> None:

@@ -22,6 +22,7 @@ from zrpc.calls.open_telemetry import HandlerSpans
 from zrpc.calls.recorder import Recorder, Recording
 from zrpc.errors import RpcError
 from zrpc.membership.init_method import own_variable
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
@@ -50,7 +51,7 @@ class TracingService(Service):
         super().__init__(agent)
         self._handler_spans = HandlerSpans(agent.membership)
         # Guards what follows.
-        self._lock = threading.Lock()
+        self._lock = UninterruptedLock()
         self._recordings: dict[str, Recording] = {}  # of the traces that are on
         # The names of threads that were seen, by their idents; those that have ended keep them.
         self._threads: dict[int, str] = {}

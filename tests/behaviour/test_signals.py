@@ -1,0 +1,285 @@
+"""Signal handlers of programs: they make calls, and what they raise passes through unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.steps import at_step, count_steps
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from tests.support.ways import ways
+from zrpc.services.rref.service import RRefService
+from zrpc.testing import Mesh
+
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+
+Handle = Callable[..., None]
+
+
+@pytest.fixture
+def handle() -> Iterator[Handle]:
+    """Sets the handler of a signal, SIGUSR1 by default."""
+    before: dict[Any, Any] = {}
+
+    def set_handler(handler: Any, number: int = signal.SIGUSR1) -> None:
+        before.setdefault(number, signal.getsignal(number))
+        signal.signal(number, handler)
+
+    yield set_handler
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def call() -> None:
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
+
+
+class TestCallsInHandlers:
+    def test_of_any_signal(self, shared: Mesh, handle: Handle) -> None:
+        answered = []
+
+        def handler(number: int, frame: Any) -> None:
+            call()
+            answered.append(number)
+
+        middle = count_steps(call) // 2
+        for number in SIGNALS:
+            handle(handler, number)
+            with at_step(middle, functools.partial(signal.raise_signal, number)):
+                call()
+        assert answered == SIGNALS
+
+    def test_of_signals_that_other_processes_send(self, shared: Mesh, handle: Handle) -> None:
+        """They come at any time, and interrupt each other's handlers."""
+        numbers = [signal.SIGUSR1, signal.SIGALRM, signal.SIGTERM, signal.SIGWINCH]
+        answered: list[int] = []
+        stop = threading.Event()
+
+        def handler(number: int, frame: Any) -> None:
+            call()
+            answered.append(number)
+
+        def send() -> None:
+            for number in numbers * 25:
+                if not stop.wait(0.001):
+                    os.kill(os.getpid(), number)
+
+        for number in numbers:
+            handle(handler, number)
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            while sender.is_alive():
+                call()
+        finally:
+            stop.set()
+            sender.join()
+        call()
+        assert set(answered) == set(numbers)
+
+    def test_of_event_loops(self, shared: Mesh, handle: Handle) -> None:
+        """Their handlers are callbacks, which run between the steps of coroutines."""
+        answered = []
+
+        async def main() -> None:
+            loop = asyncio.get_running_loop()
+            arrived = asyncio.Event()
+
+            def handler() -> None:
+                call()
+                answered.append("by rpc_sync")
+                arrived.set()
+
+            loop.add_signal_handler(signal.SIGUSR1, handler)
+            try:
+                with at_step(10, functools.partial(signal.raise_signal, signal.SIGUSR1)):
+                    assert await rpc.rpc_async(1, echo, (2,)) == 2
+                await asyncio.wait_for(arrived.wait(), SOON)
+            finally:
+                loop.remove_signal_handler(signal.SIGUSR1)
+
+        asyncio.run(main())
+        assert answered == ["by rpc_sync"]
+
+    def test_before_a_handler_exits(self, succeed: Callable[..., list[str]]) -> None:
+        """As a job that is preempted saves its checkpoint."""
+        outputs = succeed(
+            """
+import os, signal, sys
+import zrpc as rpc
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"w{rank}")
+
+def save(number, frame):
+    print("saved", rpc.rpc_sync("w1", pow, (2, 5)))
+    rpc.shutdown()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+if rank == 0:
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    while True:
+        rpc.rpc_sync("w1", divmod, (7, 2))
+rpc.shutdown()
+"""
+        )
+        assert "saved 32" in outputs[0]
+
+
+class TimeIsOver(Exception):
+    """What a handler raises after a time."""
+
+
+class Sends:
+    """A value that sends a signal when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        return str, (send(),)
+
+
+class SendsOnArrival:
+    """A value that sends a signal when it is unpickled for the first time."""
+
+    arrivals = itertools.count()
+
+    def __reduce__(self) -> Any:
+        return arrive, (next(self.arrivals),)
+
+
+arrived = set()
+
+
+def arrive(number: int) -> str:
+    if number not in arrived:
+        arrived.add(number)
+        send()
+    return "sent"
+
+
+def send() -> str:
+    signal.raise_signal(signal.SIGUSR1)
+    return "sent"
+
+
+class Owner:
+    """Handlers of all kinds: a method is one, and an object that can be called."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def method(self, number: int, frame: Any) -> None:
+        raise self.error
+
+    def __call__(self, number: int, frame: Any) -> None:
+        self.method(number, frame)
+
+
+def fail(*_: Any) -> None:
+    raise TimeIsOver
+
+
+def function(number: int, frame: Any, error: BaseException) -> None:
+    raise error
+
+
+HANDLERS: dict[str, Callable[[BaseException], Any]] = {
+    "a function": lambda error: lambda number, frame: function(number, frame, error),
+    "a method": lambda error: Owner(error).method,
+    "an object": Owner,
+    "a partial": lambda error: functools.partial(function, error=error),
+}
+
+ERRORS = [
+    TimeIsOver("after a time"),
+    SystemExit(3),
+    AttributeError("no such attribute"),
+    KeyboardInterrupt(),
+]
+
+
+class TestErrorsOfHandlers:
+    @pytest.mark.parametrize("kind", HANDLERS)
+    @pytest.mark.parametrize("error", ERRORS, ids=repr)
+    def test_while_arguments_are_pickled(
+        self, shared: Mesh, handle: Handle, kind: str, error: BaseException
+    ) -> None:
+        handle(HANDLERS[kind](error))
+        for args in [(Sends(),), (Sends(), lambda: 1)]:
+            with pytest.raises(type(error)) as caught:
+                rpc.rpc_sync(1, echo, args)
+            assert caught.value is error
+        call()
+
+    @pytest.mark.parametrize("error", ERRORS, ids=repr)
+    @ways
+    def test_while_a_result_is_unpickled(
+        self, shared: Mesh, handle: Handle, call: Any, error: BaseException
+    ) -> None:
+        handle(Owner(error).method)
+        with pytest.raises(type(error)) as caught:
+            call(1, SendsOnArrival)
+        assert caught.value is error
+        assert call(1, echo, (1,)) == 1
+
+    def test_and_a_future_has_its_value_later(self, shared: Mesh, handle: Handle) -> None:
+        handle(fail)
+        future = rpc.rpc_async(1, SendsOnArrival)
+        with pytest.raises(TimeIsOver):
+            future.wait()
+        assert future.wait() == "sent"
+
+    def test_in_a_callback(self, shared: Mesh, handle: Handle) -> None:
+        """The thread that ran it gets the error, and so does who waits for the callback's value."""
+        error = TimeIsOver()
+        handle(Owner(error).method)
+        future: rpc.Future[int] = rpc.Future()
+        last = future.then(lambda _: send())
+        with pytest.raises(TimeIsOver) as caught:
+            future.set_result(1)
+        assert caught.value is error
+        with pytest.raises(TimeIsOver):
+            last.wait()
+
+    def test_in_a_backward_pass(self, shared: Mesh, handle: Handle) -> None:
+        error = TimeIsOver()
+        handle(Owner(error).method)
+        with rpc.autograd.context() as context_id:
+            leaf = torch.ones(2, requires_grad=True)
+            middle = leaf * 2
+            middle.register_hook(lambda _: send() and None)
+            loss = rpc.rpc_sync(1, torch.mul, (middle, 3)).sum()
+            with pytest.raises(TimeIsOver) as caught:
+                rpc.autograd.backward(context_id, [loss])
+        assert caught.value is error
+        call()
+
+    def test_the_references_in_the_arguments_are_taken_back(
+        self, caller: Mesh, handle: Handle
+    ) -> None:
+        handle(fail)
+        rref = rpc.RRef([1])
+        with pytest.raises(TimeIsOver):
+            rpc.rpc_sync(1, echo, (rref, Sends()))
+        until(caller.agent(0).service(RRefService).idle, "nothing of the reference is in progress")
+        del rref
+        until(lambda: not rpc.stats().rrefs_owned, collect=True)
+
+    def test_what_the_value_itself_raises_is_an_error_of_the_value(
+        self, shared: Mesh, handle: Handle
+    ) -> None:
+        handle(Owner(TimeIsOver()).method)
+        with pytest.raises(rpc.SerializationError):
+            rpc.rpc_sync(1, echo, (threading.Lock(),))

@@ -1,0 +1,91 @@
+"""An action at any step of zrpc's code, in the thread of the test: a signal, for example."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import linecache
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zrpc
+
+__all__ = ["Steps", "at_step", "count_steps", "some_steps"]
+
+_ROOT = Path(zrpc.__file__).parent
+_COUNTED = f"{_ROOT}{os.sep}"
+# What tests run their workers with.
+_NOT_COUNTED = f"{_ROOT / 'testing'}{os.sep}"
+
+# How many steps of a piece of work `some_steps` draws.
+_STEPS = int(os.environ.get("ZRPC_STEPS", "40"))
+
+
+class Steps:
+    """The steps of a block.
+
+    Attributes:
+        count: how many there were.
+        place: the file, line and function in which the action was called; empty if it was not.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.place = ""
+
+
+@contextlib.contextmanager
+def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
+    """Calls ``action()`` before a line of zrpc's code runs in this thread, counted from 1.
+
+    The lines that run in the action don't count. What it raises, the line raises, as if a signal's
+    handler had. Two kinds of lines don't count: those with ``with``, which run once more at the end
+    of the block, where no handler runs, or locks would not be released; and those of finalizers
+    (``__del__``), in which Python drops what is raised.
+    """
+    steps = Steps()
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        path = code.co_filename
+        if not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
+            return None
+        if event == "line" and code.co_name != "__del__":
+            line = linecache.getline(path, frame.f_lineno)
+            if not line.lstrip().startswith("with "):
+                steps.count += 1
+                if steps.count == number:
+                    steps.place = f"{path}:{frame.f_lineno} in {code.co_name}"
+                    action()
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # what the collector calls can't be interrupted
+    sys.settrace(trace)
+    try:
+        yield steps
+    finally:
+        sys.settrace(before)
+        gc.enable()
+
+
+def count_steps(work: Callable[[], object]) -> int:
+    """Returns how many steps a piece of work takes. It varies a little with the other threads."""
+    with at_step(0, lambda: None) as steps:
+        work()
+    return steps.count
+
+
+def some_steps(work: Callable[[], object], seed: int = 0) -> Iterator[int]:
+    """Yields steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all."""
+    total = count_steps(work)
+    if total <= _STEPS:
+        yield from itertools.chain(range(1, total + 1))
+    else:
+        yield from sorted(random.Random(seed).sample(range(1, total + 1), _STEPS))

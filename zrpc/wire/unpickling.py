@@ -1,0 +1,119 @@
+"""Makes the objects in messages; see `zrpc.wire.pickling`."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zrpc.errors import SerializationError
+from zrpc.runtime.interrupts import raised_by_handler
+from zrpc.wire.alignment import aligned
+from zrpc.wire.current_message import decoder, thread
+from zrpc.wire.kind import ANSWERS, REQUESTS
+from zrpc.wire.message import Message
+from zrpc.wire.tensors import read_table
+from zrpc.wire.views import Relation, relate
+
+__all__ = ["Decoder", "decoder"]
+
+_NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
+
+
+class Decoder:
+    """Unpacks one message.
+
+    Args:
+        owner: the agent that unpacks.
+        message: the message.
+        openers: by the tag of an attachment. If the message has that attachment, its opener is
+            called with this decoder after the tensors have been made and before the body is
+            unpickled. It may replace items of `tensors`.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        message: Message,
+        openers: Mapping[int, Callable[[Decoder], None]] = _NO_OPENERS,
+    ) -> None:
+        self.owner = owner
+        self.message = message
+        self.tensors: list[torch.Tensor] = []
+        relations: list[Relation] = []
+        if message.table:
+            self.tensors, relations = read_table(message.table, message.buffers)
+        for tag in message.attachments or ():
+            if tag in openers:
+                openers[tag](self)
+        if relations:
+            relate(self.tensors, relations)
+
+    def unpack(self, fetch: Callable[[str], Any] | None = None) -> Any:
+        """Returns the object that the message holds.
+
+        Args:
+            fetch: returns what the main script lacks, by its name there; None if that is an error.
+
+        Raises:
+            SerializationError: the pickle names something that doesn't exist here, or is damaged.
+            MemoryError: there is no memory left for the object.
+        """
+        before = getattr(thread, "decoder", None)
+        thread.decoder = self
+        try:
+            buffers = self.message.buffers
+            ready = map(aligned, buffers) if buffers else ()
+            if fetch is not None:
+                return _Fetching(self.message.body, ready, fetch).load()
+            return pickle.loads(self.message.body, buffers=ready)
+        except (AttributeError, ImportError) as error:
+            if raised_by_handler(error):
+                raise
+            raise self._unreadable(
+                f"{error}. Default RPC pickler does not serialize function code that can be "
+                "imported: ensure that functions and classes are defined in modules that both "
+                "the caller and the callee can import, and those of a script before its init_rpc"
+            ) from error
+        except MemoryError:
+            raise
+        except (Exception, SystemExit) as error:
+            if raised_by_handler(error):
+                raise
+            raise self._unreadable(
+                f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            thread.decoder = before
+
+    def _unreadable(self, text: str) -> SerializationError:
+        error = SerializationError(text)
+        if self.message.kind in ANSWERS:
+            error.executed = True
+        elif self.message.kind in REQUESTS:
+            error.executed = False
+        return error
+
+
+class _Fetching(pickle.Unpickler):
+    """Unpickles what names in the main script mean that this process lacks."""
+
+    def __init__(self, body: Any, buffers: Iterable[Any], fetch: Callable[[str], Any]) -> None:
+        super().__init__(io.BytesIO(body), buffers=buffers)
+        self._fetch = functools.cache(fetch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns what a module has under a name."""
+        try:
+            return super().find_class(module, name)
+        except AttributeError as lacking:
+            if module != "__main__":
+                raise
+            try:
+                return self._fetch(name)
+            except Exception as error:
+                raise lacking from error
