@@ -12,9 +12,9 @@ from typing import Any
 import jinja2
 import pytest
 
-from zrpc.by_value import dumps
 from zrpc.error_parts import copy_of_error
 from zrpc.wire.exceptions import dump_exception, load_exception
+from zrpc.wire.pickling import dumps
 
 
 class Formats(Exception):

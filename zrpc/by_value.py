@@ -36,6 +36,7 @@ __all__ = ["ByValuePickler", "find_in_main"]
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
 _CACHED: type = type(functools.lru_cache(len))
+_CLOUDPICKLE = vars(sys.modules["cloudpickle.cloudpickle"])
 # What has a name in a module that it can be found by.
 _NAMED = (types.FunctionType, _CACHED, type, types.ModuleType, TypeVar)
 # The length of what cloudpickle reduces a class to if it goes by value.
@@ -106,6 +107,8 @@ class ByValuePickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces functions and classes."""
+        if type(obj) is types.FunctionType and obj.__globals__ is _CLOUDPICKLE:
+            return NotImplemented  # most that come here: they make the others
         if not issubclass(type(obj), _NAMED):
             return super().reducer_override(obj)
         if (path := self.path_in_main(obj)) is not None:
@@ -167,7 +170,7 @@ def _path_in_main(obj: Any) -> str | None:
 
 def _attribute(module: Any, path: str) -> Any:
     try:
-        return _find(module, path)
+        return _find(module, path) if "." in path else getattr(module, path, None)
     except Exception:  # a module or a class may run code of its own
         return None
 

@@ -29,7 +29,7 @@ from zrpc.wire import pickling
 from zrpc.wire.message import Message, parse
 from zrpc.wire.pickling import Encoder
 from zrpc.wire.tensors import INLINE_BYTES
-from zrpc.wire.unpickling import Decoder
+from zrpc.wire.unpickling import Decoder, decoder
 
 
 def sent(obj: Any, same_main: bool = True, destination: int = 1) -> Message:
@@ -286,7 +286,7 @@ def test_the_current_message_is_restored_after_an_error() -> None:
         sent(threading.Lock())
     assert pickling.encoder() is None
     with pytest.raises(SerializationError, match="only be read there"):
-        pickling.decoder()
+        decoder()
 
 
 # -- buffers -------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def raised_by_handler(error: BaseException) -> bool:
     if _get_ident() != _main_ident:
         return False
     handlers = [*map(_get, _ALL), _ctrl_c_handler, *(handler for _, handler in _held)]
-    codes = {_code_of(handler) for handler in handlers if callable(handler)}
+    codes = {_code_of(handler) for handler in filter(callable, handlers)}
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code in codes for frame, _ in frames)
 

@@ -124,7 +124,9 @@ def test_what_was_said_holds_for_a_while() -> None:
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers that wait seem to work: nobody takes their place. And it is soon told."""
     used = itertools.count()
-    monkeypatch.setattr("zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used)))
+    monkeypatch.setattr(
+        "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
+    )
     soon = InspectionSettings(report_after_seconds=0.2)
     monkeypatch.setattr("zrpc.services.inspection.service.SETTINGS", soon)
 

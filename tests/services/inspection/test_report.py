@@ -80,7 +80,9 @@ def comes_back() -> int:
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_a_pool_whose_only_thread_waits(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     used = itertools.count()
-    monkeypatch.setattr("zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used)))
+    monkeypatch.setattr(
+        "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
+    )
     waits = mesh.submit(0, zrpc.rpc_sync, "worker1", waits_unseen)
     lines = awaited(mesh, Report.cycles)
     assert "runs comes_back for worker1 (rank 1), waits for max at worker1 (rank 1)" in lines[1]
