@@ -253,8 +253,11 @@ class Caller:
             raise has_shut_down()
         recorder = self.recorder
         packing = 0.0 if recorder is None else time.monotonic()
-        limit: Limit = DEFAULT_LIMIT if is_unset(timeout) else OWN_LIMIT
-        timeout = self.timeout(timeout)
+        limit: Limit = OWN_LIMIT
+        if is_unset(timeout):
+            limit, timeout = DEFAULT_LIMIT, self.rpc_timeout
+        else:
+            timeout = checked_timeout("timeout", timeout)
         message = Message(kind)
         hops = () if self.last_calls is None else self.last_calls.admit(message)
         peer = to.member_id
