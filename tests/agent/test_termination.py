@@ -165,7 +165,8 @@ class Mesh:
             moves += [(self.notice, pair) for pair in sorted(self.unaware)]
             if not any(self.channels.values()):  # they are rare, in comparison
                 moves += [(self.remind, (rank,)) for rank in present]
-            if self.lost_proceed or self.cut:
+            # A leader may have died after it let only some go: the others find these gone.
+            if self.lost_proceed or self.cut or self.dead:
                 pairs = {(rank, left) for rank in present for left in self.left} - self.noticed
                 self.unaware |= pairs
             if left_to_do:
@@ -234,6 +235,13 @@ def test_all_leave_but_not_before_all_work_is_done(size: Any, schedule: Any, see
 @given(st.integers(2, 5), schedules(WITH_LOSSES), st.integers(0, 2**16))
 def test_living_workers_leave_after_any_deaths(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
+
+
+def test_the_others_leave_if_a_leader_dies_that_has_let_only_one_go() -> None:
+    rest, kill = ("rest", 1, 0), ("kill", 10, 0)
+    work = [("work", *pair) for pair in ((1, 4), (1, 9), (7, 3), (10, 8), (2, 0), (6, 1), (11, 3))]
+    later = [("begin", 2, 0), ("deliver", 2, 1), ("deliver", 11, 7), ("work", 9, 11)]
+    run(5, [rest, kill, *work, ("work", 11, 4), *later, kill], 28643)
 
 
 @pytest.mark.system
