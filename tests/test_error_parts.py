@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import pickle
 import sys
@@ -253,9 +252,8 @@ def test_a_constructor_that_exits_ends_nobody() -> None:
     assert type(dumped(Exits("first"))) is Exits
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
 def test_the_exceptions_of_a_group_are_the_same_again() -> None:
-    class Group(builtins.ExceptionGroup):  # type: ignore[type-arg]
+    class Group(ExceptionGroup):  # type: ignore[type-arg]
         def __new__(cls, errors: Any, *, code: int) -> Any:
             self = super().__new__(cls, f"group {code}", errors)
             self.code = code
@@ -266,7 +264,7 @@ def test_the_exceptions_of_a_group_are_the_same_again() -> None:
 
     error = OfTwo(1, 2)
     error.add_note("a note")
-    group = builtins.ExceptionGroup("outer", [Group([error, Formats(7, 3)], code=5), error])
+    group = ExceptionGroup("outer", [Group([error, Formats(7, 3)], code=5), error])
     again = dumped(group)
     assert str(again) == str(group)
     inner, other = again.exceptions

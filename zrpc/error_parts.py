@@ -7,7 +7,6 @@ made by the ``__new__`` of its built-in base here, and its args and attributes a
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import copy
 import copyreg
@@ -20,10 +19,9 @@ __all__ = ["ErrorReducers", "copy_of_error", "pickle_can_make", "reduce_error"]
 
 _attributes_of = BaseException.__dict__["__dict__"].__get__
 
-_Group: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 # Only `__new__` sets what a group consists of. An AttributeError refers to an object of the program
 # by `obj`: pickle leaves that out, too.
-_NOT_SET = {*(vars(_Group).values() if _Group else ()), vars(AttributeError)["obj"]}
+_NOT_SET = {*vars(BaseExceptionGroup).values(), vars(AttributeError)["obj"]}
 
 
 class ErrorReducers(dict[type, Callable[[Any], Any]]):
@@ -84,7 +82,7 @@ def _pickles_itself(cls: type[BaseException]) -> bool:
 
 def _parts(error: BaseException) -> tuple[Any, ...]:
     """Returns what ``__new__`` needs: for a group, what it consists of."""
-    return (error.message, error.exceptions) if isinstance(error, _Group) else ()
+    return (error.message, error.exceptions) if isinstance(error, BaseExceptionGroup) else ()
 
 
 def _make(cls: type[BaseException], *parts: Any) -> BaseException:

@@ -219,15 +219,13 @@ def test_attributes_and_notes_arrive(shared: Mesh) -> None:
     with pytest.raises(ValueError, match="x") as info:
         rpc.rpc_sync(1, fail_with_extras)
     assert info.value.extra == [1]  # type: ignore[attr-defined]
-    if sys.version_info >= (3, 11):
-        assert info.value.__notes__ == ["a note"]
+    assert info.value.__notes__ == ["a note"]
 
 
 def fail_with_extras() -> None:
     error = ValueError("x")
     error.extra = [1]  # type: ignore[attr-defined]
-    if sys.version_info >= (3, 11):
-        error.add_note("a note")
+    error.add_note("a note")
     raise error
 
 
@@ -237,10 +235,9 @@ def test_an_exception_that_holds_a_tensor(shared: Mesh) -> None:
     assert info.value.args[1].sum() == 50_000
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no exception groups")
 def test_an_exception_group(shared: Mesh) -> None:
-    group = ExceptionGroup("g", [ValueError("a"), KeyError("b")])  # noqa: F821
-    with pytest.raises(ExceptionGroup) as info:  # noqa: F821
+    group = ExceptionGroup("g", [ValueError("a"), KeyError("b")])
+    with pytest.raises(ExceptionGroup) as info:
         rpc.rpc_sync(1, fail, (group,))
     assert [repr(e) for e in info.value.exceptions] == ["ValueError('a')", "KeyError('b')"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +68,6 @@ def test_asyncio_wait(shared: Mesh) -> None:
     assert asyncio.run(main()) == set(range(5))
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.wait takes what can be awaited")
 def test_asyncio_wait_for_what_is_no_future_of_asyncio_is_an_error(shared: Mesh) -> None:
     async def main() -> None:
         with Gate() as gate:
@@ -167,9 +165,6 @@ async def first(several: Any) -> Any:
 def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(
     shared: Mesh, way: str
 ) -> None:
-    if way == "await" and sys.version_info < (3, 11):
-        pytest.skip("asyncio.timeout exists since 3.11")
-
     async def main() -> Any:
         done, bad = rpc.rpc_async(1, echo, (7,)), failed()
         done.wait()

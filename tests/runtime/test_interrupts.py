@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -93,7 +92,6 @@ def test_the_programs_own_handler_is_not_called_without_an_interrupt(
     assert signal.getsignal(signal.SIGINT) is own_handler
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.run leaves Ctrl-C alone there")
 def test_the_first_interrupt_of_asyncio_run_cancels_its_task() -> None:
     async def main() -> str | None:
         hold_interrupts()

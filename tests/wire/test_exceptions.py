@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import pickle
 import sys
 import threading
@@ -168,9 +167,8 @@ def test_a_type_that_is_not_found_arrives_as_text() -> None:
     assert "can't be rebuilt here" in str(copy)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
 def test_an_exception_group_arrives() -> None:
-    group = builtins.ExceptionGroup("several", [ValueError("a"), KeyError("b")])
+    group = ExceptionGroup("several", [ValueError("a"), KeyError("b")])
     copy = there(group)
     assert type(copy) is type(group)
     assert [type(e) for e in copy.exceptions] == [ValueError, KeyError]

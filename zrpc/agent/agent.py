@@ -308,7 +308,7 @@ class Agent:
         for part in parts:
             try:
                 part()
-            except Exception:  # noqa: PERF203 - the others go on: they find lost workers, say
+            except Exception:
                 with printing_errors():
                     logger.exception("%s: a part of a tick failed", self.worker_info)
 

@@ -24,7 +24,7 @@ from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["HungError", "Mesh", "MeshError"]
 

@@ -12,7 +12,7 @@ from zrpc.bench.settings import LIMIT, Settings
 from zrpc.launch import LaunchError, Starter
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 __all__ = ["Participant"]
 

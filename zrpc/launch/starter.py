@@ -19,7 +19,7 @@ from zrpc.launch.signal_state import SignalState
 from zrpc.launch.task import Task
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent.agent")
 Streams = tuple[int | None, int | None, int | None]  # standard input, output and error

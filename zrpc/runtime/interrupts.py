@@ -84,7 +84,7 @@ def hold_interrupts() -> None:
             elif callable(_get(_CTRL_C)):
                 _ctrl_c_handler = _set(_CTRL_C, _note)
             _depth = 1
-        except BaseException as error:  # noqa: PERF203 - of a handler: `release_interrupts` raises it
+        except BaseException as error:
             _raised.append(error)
 
 
@@ -239,7 +239,7 @@ def _put_back(held: list[tuple[int, Any]]) -> None:
                 if _get(number) is _note:
                     _set(number, handler)
                 held.pop()
-        except BaseException as error:  # noqa: PERF203 - of a handler that is back
+        except BaseException as error:
             _raised.append(error)
 
 

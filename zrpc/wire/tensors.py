@@ -18,7 +18,6 @@ import ctypes
 import itertools
 import math
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -63,11 +62,7 @@ _copy_of.restype = ctypes.py_object
 
 # Returns the attributes that a program has set on a tensor, or None. A tensor that is asked for its
 # `__dict__` makes one.
-attributes_of: Any
-if sys.version_info >= (3, 11):
-    attributes_of = object.__getstate__
-else:
-    attributes_of = lambda tensor: tensor.__dict__ or None  # noqa: E731
+attributes_of: Any = object.__getstate__
 
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided

@@ -98,7 +98,7 @@ def share(client: Client) -> None:
     for future in futures:
         try:
             future.wait()
-        except zrpc.WorkerDied as error:  # noqa: PERF203 - the others are still waited for
+        except zrpc.WorkerDied as error:
             errors.append(error)
     if errors:
         raise errors[0]
@@ -112,7 +112,7 @@ def fail(client: Client) -> None:
     for _ in range(2):
         try:
             value: Any = rref.to_here()
-        except targets.ComplaintError as error:  # noqa: PERF203 - the same each time
+        except targets.ComplaintError as error:
             client.expect("arguments", (number, text), error.args)
         else:
             client.expect("an error", targets.ComplaintError, value)
