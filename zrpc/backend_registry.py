@@ -6,7 +6,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from zrpc.options import ZmqRpcBackendOptions
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 
 __all__ = ["BackendType", "construct_rpc_backend_options"]
 
@@ -25,4 +25,5 @@ def construct_rpc_backend_options(
     **kwargs: Any,
 ) -> ZmqRpcBackendOptions:
     """Returns the options of a back end; see `zrpc.ZmqRpcBackendOptions`."""
-    return ZmqRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+    seconds = checked_timeout("rpc_timeout", rpc_timeout)
+    return ZmqRpcBackendOptions(rpc_timeout=seconds, init_method=init_method, **kwargs)

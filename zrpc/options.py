@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from zrpc import stand_in
 from zrpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -66,6 +67,8 @@ class RpcBackendOptions:
         init_method: str = DEFAULT_INIT_METHOD,
     ) -> None:
         try:
+            if stand_in.is_active() and isinstance(rpc_timeout, timedelta):
+                raise TypeError("rpc_timeout must be a number of seconds, as in torch since 1.6")
             self.rpc_timeout = rpc_timeout
         except TypeError as error:
             raise TypeError(f"incompatible constructor arguments: {error}") from None

@@ -136,7 +136,14 @@ def test_a_program_for_torch_1_4_runs(programs: Programs) -> None:
         from torch.distributed.rpc import ProcessGroupRpcBackendOptions
         from torch.distributed.rpc.backend_registry import BackendType
 
-        options = ProcessGroupRpcBackendOptions()
+        try:
+            rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))
+        except TypeError as error:
+            assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
+        else:
+            raise AssertionError
+        options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=7))
+        assert options.rpc_timeout == 7
         options.num_send_recv_threads = 8
         options.rpc_timeout = timedelta(seconds=30)
         rpc.init_rpc("worker0", BackendType.PROCESS_GROUP, 0, 1, options)

@@ -42,7 +42,7 @@ _NAMES = {
 REPLACEMENTS = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # The same for names that only torch 1.4 to 1.7 have, in ``torch.distributed.rpc``.
-OF_OLDER_TORCH = {"ProcessGroupRpcBackendOptions": "zrpc.options"}
+OF_OLDER_TORCH = {"ProcessGroupRpcBackendOptions": "zrpc.drop_in.private"}
 
 # Functions and classes that need no agent of torch's, and work as they are.
 KEPT = {

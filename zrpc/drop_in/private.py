@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent, find_agent
 from zrpc.backend_registry import BackendType
+from zrpc.constants import DEFAULT_RPC_TIMEOUT_SEC
 from zrpc.errors import not_initialized
-from zrpc.options import ZmqRpcBackendOptions
+from zrpc.options import ZmqRpcBackendOptions, checked_timeout
 from zrpc.services.autograd.service import AutogradService
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _TensorPipeRpcBackendOptionsBase = ZmqRpcBackendOptions
+
+
+class ProcessGroupRpcBackendOptions(ZmqRpcBackendOptions):
+    """The options of torch 1.4 to 1.7, with a timeout that may be a ``timedelta``."""
+
+    def __init__(
+        self, *, rpc_timeout: float | timedelta = DEFAULT_RPC_TIMEOUT_SEC, **options: Any
+    ) -> None:
+        super().__init__(rpc_timeout=checked_timeout("rpc_timeout", rpc_timeout), **options)
+
+
 # For `isinstance`. Programs get an agent by `init_rpc`.
 RpcAgent = TensorPipeAgent = Agent
 
