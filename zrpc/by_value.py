@@ -1,11 +1,13 @@
 """Pickles functions and classes that can't be imported: by value, as cloudpickle does.
 
-Four things differ from cloudpickle:
+Five things differ from cloudpickle:
 
 - What can be found in the main script by its name is pickled by that name if the receiver runs the
   same script.
 - A class is made once at a receiver, and has a state of its own there from then on: see
   `ClassVersions`.
+- A class has the slots that it was defined with. cloudpickle leaves them out, so its instances have
+  another state than those of the original.
 - A function with a cache (``functools.lru_cache``) is sent as other functions are, and the copy's
   cache is empty. cloudpickle sends its name, also if the receiver doesn't have it.
 - The name of a function's file is kept. cloudpickle leaves it out from version 3.1.3 on, and then a
@@ -15,6 +17,7 @@ Four things differ from cloudpickle:
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import io
 import operator
@@ -120,6 +123,8 @@ class ByValuePickler(cloudpickle.Pickler):
             number = _versions.number(obj)
             # Again, since a function may have changed before the version was read.
             make, arguments, state, *_, fill = super().reducer_override(obj)
+            if vars(obj).get("__slots__") and not issubclass(obj, enum.Enum):
+                arguments[3]["__slots__"] = vars(obj)["__slots__"]
             return _make_once, (make, *arguments), (number, fill, state), None, None, _fill
         return reduced
 

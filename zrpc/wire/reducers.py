@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cloudpickle.cloudpickle import _should_pickle_by_reference
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
@@ -243,8 +244,22 @@ def _reduce_method(method: types.MethodType) -> Any:
 
 def reduce_method_by_value(method: types.MethodType) -> Any:
     """Reduces a bound method for cloudpickle, which may send its function by value."""
-    parts = (method.__func__, method.__self__)
-    return _reduce_to_module(method) or (types.MethodType, parts)
+    return (
+        _reduce_to_module(method)
+        or _reduce_to_class(method)
+        or (types.MethodType, (method.__func__, method.__self__))
+    )
+
+
+def _reduce_to_class(method: types.MethodType) -> Any:
+    """Reduces a class method of a class that goes by name; None for other methods.
+
+    cloudpickle would send its function by value, as the class has a bound method of that name.
+    """
+    owner, name = method.__self__, getattr(method, "__name__", "")
+    if not isinstance(owner, type) or getattr(owner, name, None) != method:
+        return None
+    return (getattr, (owner, name)) if _should_pickle_by_reference(owner) else None
 
 
 def _reduce_to_module(method: Any) -> Any:
