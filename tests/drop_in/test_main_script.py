@@ -8,8 +8,10 @@ from tests.support.programs import Programs
 
 SOURCE = """
 import os, sys, threading
+from contextlib import nullcontext
 import zrpc.drop_in
 zrpc.drop_in.install()
+import torch.distributed.autograd as autograd
 import torch.distributed.rpc as rpc
 
 rank = int(os.environ["RANK"])
@@ -32,12 +34,18 @@ else:
         def __init__(self, x): self.x = x
     def made():
         return OnlyThere(3), Shared()
+    class Failed(ValueError): pass
+    def fail():
+        raise Failed(OnlyThere(3), Shared())
 
 def check(value):
     return value.x
 
 def call_made():
     return made()
+
+def call_fail():
+    fail()
 
 rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 if rank == 0:
@@ -50,6 +58,14 @@ if rank == 0:
     assert rpc.rpc_sync("worker1", lambda x: is_shared(x), args=(Shared(),))
     found, shared = rpc.rpc_sync("worker1", call_made)
     assert found.x == 3 and is_shared(shared)
+    for scope in (nullcontext, autograd.context):
+        with scope():
+            try:
+                rpc.rpc_sync("worker1", call_fail)
+                sys.exit("it has failed")
+            except ValueError as error:
+                found, shared = error.args
+                assert found.x == 3 and is_shared(shared)
     try:
         rpc.rpc_sync("worker1", locked)
         sys.exit("it has no copy")
