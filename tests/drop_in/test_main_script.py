@@ -18,11 +18,18 @@ rank = int(os.environ["RANK"])
 
 class Shared: pass
 
+class OfBoth:
+    rank = rank
+    def __init__(self): self.made_on = rank
+    def name(self): return self.made_on, self.rank
+
 def is_shared(value):
     return type(value) is Shared
 
 if rank == 0:
     lock = threading.Lock()
+    of_both = OfBoth()
+    name = of_both.name
     def only_here(x=1):
         return x + 1, is_shared(Shared())
     def locked():
@@ -58,6 +65,8 @@ if rank == 0:
     assert rpc.rpc_sync("worker1", lambda x: is_shared(x), args=(Shared(),))
     found, shared = rpc.rpc_sync("worker1", call_made)
     assert found.x == 3 and is_shared(shared)
+    assert rpc.rpc_sync("worker1", name) == (0, 1)
+    assert rpc.rpc_sync("worker1", lambda: name()) == (0, 1)
     for scope in (nullcontext, autograd.context):
         with scope():
             try:

@@ -21,6 +21,7 @@ from cloudpickle.cloudpickle import _should_pickle_by_reference
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
+from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
@@ -270,7 +271,9 @@ def _reduce_to_module(method: Any) -> Any:
     """
     module = _module_that_offers(method)
     current = encoder()
-    if module is None or (module == "__main__" and current is not None and not current.same_main):
+    # In torch, a copy of the object is sent, which the other script need not have.
+    copied = current is not None and (not current.same_main or stand_in.is_active())
+    if module is None or (module == "__main__" and copied):
         return None
     return _import_function, (module, method.__name__)
 
