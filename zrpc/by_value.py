@@ -87,6 +87,7 @@ class ByValuePickler(cloudpickle.Pickler):
         buffer_callback: takes buffers.
         same_main: whether a name in ``__main__`` means the same at the receiver.
         copies: whether a copy is sent along with each such name, for a receiver that lacks it.
+        whole: the name of what goes by value nevertheless, with all that is in it.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -103,10 +104,12 @@ class ByValuePickler(cloudpickle.Pickler):
         *,
         same_main: bool = False,
         copies: bool = False,
+        whole: str | None = None,
     ) -> None:
         super().__init__(file, protocol, buffer_callback)
         self._same_main = same_main
         self._copies = copies
+        self._whole = whole
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces functions and classes."""
@@ -130,7 +133,10 @@ class ByValuePickler(cloudpickle.Pickler):
 
     def path_in_main(self, obj: Any) -> str | None:
         """Returns the name that the receiver finds a function or class by in its main script."""
-        return _path_in_main(obj) if self._same_main else None
+        path = _path_in_main(obj) if self._same_main else None
+        if path is None or self._whole is None or not f"{path}.".startswith(f"{self._whole}."):
+            return path
+        return None
 
     def copy(self, obj: Any) -> bytes:
         """Returns an object as a pickle, in which it goes by value.
