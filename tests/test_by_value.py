@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import cloudpickle
@@ -108,3 +109,37 @@ def test_a_function_with_a_cache_of_the_main_script_runs_in_processes(
     mesh = make_mesh(workers=2, processes=True)
     assert mesh.run(0, fibonacci, 20) == 6765
     assert mesh.run(0, zrpc.rpc_sync, "worker1", fibonacci, (20,)) == 6765
+
+
+@pytest.mark.system
+def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
+    class Point:
+        __slots__ = ("__y", "x")
+
+        def __init__(self) -> None:
+            self.x, self.__y = 1, 2
+
+        def content(self) -> tuple[int, int]:
+            return self.x, self.__y
+
+    class Failed(Exception):
+        __slots__ = ("code",)
+
+        def __init__(self, code: int) -> None:
+            self.code = code
+
+    def fail() -> None:
+        raise Failed(3)
+
+    mesh = make_mesh(workers=1, processes=True)
+    there, back = mesh.run(0, lambda point: (hasattr(point, "__dict__"), point), Point())
+    assert not there
+    assert back.content() == (1, 2)
+    with pytest.raises(Failed) as caught:
+        mesh.run(0, fail)
+    assert caught.value.code == 3
+
+
+def test_a_class_method_of_a_module_is_the_same_in_a_message_by_value() -> None:
+    method = Fraction.from_float
+    assert pickle.loads(dumps([method, lambda: 0]))[0] == method

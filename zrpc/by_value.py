@@ -1,11 +1,13 @@
 """Pickles functions and classes that can't be imported: by value, as cloudpickle does.
 
-Four things differ from cloudpickle:
+Five things differ from cloudpickle:
 
 - What can be found in the main script by its name is pickled by that name if the receiver runs the
   same script.
 - A class is made once at a receiver, and has a state of its own there from then on: see
   `ClassVersions`.
+- A class has the slots that it was defined with. cloudpickle leaves them out, so its instances have
+  another state than those of the original.
 - A function with a cache (``functools.lru_cache``) is sent as other functions are, and the copy's
   cache is empty. cloudpickle sends its name, also if the receiver doesn't have it.
 - The name of a function's file is kept. cloudpickle leaves it out from version 3.1.3 on, and then a
@@ -15,6 +17,7 @@ Four things differ from cloudpickle:
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import io
 import operator
@@ -84,6 +87,7 @@ class ByValuePickler(cloudpickle.Pickler):
         buffer_callback: takes buffers.
         same_main: whether a name in ``__main__`` means the same at the receiver.
         copies: whether a copy is sent along with each such name, for a receiver that lacks it.
+        whole: the name of what goes by value nevertheless, with all that is in it.
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
@@ -100,10 +104,12 @@ class ByValuePickler(cloudpickle.Pickler):
         *,
         same_main: bool = False,
         copies: bool = False,
+        whole: str | None = None,
     ) -> None:
         super().__init__(file, protocol, buffer_callback)
         self._same_main = same_main
         self._copies = copies
+        self._whole = whole
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces functions and classes."""
@@ -120,12 +126,17 @@ class ByValuePickler(cloudpickle.Pickler):
             number = _versions.number(obj)
             # Again, since a function may have changed before the version was read.
             make, arguments, state, *_, fill = super().reducer_override(obj)
+            if vars(obj).get("__slots__") and not issubclass(obj, enum.Enum):
+                arguments[3]["__slots__"] = vars(obj)["__slots__"]
             return _make_once, (make, *arguments), (number, fill, state), None, None, _fill
         return reduced
 
     def path_in_main(self, obj: Any) -> str | None:
         """Returns the name that the receiver finds a function or class by in its main script."""
-        return _path_in_main(obj) if self._same_main else None
+        path = _path_in_main(obj) if self._same_main else None
+        if path is None or self._whole is None or not f"{path}.".startswith(f"{self._whole}."):
+            return path
+        return None
 
     def copy(self, obj: Any) -> bytes:
         """Returns an object as a pickle, in which it goes by value.

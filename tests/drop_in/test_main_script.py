@@ -8,21 +8,42 @@ from tests.support.programs import Programs
 
 SOURCE = """
 import os, sys, threading
+from contextlib import nullcontext
 import zrpc.drop_in
 zrpc.drop_in.install()
+import torch.distributed.autograd as autograd
 import torch.distributed.rpc as rpc
 
 rank = int(os.environ["RANK"])
 
 class Shared: pass
 
+class OfBoth:
+    rank = rank
+    def __init__(self): self.made_on = rank
+    def name(self): return self.made_on, self.rank
+
+SHARED_LOCK = threading.Lock()
+STEPS = []
+
+def add(step):
+    with SHARED_LOCK:
+        STEPS.append(step)
+
+def count_steps():
+    return len(STEPS)
+
 def is_shared(value):
     return type(value) is Shared
 
 if rank == 0:
     lock = threading.Lock()
+    of_both = OfBoth()
+    name = of_both.name
     def only_here(x=1):
         return x + 1, is_shared(Shared())
+    def add_here(step):
+        add(step)
     def locked():
         return lock
     class OnlyHere:
@@ -32,12 +53,18 @@ else:
         def __init__(self, x): self.x = x
     def made():
         return OnlyThere(3), Shared()
+    class Failed(ValueError): pass
+    def fail():
+        raise Failed(OnlyThere(3), Shared())
 
 def check(value):
     return value.x
 
 def call_made():
     return made()
+
+def call_fail():
+    fail()
 
 rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
 if rank == 0:
@@ -50,6 +77,18 @@ if rank == 0:
     assert rpc.rpc_sync("worker1", lambda x: is_shared(x), args=(Shared(),))
     found, shared = rpc.rpc_sync("worker1", call_made)
     assert found.x == 3 and is_shared(shared)
+    rpc.rpc_sync("worker1", add_here, args=(1,))
+    assert rpc.rpc_sync("worker1", count_steps) == 1
+    assert rpc.rpc_sync("worker1", name) == (0, 1)
+    assert rpc.rpc_sync("worker1", lambda: name()) == (0, 1)
+    for scope in (nullcontext, autograd.context):
+        with scope():
+            try:
+                rpc.rpc_sync("worker1", call_fail)
+                sys.exit("it has failed")
+            except ValueError as error:
+                found, shared = error.args
+                assert found.x == 3 and is_shared(shared)
     try:
         rpc.rpc_sync("worker1", locked)
         sys.exit("it has no copy")

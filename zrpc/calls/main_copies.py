@@ -32,15 +32,17 @@ def fetching(membership: Membership, caller: Caller) -> Callable[[MemberId, str]
 
 
 class _Copy:
-    """A value that goes by value, though it has a name."""
+    """A value that goes by value, though it has a name. What it uses goes by name, as always."""
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, name: str, value: object) -> None:
+        self._name = name
         self._value = value
 
     @classmethod
     def of_main(cls, name: str) -> _Copy:
         """Returns what the main script has under a name; on the worker that has sent the name."""
-        return cls(find_in_main(name))
+        return cls(name, find_in_main(name))
 
     def __reduce__(self) -> Any:
-        return pickle.loads, (dumps(self._value),)
+        body = dumps(self._value, same_main=True, copies=True, whole=self._name)
+        return pickle.loads, (body,)

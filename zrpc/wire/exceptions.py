@@ -123,14 +123,11 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
         return None  # SystemExit and its like must not stop the caller
     if stand_in.is_active() and not pickle_can_make(error):
         return None  # as in torch
-    by_name, by_copy = (
-        (_dump_cut, partial(_dump_cut_by_value, same_main=same_main))
-        if in_graph
-        else (_dump, partial(dumps, same_main=same_main, copies=stand_in.is_active()))
-    )
+    copies = stand_in.is_active()  # for a caller whose script lacks a name
+    by_name, by_copy = (_dump_cut, _dump_cut_by_value) if in_graph else (_dump, dumps)
     pickled = _checked(error, by_name)
-    if pickled is None or (b"__main__" in pickled and not same_main):
-        return _checked(error, by_copy)
+    if pickled is None or (b"__main__" in pickled and (copies or not same_main)):
+        return _checked(error, partial(by_copy, same_main=same_main, copies=copies))
     return pickled
 
 
@@ -180,9 +177,9 @@ def _dump_cut(error: Exception) -> bytes:
     return file.getvalue()
 
 
-def _dump_cut_by_value(error: Exception, same_main: bool) -> bytes:
+def _dump_cut_by_value(error: Exception, same_main: bool, copies: bool) -> bytes:
     file = io.BytesIO()
-    _ByValueCuttingPickler(file, same_main=same_main).dump(error)
+    _ByValueCuttingPickler(file, same_main=same_main, copies=copies).dump(error)
     return file.getvalue()
 
 

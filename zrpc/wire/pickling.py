@@ -387,7 +387,11 @@ class _BytesEncoder(Encoder):
 
 
 def dumps(
-    obj: Any, same_main: bool = False, copies: bool = False, reducers: Reducers = _NO_REDUCERS
+    obj: Any,
+    same_main: bool = False,
+    copies: bool = False,
+    reducers: Reducers = _NO_REDUCERS,
+    whole: str | None = None,
 ) -> bytes:
     """Returns an object as a pickle that may hold all that a message does, except for RRefs.
 
@@ -396,12 +400,14 @@ def dumps(
         same_main: whether a name in ``__main__`` means the same where the pickle is read.
         copies: whether a copy is added for each such name, in case that it is missing there.
         reducers: tried first, by type; if one fails, the object is reduced as in a message.
+        whole: a name in ``__main__`` that the receiver lacks: what it means goes by value.
 
     Raises:
         SerializationError: ``obj`` can't be pickled.
     """
     message = Message(0)
-    _BytesEncoder(same_main, copies=copies, reducers=reducers).pack(obj, message)
+    packer = _BytesEncoder(same_main, copies=copies, reducers=reducers, whole=whole)
+    packer.pack(obj, message)
     return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
 
 

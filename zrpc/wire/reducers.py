@@ -17,9 +17,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from cloudpickle.cloudpickle import _should_pickle_by_reference
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.jit._recursive import wrap_cpp_module
 
+from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
@@ -243,8 +245,22 @@ def _reduce_method(method: types.MethodType) -> Any:
 
 def reduce_method_by_value(method: types.MethodType) -> Any:
     """Reduces a bound method for cloudpickle, which may send its function by value."""
-    parts = (method.__func__, method.__self__)
-    return _reduce_to_module(method) or (types.MethodType, parts)
+    return (
+        _reduce_to_module(method)
+        or _reduce_to_class(method)
+        or (types.MethodType, (method.__func__, method.__self__))
+    )
+
+
+def _reduce_to_class(method: types.MethodType) -> Any:
+    """Reduces a class method of a class that goes by name; None for other methods.
+
+    cloudpickle would send its function by value, as the class has a bound method of that name.
+    """
+    owner, name = method.__self__, getattr(method, "__name__", "")
+    if not isinstance(owner, type) or getattr(owner, name, None) != method:
+        return None
+    return (getattr, (owner, name)) if _should_pickle_by_reference(owner) else None
 
 
 def _reduce_to_module(method: Any) -> Any:
@@ -255,7 +271,9 @@ def _reduce_to_module(method: Any) -> Any:
     """
     module = _module_that_offers(method)
     current = encoder()
-    if module is None or (module == "__main__" and current is not None and not current.same_main):
+    # In torch, a copy of the object is sent, which the other script need not have.
+    copied = current is not None and (not current.same_main or stand_in.is_active())
+    if module is None or (module == "__main__" and copied):
         return None
     return _import_function, (module, method.__name__)
 
