@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import gc
+import signal
 import threading
 import types
 import weakref
@@ -249,3 +250,24 @@ def test_a_class_that_nobody_uses_is_freed(a: Process, b: Process) -> None:
     kept.clear()
     gc.collect()
     assert [each() for each in gone] == [None, None]
+
+
+def test_a_signal_handler_may_wait_for_a_thread_that_uses_classes() -> None:
+    process, ended = Process(), []
+
+    def wait(*_: object) -> None:
+        thread = threading.Thread(target=process.versions.number, args=(int,), daemon=True)
+        thread.start()
+        thread.join(10)
+        ended.append(not thread.is_alive())
+
+    def fill_interrupted(cls: type, attributes: dict[str, Any]) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        fill(cls, attributes)
+
+    before = signal.signal(signal.SIGUSR1, wait)
+    try:
+        process.receive((1, {"first": first}), fill_interrupted)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert ended == [True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from zrpc.error_parts import copy_of_error
+from zrpc.error_parts import copy_of_error, pickle_can_make
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.pickling import dumps
 
@@ -277,3 +278,28 @@ def test_the_exceptions_of_a_group_are_the_same_again() -> None:
 def test_an_attribute_error_arrives_without_its_object() -> None:
     again = dumped(AttributeError("none", name="missing", obj=[1]))
     assert (again.name, again.obj) == ("missing", None)
+
+
+class Interrupted(Exception):
+    """A signal arrives while it is copied."""
+
+    def __reduce__(self) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().__reduce__()
+
+
+class Alarm(Exception):
+    """What the signal's handler raises."""
+
+
+@pytest.mark.parametrize("act", [copy_of_error, dumps, pickle_can_make])
+def test_what_a_signal_handler_raises_passes_through(act: Callable[[Any], Any]) -> None:
+    def alarm(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGUSR1, alarm)
+    try:
+        with pytest.raises(Alarm):
+            act(Interrupted())
+    finally:
+        signal.signal(signal.SIGUSR1, before)

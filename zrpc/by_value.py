@@ -16,7 +16,6 @@ Five things differ from cloudpickle:
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import io
@@ -33,6 +32,7 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
 from zrpc.class_versions import ClassVersions
 from zrpc.error_parts import ErrorReducers
+from zrpc.runtime.interrupts import suppressing
 
 __all__ = ["ByValuePickler", "find_in_main"]
 
@@ -151,7 +151,7 @@ class ByValuePickler(cloudpickle.Pickler):
     def _reduce_to_name(self, obj: Any, path: str) -> Any:
         copy = None
         if self._copies:
-            with contextlib.suppress(Exception):  # it may refer to a lock, which has no copy
+            with suppressing(Exception):  # it may refer to a lock, which has no copy
                 copy = self.copy(obj)
         if copy is None and getattr(obj, "__module__", None) == "__main__":
             return path  # pickle's own way, which error messages and traces read
@@ -180,10 +180,9 @@ def _path_in_main(obj: Any) -> str | None:
 
 
 def _attribute(module: Any, path: str) -> Any:
-    try:
+    with suppressing(Exception):  # a module or a class may run code of its own
         return _find(module, path) if "." in path else getattr(module, path, None)
-    except Exception:  # a module or a class may run code of its own
-        return None
+    return None
 
 
 def _find(module: Any, path: str) -> Any:

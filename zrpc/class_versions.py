@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zrpc.runtime.interrupts import UninterruptedLock
+
 __all__ = ["ClassVersions"]
 
 # cloudpickle's name for the classes that were registered with an abstract base class.
@@ -66,7 +68,7 @@ class ClassVersions:
         # Guards the versions. It is held while a class is made and filled, so that a thread never
         # gets half a class of another. Metaclasses may run code of the program then, which may
         # unpickle classes in the same thread; no other lock of zrpc is taken.
-        self._lock = threading.RLock()
+        self._lock = UninterruptedLock(threading.RLock())
         self._versions: weakref.WeakKeyDictionary[type, _Version] = weakref.WeakKeyDictionary()
 
     def number(self, cls: type) -> int:

@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from zrpc.runtime.interrupts import suppressing
+
 __all__ = ["ErrorReducers", "copy_of_error", "pickle_can_make", "reduce_error"]
 
 _attributes_of = BaseException.__dict__["__dict__"].__get__
@@ -56,14 +58,14 @@ def copy_of_error(error: BaseException) -> BaseException:
 
 def pickle_can_make(error: BaseException) -> bool:
     """Returns whether pickle itself makes an exception of the same class from this one."""
-    with contextlib.suppress(Exception, SystemExit):
+    with suppressing(Exception, SystemExit):
         return type(copy.copy(error)) is type(error)
     return False
 
 
 def _copy_by_pickle(error: BaseException) -> Any:
     """Returns what pickle would make of an exception; None if that fails or changes the text."""
-    with contextlib.suppress(Exception, SystemExit):
+    with suppressing(Exception, SystemExit):
         made = copy.copy(error)
         if type(made) is not type(error) or str(made) == str(error):
             return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -184,3 +186,22 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
         raised.clear()
         work()
     assert until(lambda: settles(mesh))
+
+
+def test_an_agent_ends_whatever_a_handler_raises(
+    handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise Interruption
+
+    handle(fail)
+    for number in range(10, 220, 10):
+        with local_mesh(1) as mesh:
+            agent = mesh.agent(0)
+            assert mesh.run(0, rpc.rpc_sync, 0, echo, (1,)) == 1
+            with contextlib.suppress(Interruption), at_step(number, send) as steps:
+                agent.shutdown(graceful=False)
+            agent.shutdown(graceful=False)
+            alive = [each.name for each in threading.enumerate() if "-io-" in each.name]
+            assert not alive, steps.place
+    assert not caplog.records

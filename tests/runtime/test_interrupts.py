@@ -264,9 +264,10 @@ def test_a_wait_at_a_gate_is_interrupted_and_leaves_it_open(handlers: Handlers) 
     gate.acquire()
     handlers.set(signal.SIGUSR1, raise_interruption)
     sender = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR1))
-    sender.start()
-    with pytest.raises(Interruption), uninterrupted:
-        pass_interruptibly(gate, -1)
+    with uninterrupted:
+        sender.start()
+        with pytest.raises(Interruption):
+            pass_interruptibly(gate, -1)
     sender.join()
     gate.release()
     assert pass_interruptibly(gate, -1)

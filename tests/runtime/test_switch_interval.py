@@ -286,13 +286,13 @@ def test_a_worker_that_is_not_admitted_restores_the_interval(
 
 
 def test_a_shutdown_that_fails_restores_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    close = Closing._close
+    close = Closing._close_network
 
     def fails_at_the_end(closing: Closing) -> None:
         close(closing)
         raise Failure
 
-    monkeypatch.setattr(Closing, "_close", fails_at_the_end)
+    monkeypatch.setattr(Closing, "_close_network", fails_at_the_end)
     agent = join_mesh("worker", rank=0, world_size=1, store=HashStore())
     assert current() == 0.001
     with pytest.raises(Failure):

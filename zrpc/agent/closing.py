@@ -17,7 +17,7 @@ from zrpc.calls.last_calls import LastCalls
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
-from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.thread_pool import in_pool
 from zrpc.wire.member_id import rank_of
 
@@ -120,21 +120,21 @@ class Closing:
 
     def close(self) -> None:
         """Leaves at once."""
-        with self._lock:
+        # All of it, even if a step raises. Handlers of signals run only in the waits for threads,
+        # which are told to end before that.
+        with uninterrupted, ExitStack() as rest, self._lock:
             if self._agent.closed:
                 return
             self._agent.outbox.close()
             self._closer = threading.get_ident()
-        try:
-            self._close()
-        finally:
-            self._agent.switch_interval.give_back()
-            self._ended.set()
+            for step in reversed(self._steps()):
+                rest.callback(step)
 
-    def _close(self) -> None:
+    def _steps(self) -> list[Callable[[], object]]:
+        """Returns the steps of the end, in order."""
         agent = self._agent
         ended: list[bool] = []
-        steps: list[Callable[[], object]] = [
+        return [
             self._say_farewell,
             lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
             lambda: agent.caller.calls.fail(lambda _: has_shut_down()),
@@ -146,10 +146,9 @@ class Closing:
             lambda: ended.append(agent.pool.close(self._patience_seconds)),
             lambda: self._warn_of_handlers(all(ended)),
             self._close_network,
+            agent.switch_interval.give_back,
+            self._ended.set,
         ]
-        with ExitStack() as rest:  # all of it, even if a step raises or Ctrl-C comes
-            for step in reversed(steps):
-                rest.callback(step)
 
     def _say_farewell(self) -> None:
         agent = self._agent

@@ -33,6 +33,9 @@ __all__ = ["LastCalls", "read_hops"]
 
 # A thread may call while a handler runs that fewer hops have brought about.
 _MAX_HOPS = 8
+# Such threads may make this number of calls with more than one hop. If they don't wait for their
+# calls, these pile up, and the calls of each hop take longer than those of the one before.
+_MAX_CALLS = 1000
 # A chain of callbacks may make this number of calls in any case.
 _CHAIN_CALLS = 1000
 
@@ -61,6 +64,7 @@ class LastCalls:
         self._completions = completions
         self._chain_seconds = chain_seconds
         self._chains_until = monotonic() + chain_seconds
+        self._calls = 0  # about: a lost increment does no harm
 
     def admit(self, request: Message) -> list[tuple[int, bytes]]:
         """Returns the extensions of a request that this thread is about to send.
@@ -95,7 +99,9 @@ class LastCalls:
             return hops
         # Also in a shield, whose handler is among the requests.
         hops = min((each.scope.hops for each in self._requests.all()), default=_MAX_HOPS)
-        if hops >= _MAX_HOPS:
+        if hops:
+            self._calls += 1
+        if hops >= _MAX_HOPS or (hops and self._calls > _MAX_CALLS):
             raise NotInitializedError(
                 "all workers have called shutdown(), and this thread is neither a handler nor a "
                 "callback, nor does a handler run here that may have started it: end threads that "

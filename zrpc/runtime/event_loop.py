@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from zrpc.runtime.context_thread import ContextThread
-from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.interrupts import UninterruptedLock, run_interruptibly
 
 __all__ = ["EventLoop", "running_loop"]
 
@@ -102,7 +102,7 @@ class EventLoop:
             with contextlib.suppress(RuntimeError):  # other code has closed it
                 loop.call_soon_threadsafe(self._end, loop)
         if thread is not threading.current_thread():
-            thread.join(timeout)
+            run_interruptibly(thread.join, timeout)
         self._coming.clear()  # they must not be kept alive from here
 
     def runs_here(self) -> bool:

@@ -11,6 +11,7 @@ In the meantime, a handler of this module notes which signals arrive.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import contextlib
 import functools
 import os
 import signal
@@ -30,6 +31,7 @@ __all__ = [
     "raised_by_handler",
     "release_interrupts",
     "run_interruptibly",
+    "suppressing",
     "uninterrupted",
 ]
 
@@ -165,6 +167,14 @@ def raised_by_handler(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in frames)
 
 
+class suppressing(contextlib.suppress):
+    """Suppresses errors of some types in a block, but none that a signal handler has raised."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        handled = error is not None and raised_by_handler(error)
+        return not handled and bool(super().__exit__(kind, error, trace))
+
+
 def _code_of(handler: Any) -> Any:
     """Returns the code of a handler: a function, a method, a partial or an object; else None."""
     while isinstance(handler, functools.partial):
@@ -190,12 +200,15 @@ class UninterruptedLock:
     """A lock whose holder runs no signal handler, which might make a call that needs the lock.
 
     Locks that each call takes are of the quicker kind, and callers hold back handlers themselves.
+
+    Args:
+        lock: an ``RLock``, if the holder may take it again; by default it may not.
     """
 
     __slots__ = ("_lock",)
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, lock: Any = None) -> None:
+        self._lock = lock or threading.Lock()
 
     def __enter__(self) -> None:
         if _get_ident() == _main_ident:

@@ -38,7 +38,7 @@ from collections.abc import Callable
 from functools import partial
 
 from zrpc.runtime.context_thread import ContextThread
-from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 from zrpc.runtime.job_times import JobTimes
 from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
@@ -55,6 +55,8 @@ _REST_CHECK_SECONDS = 0.0003
 _MAX_REST_CHECK_SECONDS = 0.0024
 # Seconds that a thread other than the leader receives at most. Ctrl-C waits for it.
 LONGEST_SITTING = 0.01
+# Seconds in which a turn ends that is interrupted.
+_TURN_SECONDS = 0.5
 # After this number of checks without a new job, the follower sleeps until it is woken.
 _CHECKS_BEFORE_SLEEP = 2
 
@@ -137,8 +139,13 @@ class LeaderFollower:
         # one then ends at once.
         started = [thread for thread in self._threads if thread.ident is not None]
         others = [thread for thread in started if thread is not threading.current_thread()]
-        for thread in others:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        try:
+            for thread in others:
+                run_interruptibly(thread.join, max(0.0, deadline - time.monotonic()))
+        except BaseException:  # of a signal's handler; the caller closes the sockets
+            for thread in others:
+                thread.join(_TURN_SECONDS)
+            raise
         with uninterrupted, self._seat:
             return not any(thread.is_alive() for thread in others)
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
-from zrpc.runtime.interrupts import pass_interruptibly, uninterrupted
+from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, uninterrupted
 from zrpc.runtime.job_context import run_in_copies
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.processor_time import processor_time_of
@@ -334,7 +334,7 @@ class HandlerPool:
             self._idle.clear()
             threads = self._threads - {here}
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            run_interruptibly(thread.join, max(0.0, deadline - time.monotonic()))
         with uninterrupted, self._lock:
             dropped.extend(self._backlog)
             self._backlog.clear()

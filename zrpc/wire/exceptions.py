@@ -83,10 +83,12 @@ def load_exception(body: Any) -> Exception:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Returns the traceback of an error and its causes as text. Never fails."""
+    """Returns the traceback of an error and its causes as text. Never fails by itself."""
     try:
         return "".join(traceback.format_exception(error))
     except Exception as reason:  # no memory, or an attribute of the error can't be read
+        if raised_by_handler(reason):
+            raise
         return f"(its traceback can't be shown: {type(reason).__name__})"
 
 
@@ -223,5 +225,7 @@ def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
 def _safe_repr(error: BaseException) -> str:
     try:
         return repr(error)
-    except BaseException:
+    except BaseException as reason:
+        if raised_by_handler(reason):
+            raise
         return f"<{type(error).__name__} whose repr fails>"

@@ -7,7 +7,6 @@ something else at the receiver. Upper rooms add types of their own by `register_
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import operator
@@ -25,7 +24,7 @@ from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
-from zrpc.runtime.interrupts import raised_by_handler, uninterrupted
+from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import (
     reduce_compiled_function,
     reduce_compiled_module,
@@ -126,7 +125,7 @@ class _ByValuePickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
         if type(obj) in self._reducers:
-            with contextlib.suppress(Exception):
+            with suppressing(Exception):
                 reduced = self._reducers[type(obj)](obj)
                 if isinstance(obj, torch.Tensor):
                     return with_attributes(current_encoder(), obj, reduced)

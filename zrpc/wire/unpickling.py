@@ -116,4 +116,6 @@ class _Fetching(pickle.Unpickler):
             try:
                 return self._fetch(name)
             except Exception as error:
+                if raised_by_handler(error):
+                    raise
                 raise lacking from error
