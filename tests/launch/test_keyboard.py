@@ -49,6 +49,14 @@ READS = """
             print("got", repr(sys.stdin.read(1)))
 """
 
+_WRITES_AT_ONCE = """\
+import os, time
+with open("pids", "a") as file:
+    print(os.getpid(), file=file)
+print("writes")
+time.sleep(1)
+"""
+
 
 class Shell(TerminalProgram):
     """An interactive shell, with job control."""
@@ -132,6 +140,41 @@ def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> No
     shell.exit()
 
 
+def test_nobody_is_told_to_continue_a_launch_that_is_in_the_foreground_again(shell: Shell) -> None:
+    shell.launch("input", count=3)
+    shell.read_until("[0] reads True\r\n")
+    for word in ("one", "two"):
+        shell.type(f"{word}\n")
+        shell.read_until(f"[0] got '{word}'\r\n")
+        shell.type("\x1a")
+        shell.read_until("Stopped")
+        shell.read_until("prompt> ")
+        shell.type("sleep 0.3; fg\n")  # the launcher looks at the terminal every 0.1 s
+        shell.read_until("reads.py input 3\r\n")
+    shell.type("three\n")
+    shell.read_until("[0] got 'three'\r\n")
+    shell.exit()
+    assert "continue this by fg" not in shell.seen
+
+
+def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
+    shell: Shell, tmp_path: Path, until: Callable[..., Any]
+) -> None:
+    def states() -> set[str]:
+        pids = (tmp_path / "pids").read_text().split()
+        return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+    (tmp_path / "reads.py").write_text(_WRITES_AT_ONCE)
+    shell.type("stty tostop\n")
+    shell.launch("nothing", after="&")
+    shell.type("wait %1\n")
+    shell.read_until("Stopped")
+    until(lambda: states() == {"T"}, "the workers are stopped")
+    shell.type("stty -tostop; fg\n")
+    shell.read_until("[0] writes\r\n")
+    shell.exit()
+
+
 def test_ctrl_d_ends_the_input(shell: Shell) -> None:
     shell.launch("to the end", count=2)
     shell.read_until("[0] reads True\r\n")
@@ -166,8 +209,9 @@ def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell, until: Callable[.
     shell.exit()
 
 
-def test_a_launch_outside_of_the_terminals_session_reads_nothing(shell: Shell) -> None:
-    shell.launch("to the end", before="setsid --wait")
+@pytest.mark.parametrize("after", ["", "</dev/tty"])
+def test_a_launch_outside_of_the_terminals_session_reads_nothing(shell: Shell, after: str) -> None:
+    shell.launch("to the end", before="setsid --wait", after=after)
     shell.type("echo for the sh''ell\n")
     shell.read_until("[0] reads False\r\n")
     shell.read_until("[0] got ''\r\n")

@@ -252,6 +252,7 @@ class _Run:
             job.max_restarts,
         )
         self._inbox.discard(FORWARDED)  # no program could have had a handler for them
+        self._inbox.collect(SUSPENDS)  # before a worker could run on without this process
         for rank in range(first, first + job.nprocs):
             self._start_worker(rank)
         if job.timeout is not None:
@@ -291,7 +292,6 @@ class _Run:
         with selectors.DefaultSelector() as selector:
             selector.register(self._starter, selectors.EVENT_READ)
             selector.register(self._inbox, selectors.EVENT_READ)
-            self._inbox.collect(SUSPENDS)
             self._on_wakeup()  # a signal may have come before there were workers
             while alive := self._alive():
                 now = time.monotonic()

@@ -35,6 +35,7 @@ _MIRRORED = termios.ECHO | termios.ECHONL | termios.ICANON
 _MIRROR_SECONDS = 0.1  # faster than somebody types after a prompt
 _BACKGROUND_SECONDS = 0.5  # `fg` of a running job sends no signal
 _UNWANTED_SECONDS = 0.2  # until a worker that did not want input is looked at again
+_DEV_TTY = os.makedev(5, 0)
 _READ_CALLS = {"x86_64": "0", "aarch64": "63"}  # the number of the system call
 
 
@@ -54,7 +55,8 @@ def may_read_directly() -> bool:
     if sys.platform != "linux" or not os.isatty(_STDIN):
         return True
     device = os.fstat(_STDIN).st_rdev
-    return all(found != device for found in _terminals())
+    # /dev/tty is the terminal of the session in which it was opened, and that isn't this one.
+    return device != _DEV_TTY and all(found != device for found in _terminals())
 
 
 def _terminals() -> Iterator[int]:
@@ -176,8 +178,14 @@ class TerminalInput:
             os.close(fd)
 
     def _in_foreground(self) -> bool:
+        return not self._paused and self._has_terminal()
+
+    def _in_background(self) -> bool:
+        return not self._paused and not self._has_terminal()
+
+    def _has_terminal(self) -> bool:
         try:
-            return os.tcgetpgrp(self._terminal) == os.getpgrp() and not self._paused
+            return os.tcgetpgrp(self._terminal) == os.getpgrp()
         except OSError:
             return False
 
@@ -211,7 +219,7 @@ class TerminalInput:
                     self._unsent = self._unsent[os.write(self._master, self._unsent) :]
             if self._asked and here:
                 self._mirror_modes()
-            if self._asked and not here and not waiting and not self._busy():
+            if self._asked and not waiting and self._in_background() and not self._busy():
                 waiting = True
                 self._on_waiting()
 

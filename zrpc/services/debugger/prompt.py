@@ -22,6 +22,7 @@ __all__ = ["LAUNCHER", "SOCKET", "Prompt"]
 # private directory.
 LAUNCHER = "ZRPC_DEBUGGER"
 SOCKET = "debug"
+_NEW = "new"  # not longer than the names of a worker's other sockets
 
 
 class Prompt:
@@ -76,9 +77,10 @@ class Prompt:
         listener = self._open()
         try:
             # The socket gets its name after it listens, or somebody would be refused.
-            listener.bind(f"{path}.new")
+            new = self._directory / _NEW
+            listener.bind(str(new))
             listener.listen(1)
-            os.rename(f"{path}.new", path)
+            new.rename(path)
             listener.settimeout(self._timeout or None)
             self._say(f"; to debug it, run on this host as this user: zrpc debug {self._attach}")
             connection = self._accept(listener)

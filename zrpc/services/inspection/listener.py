@@ -31,8 +31,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The socket's name in the worker's private directory.
-SOCKET = "inspect"
+# The socket's name in the worker's private directory. Not longer than that of the socket for direct
+# connections: a directory is chosen by the room that its path leaves for that.
+SOCKET = "stacks"
 # The questions: what are you doing? What are the members on other hosts doing? And the same for
 # numbers: what have you done so far?
 SELF = "self"
