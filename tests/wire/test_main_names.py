@@ -261,6 +261,13 @@ def test_a_copy_replaces_what_the_receiver_lacks(scripts: Scripts, name: str) ->
     assert getattr(found, "__name__", missing) == missing
 
 
+def test_a_copy_that_is_large_is_left_out(scripts: Scripts) -> None:
+    exec("import numpy\nLARGE = numpy.ones(200_000)", vars(scripts.ours))
+    exec("def large(): return LARGE", vars(scripts.ours))
+    pickled = scripts.send("lambda: large", lambda f: dumps(f, same_main=True, copies=True))
+    assert len(pickled) < 10_000
+
+
 def test_what_has_no_copy_is_named_only(scripts: Scripts) -> None:
     """It refers to a lock."""
     pickled = scripts.send(

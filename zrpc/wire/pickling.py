@@ -60,6 +60,9 @@ def register_reducer(cls: type, reducer: Reducer) -> None:
 # What pickle does without a reducer, in C: with classes, and with all others.
 _reduce_to_name = operator.attrgetter("__qualname__")
 _reduce_by_protocol = operator.methodcaller("__reduce_ex__", pickle.HIGHEST_PROTOCOL)
+# The largest copy that is sent beside a name. It is mostly not needed, and large globals of the
+# main script would fill the memory of all processes.
+_MAX_COPY_BYTES = 1 << 20
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
@@ -140,8 +143,18 @@ class _ByValuePickler(ByValuePickler):
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def copy(self, obj: Any) -> bytes:
-        """Returns an object as a pickle, in which it goes by value."""
-        return dumps(obj)
+        """Returns an object as a pickle, in which it goes by value.
+
+        Raises:
+            SerializationError: it can't be pickled, or is too large to be sent beside its name.
+        """
+        packer, message = _BytesEncoder(same_main=False), Message(0)
+        packer.pack(obj, message)
+        if message.nbytes > _MAX_COPY_BYTES:
+            raise SerializationError(
+                f"a copy has {message.nbytes} bytes, and may have {_MAX_COPY_BYTES}"
+            )
+        return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
 
 
 class Encoder:
