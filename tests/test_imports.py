@@ -79,6 +79,7 @@ SURFACE: dict[str, set[str]] = {
         "green_threads",
         "interrupts",
         "leader_follower",
+        "processor_time",
         "resource_limits",
         "switch_interval",
         "thread_errors",

@@ -77,6 +77,7 @@ def test_a_call_that_a_coroutine_does_not_await_yet_is_none_that_it_waits_for(
     with mesh.agent(0).as_current():
         future = zrpc.rpc_async("worker1", calls_and_sleeps)
         door.await_entry()
+        until(lambda: all(each.task for each in running(mesh, 1)))  # it sleeps
         assert [(each.task, each.calls) for each in running(mesh, 1)] == [(True, [])]
         until(lambda: [len(each.calls) for each in running(mesh, 1)] == [1])
         door.opened.set()

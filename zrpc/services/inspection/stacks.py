@@ -22,7 +22,6 @@ import inspect
 import os
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from types import FrameType
@@ -37,6 +36,7 @@ from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
 from zrpc.runtime.context_thread import ContextThread
+from zrpc.runtime.processor_time import processor_time_of
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 
@@ -82,7 +82,7 @@ def activities(agent: Agent) -> list[Activity]:
         if request is not None and not any(each.f_code in _RUNNERS for each in stack):
             request = None
         activity = _activity(thread.name, stack, request)
-        activity.own, activity.cpu = own, _cpu_time(ident)
+        activity.own, activity.cpu = own, processor_time_of(ident)
         activity.loop = thread is agent.event_loop.thread
         activity.calls = calls.get(ident) or _ids(_futures_waited_for(stack), agent)
         found.append(activity)
@@ -177,15 +177,6 @@ def _activity(name: str, stack: Sequence[FrameType], request: Message | None) ->
         activity.request = (request.sender, request.call_id)
         activity.what = asked_for(handler_name(request), request.kind)
     return activity
-
-
-def _cpu_time(ident: int) -> float | None:
-    if not ident or sys.platform != "linux":
-        return None
-    try:
-        return time.clock_gettime(time.pthread_getcpuclockid(ident))
-    except OSError:
-        return None
 
 
 # -- from frames -----------------------------------------------------------------------------
