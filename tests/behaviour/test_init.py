@@ -82,7 +82,7 @@ def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[An
 
 @pytest.mark.usefixtures("no_leaks")
 def test_duplicate_name() -> None:
-    for error in start_all(("same", 0, 2), ("same", 1, 2)):
+    for error in start_all(("same", 0, 2), ("same", 1, 2), timeout=5):
         assert isinstance(error, rpc.RendezvousError)
         assert "worker name same is not unique" in str(error)
 

@@ -205,4 +205,5 @@ def test_an_agent_ends_whatever_a_handler_raises(
             agent.shutdown(graceful=False)
             alive = {each for each in threading.enumerate() if "-io-" in each.name}
             assert not alive - others, steps.place
-    assert not caplog.records
+    # A call that a handler has interrupted may fail as the agent ends, and is logged then.
+    assert not [each for each in caplog.records if each.name != "zrpc.futures"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -120,12 +121,12 @@ def test_new_interpreter_gets_descriptors_under_their_own_numbers(
     write(STARTS_THREADS["named"], "lib/sitecustomize.py")
     pairs = [os.pipe() for _ in range(3)]
     # Each has a number that another one may have had on its way.
-    targets = [os.dup2(pair[1], 70 + i) for i, pair in enumerate(pairs)]
+    targets = [fcntl.fcntl(pair[1], fcntl.F_DUPFD, 70) for pair in pairs]
     script = write("import os, sys\nfor fd in sys.argv[1:]: os.write(int(fd), fd.encode())")
     with ForkServer(preload=(), env=with_path(marked.env, tmp_path / "lib")) as server:
         task = Task.script(script, [str(fd) for fd in targets])
         assert server.wait(server.spawn(task, pass_fds=targets), DEADLINE) == 0
-    assert [os.read(pair[0], 9) for pair in pairs] == [b"70", b"71", b"72"]
+    assert [os.read(pair[0], 9) for pair in pairs] == [str(fd).encode() for fd in targets]
     for fd in (*targets, *(fd for pair in pairs for fd in pair)):
         os.close(fd)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from zrpc.launch import Starter, Task
+from zrpc.launch.interpreter import interpreter_options
 
 DEADLINE = 30.0
 Write = Callable[..., str]
@@ -138,6 +139,8 @@ def text(data: bytes) -> str:
 
 
 def under_python(arguments: list[str], cwd: Path, env: dict[str, str]) -> Outcome:
+    if "-u" in interpreter_options():  # of pytest-xdist's processes, and so of the starter's
+        env = {**env, "PYTHONUNBUFFERED": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -256,8 +259,8 @@ def test_lines_are_written_at_once_if_line_buffered(starter: Starter, write: Wri
     task = Task.script(script).within(line_buffered=True)
     starter.spawn(task, stdout=writing)
     os.close(writing)
-    assert os.read(reading, 100) == b"now\n"
-    os.close(reading)
+    with open(reading) as output:
+        assert output.readline() == "now\n"
 
 
 def test_unbuffered_interpreter_stays_unbuffered(marked: Any, write: Write) -> None:

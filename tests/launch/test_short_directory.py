@@ -16,7 +16,9 @@ from zrpc.launch.short_directory import short_directory
 
 # In a mount namespace of its own, in which the first words name what can only be read.
 _READ_ONLY = """
-for place in $READ_ONLY; do mount -t tmpfs -o ro none $place || exit 77; done
+for place in $READ_ONLY; do
+    mount --bind $place $place && mount -o remount,bind,ro $place || exit 77
+done
 exec "$@"
 """
 _MAKE = """

@@ -260,7 +260,7 @@ def test_signals_are_forwarded_to_the_worker_processes_only(
     else:
         workers = children(launched.process.pid)
     for worker in workers:
-        assert [state_of(child) for child in children(worker)] == ["S"]
+        assert [state_of(child) in "SR" for child in children(worker)] == [True]  # it lives
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish()[0] == 143
 

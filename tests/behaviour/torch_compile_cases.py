@@ -1,0 +1,335 @@
+"""Code that ``torch.compile`` compiles uses zrpc, and compiled functions and modules are sent."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.support.identity import here
+from zrpc.nn import RemoteModule
+from zrpc.optim import DistributedOptimizer
+from zrpc.testing import Mesh
+
+pytestmark = [pytest.mark.system, pytest.mark.zrpc(workers=2, timeout=60)]
+
+X = torch.ones(3)
+
+
+class Model:
+    """A value on worker1."""
+
+    def __init__(self) -> None:
+        self.linear = torch.nn.Linear(3, 3)
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sum()
+
+    def parameters(self) -> Any:
+        return [zrpc.RRef(each) for each in self.linear.parameters()]
+
+    def bias(self) -> torch.Tensor:
+        return self.linear.bias.detach().clone()
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
+    return torch.compile(function, **{"backend": "eager", **settings})
+
+
+def frames() -> int:
+    """Returns how many functions, and parts of functions, Dynamo has tried to compile."""
+    return counters["frames"]["total"]
+
+
+# -- compiled code that uses zrpc ----------------------------------------------------------------
+
+
+def by_sync() -> Any:
+    return zrpc.rpc_sync("worker1", double, args=(X * 2,)) + 1
+
+
+def by_async() -> Any:
+    return zrpc.rpc_async("worker1", double, args=(X * 2,)).wait() + 1
+
+
+def by_then() -> Any:
+    future = zrpc.rpc_async("worker1", double, args=(X * 2,))
+    return future.then(lambda done: done.wait() + 1).wait() * 1
+
+
+def by_remote() -> Any:
+    return zrpc.remote("worker1", double, args=(X * 2,)).to_here() + 1
+
+
+def by_own_value() -> Any:
+    return zrpc.RRef(X * 2).local_value() * 2 + 1
+
+
+def by_wait_all() -> Any:
+    return sum(zrpc.wait_all([zrpc.rpc_async("worker1", double, (X,)) for _ in range(2)])) + 1
+
+
+@pytest.mark.parametrize(
+    "function", [by_sync, by_async, by_then, by_remote, by_own_value, by_wait_all]
+)
+def test_compiled_code_calls_and_only_its_own_parts_are_compiled(
+    caller: Mesh, function: Callable[[], Any]
+) -> None:
+    assert compiled(function)().tolist() == [5, 5, 5]
+    assert 0 < frames() <= 4
+
+
+@pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
+@pytest.mark.parametrize("makes_proxy", [True, False])
+def test_compiled_code_calls_methods_through_a_proxy(
+    caller: Mesh, way: str, makes_proxy: bool
+) -> None:
+    rref = zrpc.remote("worker1", Model)
+    proxy = getattr(rref, way)()
+
+    def function() -> Any:
+        return (getattr(rref, way)() if makes_proxy else proxy).double(X * 2)
+
+    result = compiled(function)()
+    if way == "rpc_async":
+        result = result.wait()
+    elif way == "remote":
+        result = result.to_here()
+    assert result.tolist() == [4, 4, 4]
+    assert 0 < frames() <= 3
+
+
+def test_many_calls_of_a_compiled_function_compile_it_once(caller: Mesh) -> None:
+    function = compiled(by_sync)
+    for _ in range(60):
+        function()
+    assert frames() == 2
+
+
+def test_rrefs_futures_and_workers_are_arguments_of_compiled_code(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", Model)
+    future = zrpc.rpc_async("worker1", double, (X,))
+
+    def function(rref: Any, future: Any, worker: Any) -> Any:
+        return rref.rpc_sync().double(X) + future.wait() + worker.id
+
+    assert compiled(function)(rref, future, rref.owner()).tolist() == [5, 5, 5]
+    assert frames() <= 5
+
+
+def test_a_compiled_step_trains(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model.rpc_sync().parameters(), lr=0.5)
+    before = model.rpc_sync().bias()
+
+    def step() -> Any:
+        with dist_autograd.context() as context_id:
+            loss = model.rpc_sync().loss(X)
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+            return loss
+
+    compiled(step)()
+    assert torch.allclose(model.rpc_sync().bias(), before - 0.5)
+    assert frames() <= 8  # torch's own code around a step is among them
+
+
+def test_a_compiled_context_has_the_gradients(caller: Mesh) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def gradient() -> Any:
+        with dist_autograd.context() as context_id:
+            loss = (zrpc.rpc_sync("worker1", double, args=(weight,)) * 3).sum()
+            dist_autograd.backward(context_id, [loss])
+            return dist_autograd.get_gradients(context_id)[weight]
+
+    assert compiled(gradient)().tolist() == [6, 6, 6]
+    assert frames() <= 2
+
+
+def test_a_compiled_module_has_a_remote_module_in_it(caller: Mesh) -> None:
+    local, remote = torch.nn.Linear(3, 3), RemoteModule("worker1", torch.nn.Linear, (3, 3))
+    module: Any = torch.nn.Sequential(local, remote, torch.nn.ReLU())
+    assert torch.allclose(compiled(module)(X), module(X))
+    assert frames() <= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("rpc_sync", by_sync),
+        ("rpc_async", by_async),
+        ("remote", by_remote),
+        ("RRef.rpc_sync", lambda: zrpc.RRef(Model()).rpc_sync().double(X)),
+        ("context", lambda: dist_autograd.context().__enter__()),
+    ],
+)
+def test_a_graph_without_breaks_is_refused_by_an_error_that_names_the_use_of_zrpc(
+    caller: Mesh, name: str, function: Callable[[], Any]
+) -> None:
+    with pytest.raises(Exception, match=f"(?s){name}") as raised:
+        compiled(function, fullgraph=True)()
+    assert type(raised.value).__module__ == "torch._dynamo.exc"
+
+
+def test_the_graph_breaks_say_why(caller: Mesh) -> None:
+    reasons = torch._dynamo.explain(by_sync)().break_reasons
+    assert "zrpc is never compiled, since its calls run on other workers" in str(reasons)
+
+
+def test_handlers_that_run_compiled_functions_are_compiled(caller: Mesh) -> None:
+    threads = set()
+
+    @here
+    def handler(number: int) -> Any:
+        threads.add(threading.get_ident())
+        return function(X * number)
+
+    function = compiled(lambda x: x * 2)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(_call_as, caller, handler, number) for number in range(8)]
+        assert [each.result().tolist()[0] for each in calls] == [2 * n for n in range(8)]
+    assert threading.get_ident() not in threads
+    assert frames() > 0
+
+
+def _call_as(mesh: Mesh, handler: Callable[..., Any], number: int) -> Any:
+    with mesh.agent(0).as_current():
+        return zrpc.rpc_sync("worker1", handler, (number,))
+
+
+# -- compiled functions and modules that are sent ------------------------------------------------
+
+
+@compiled
+def compiled_double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@compiled
+def factorial(x: torch.Tensor, n: int) -> torch.Tensor:
+    return x if n == 0 else factorial(x, n - 1) * n
+
+
+def own_backend(graph: Any, _inputs: Any) -> Any:
+    return graph.forward
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"backend": "aot_eager", "fullgraph": True, "dynamic": False},
+    {"backend": own_backend, "dynamic": True},
+    {"backend": "inductor", "options": {"max_autotune": False}},
+]
+
+
+def settings_of(function: Any) -> Any:
+    """Returns what a compiled function was compiled with, as far as it can be seen."""
+    context = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))["self"]
+    backend = context.cell_contents.callback
+    names = []
+    while backend is not None:
+        names.append((type(backend).__name__, getattr(backend, "compiler_name", None)))
+        backend = getattr(
+            backend,
+            "_torchdynamo_orig_backend",
+            getattr(backend, "_torchdynamo_orig_callable", None),
+        )
+    return names, context.cell_contents._dynamic
+
+
+def test_a_compiled_function_is_called_by_its_name(caller: Mesh) -> None:
+    assert zrpc.rpc_sync("worker1", compiled_double, (X,)).tolist() == [2, 2, 2]
+    assert zrpc.rpc_sync("worker1", factorial, (X, 4)).tolist() == [24, 24, 24]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_local_compiled_function_arrives_compiled_with_its_settings(
+    caller: Mesh, settings: dict[str, Any]
+) -> None:
+    function = compiled(lambda x: x * 3, **settings)
+    assert zrpc.rpc_sync("worker1", settings_of, (function,)) == settings_of(function)
+
+
+def test_a_local_compiled_function_runs_compiled(caller: Mesh) -> None:
+    factor = 3
+    function = compiled(lambda x: x * factor)
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
+    assert frames() == 1
+
+
+def test_a_lambda_that_calls_a_compiled_function_can_be_sent(caller: Mesh) -> None:
+    local = compiled(lambda x: x + 1)
+    function = lambda x: local(compiled_double(x))  # noqa: E731
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
+
+
+def test_a_local_compiled_function_that_calls_itself_can_be_sent(caller: Mesh) -> None:
+    def count(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x if n == 0 else again(x, n - 1) + 1
+
+    again = compiled(count)
+    assert zrpc.rpc_sync("worker1", again, (X, 3)).tolist() == [4, 4, 4]
+
+
+def test_a_compiled_bound_method_can_be_sent(caller: Mesh) -> None:
+    function = compiled(Model().double)
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [2, 2, 2]
+
+
+def test_a_local_decorator_around_a_compiled_function_can_be_sent(caller: Mesh) -> None:
+    @functools.wraps(compiled_double)
+    def decorated(x: torch.Tensor) -> torch.Tensor:
+        return compiled_double(x) + 1
+
+    assert zrpc.rpc_sync("worker1", decorated, (X,)).tolist() == [3, 3, 3]
+
+
+def test_compiled_functions_come_back(caller: Mesh) -> None:
+    function = zrpc.rpc_sync("worker1", lambda: torch.compile(lambda x: x * 7, backend="eager"))
+    assert function(X).tolist() == [7, 7, 7]
+
+
+def test_a_function_that_must_not_be_compiled_can_be_sent(caller: Mesh) -> None:
+    function = torch.compiler.disable(lambda x: x * 2)
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], {"fullgraph": True}])
+def test_a_compiled_module_arrives_compiled(caller: Mesh, settings: dict[str, Any]) -> None:
+    module = torch.nn.Linear(3, 3)
+    sent = compiled(module, **settings)
+    assert torch.allclose(zrpc.rpc_sync("worker1", sent, (X,)), module(X))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_compiled_module_is_made_on_a_worker_and_called_there(caller: Mesh) -> None:
+    rref: Any = zrpc.remote(
+        "worker1", torch.compile, (torch.nn.Identity(),), {"backend": own_backend}
+    )
+    assert rref.rpc_sync().forward(X).tolist() == [1, 1, 1]
+    assert rref.rpc_sync().__call__(X).tolist() == [1, 1, 1]
