@@ -1,0 +1,209 @@
+"""Signals whose handlers interrupt any step of zrpc's code: make calls there, or raise."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.steps import at_step, some_steps
+from tests.support.targets import echo
+from tests.support.waiting import until
+from zrpc.testing import Mesh, local_mesh
+
+pytestmark = pytest.mark.system  # they take some seconds in all
+
+LARGE = torch.ones(100_000)
+
+
+class Counter:
+    """The value of an RRef."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+
+def sync() -> None:
+    assert rpc.rpc_sync(1, echo, ("text",)) == "text"
+
+
+def tensor() -> None:
+    assert rpc.rpc_sync(1, torch.neg, (torch.ones(3),)).tolist() == [-1.0] * 3
+
+
+def large_tensor() -> None:
+    assert rpc.rpc_sync(1, torch.neg, (LARGE,)).sum() == -100_000
+
+
+def by_value() -> None:
+    assert rpc.rpc_sync(1, lambda x: x + 1, (1,)) == 2
+
+
+def by_async() -> None:
+    assert rpc.rpc_async(1, echo, ("text",)).wait() == "text"
+
+
+def several() -> None:
+    futures = [rpc.rpc_async(1, echo, (i,)) for i in range(3)]
+    assert rpc.wait_all(futures) == [0, 1, 2]
+
+
+def in_callback() -> None:
+    assert rpc.rpc_async(1, echo, (1,)).then(lambda future: future.wait() + 1).wait() == 2
+
+
+def by_remote() -> None:
+    rref = rpc.remote(1, Counter)
+    assert rref.rpc_sync().add(2) == 2
+    assert rref.to_here().count == 2
+
+
+def with_rref() -> None:
+    assert rpc.rpc_sync(1, lambda rref: rref.to_here(), (rpc.RRef([1]),)) == [1]
+
+
+def cancelled() -> None:
+    rpc.rpc_async(1, time.sleep, (0.001,)).cancel()
+
+
+def failed() -> None:
+    with pytest.raises(ZeroDivisionError):
+        rpc.rpc_sync(1, divmod, (1, 0))
+
+
+def in_context() -> None:
+    with rpc.autograd.context() as context_id:
+        leaf = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(1, torch.mul, (leaf, 3)).sum()
+        rpc.autograd.backward(context_id, [loss])
+        assert rpc.autograd.get_gradients(context_id)[leaf].tolist() == [3.0, 3.0]
+
+
+WORK = [
+    sync,
+    tensor,
+    large_tensor,
+    by_value,
+    by_async,
+    several,
+    in_callback,
+    by_remote,
+    with_rref,
+    cancelled,
+    failed,
+    in_context,
+]
+
+
+@pytest.fixture(scope="module", params=["auto", "tcp"])
+def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    options = {"rpc_timeout": 20, "transport": request.param}
+    with local_mesh(2, timeout=3600, options=options) as mesh:
+        with mesh.agent(0).as_current():
+            for work in WORK:  # opens the connections, for example
+                work()
+        yield mesh
+
+
+@pytest.fixture
+def mesh(_mesh: Mesh) -> Iterator[Mesh]:
+    with _mesh.agent(0).as_current():
+        yield _mesh
+
+
+@pytest.fixture
+def handle() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Has a function called by the handler of SIGUSR1."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda function: signal.signal(signal.SIGUSR1, lambda *_: function()) and None
+    signal.signal(signal.SIGUSR1, before)
+
+
+def send() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def settles(mesh: Mesh) -> bool:
+    caller = mesh.agent(0).caller
+    return not len(caller.calls) and not len(caller.flow_control)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_handler_makes_calls_at_any_step(mesh: Mesh, handle: Any, work: Any) -> None:
+    answered = []
+
+    def call() -> None:
+        for each in (sync, by_async, by_remote):
+            each()
+        answered.append(True)
+
+    handle(call)
+    for number in some_steps(work):
+        answered.clear()
+        with at_step(number, send) as steps:
+            work()
+        assert answered or not steps.place, steps.place
+    assert until(lambda: settles(mesh))
+
+
+class Interruption(Exception):
+    """What the handler raises."""
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_what_a_handler_raises_at_any_step_passes_unchanged(
+    mesh: Mesh, handle: Any, work: Any
+) -> None:
+    """The next call is as good as the first, and nothing of the interrupted one is left."""
+    raised: list[Interruption] = []
+
+    def fail() -> None:
+        raised.append(Interruption())
+        raise raised[0]
+
+    handle(fail)
+    for number in some_steps(work):
+        found = None
+        with at_step(number, send) as steps:
+            try:
+                work()
+            except Interruption as error:
+                found = error
+        assert found is (raised[0] if steps.place else None), steps.place
+        # Its frames hold a context that was interrupted as it began or ended.
+        del found
+        raised.clear()
+        work()
+    assert until(lambda: settles(mesh))
+
+
+def test_an_agent_ends_whatever_a_handler_raises(
+    handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise Interruption
+
+    handle(fail)
+    others = set(threading.enumerate())  # those of the module's mesh
+    for number in range(10, 220, 10):
+        with local_mesh(1) as mesh:
+            agent = mesh.agent(0)
+            assert mesh.run(0, rpc.rpc_sync, 0, echo, (1,)) == 1
+            with contextlib.suppress(Interruption), at_step(number, send) as steps:
+                agent.shutdown(graceful=False)
+            agent.shutdown(graceful=False)
+            alive = {each for each in threading.enumerate() if "-io-" in each.name}
+            assert not alive - others, steps.place
+    # A call that a handler has interrupted may fail as the agent ends, and is logged then.
+    assert not [each for each in caplog.records if each.name != "zrpc.futures"]

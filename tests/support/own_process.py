@@ -1,0 +1,21 @@
+"""Tests that run in a process of their own, since they change it for the tests after them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.programs import SCRIPT_DEADLINE
+
+
+def passes_in_its_own_process(cases: Path) -> None:
+    """Runs the tests of a file whose name pytest does not look for, and fails with their output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(cases)],
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_DEADLINE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
