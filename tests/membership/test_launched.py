@@ -107,7 +107,7 @@ def test_store_of_the_launcher_is_only_at_its_address(setting: Setting) -> None:
     setting(**worker(restarts=2))
     assert agent_store(HERE)
     assert not agent_store(ELSEWHERE)
-    setting(TORCHELASTIC_RUN_ID="none")  # torchrun has set both anew
+    setting(TORCHELASTIC_RUN_ID="none")  # torchrun has set both again
     assert agent_store(ELSEWHERE)
 
 

@@ -68,7 +68,7 @@ _raised: list[BaseException] = []
 
 
 def hold_interrupts() -> None:
-    """Has no signal handler run in this thread until `release_interrupts`. May be nested.
+    """Holds back signal handlers in this thread until `release_interrupts`. May be nested.
 
     Has no effect outside the main thread, since handlers run nowhere else.
     """
@@ -185,7 +185,7 @@ def _code_of(handler: Any) -> Any:
 
 
 class _Uninterrupted:
-    """Has no signal handler run in a block, as `hold_interrupts`."""
+    """Holds back signal handlers in a block, as `hold_interrupts`."""
 
     __enter__ = staticmethod(hold_interrupts)
 

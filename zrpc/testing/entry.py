@@ -53,7 +53,7 @@ class Entry:
         return dis.opname[self._code.co_code[frame.f_lasti]].startswith("RETURN_")
 
     def cancel_task(self) -> bool:
-        """Has the coroutine cancelled that has entered and is suspended.
+        """Cancels the coroutine that has entered and is suspended.
 
         Returns:
             False if there is none: raise an error instead.

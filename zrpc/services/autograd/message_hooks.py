@@ -91,7 +91,7 @@ class Crossing(MessageHooks):
 
     @contextlib.contextmanager
     def request_scope(self, request: Message) -> Iterator[None]:
-        """Has a handler run in the context of its caller, also if it has ended."""
+        """Runs a handler in the context of its caller, also if it has ended."""
         graph = _graph_of(request)
         if graph is None:
             yield
