@@ -96,8 +96,8 @@ def talk(agents: Sequence[Any]) -> None:
         assert zrpc.rpc_sync(0, max, (1, 2)) == 2
 
 
-def listeners() -> set[str]:
-    """The local addresses and ports on which this process listens for tcp."""
+def listeners() -> set[tuple[str, str]]:
+    """The local addresses and sockets on which this process listens for tcp."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -106,7 +106,8 @@ def listeners() -> set[str]:
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         with open(name) as file:
             rows = [line.split() for line in file][1:]
-        found |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+        listening = [row for row in rows if row[3] == "0A" and row[9] in inodes]
+        found |= {(row[1].split(":")[0], row[9]) for row in listening}
     return found
 
 
@@ -152,7 +153,7 @@ def test_tcp_on_one_host_listens_on_loopback_only(security: str) -> None:
     options = {"transport": "tcp", "security": security}
     with Started(options, options) as agents:
         talk(agents)
-        assert listeners() - before == {"0100007F"}
+        assert {address for address, _ in listeners() - before} == {"0100007F"}
         guarded = [agent.network._gatekeeper is not None for agent in agents]
         assert guarded == [security != "none"] * 2
 
@@ -240,7 +241,7 @@ def test_an_interface_can_be_named(monkeypatch: pytest.MonkeyPatch, interface: s
     before = listeners()
     with Started({"transport": "tcp"}, {"transport": "tcp"}) as agents:
         talk(agents)
-        assert listeners() - before == {"0100007F"}
+        assert {address for address, _ in listeners() - before} == {"0100007F"}
 
 
 @pytest.mark.parametrize("interface", ["*", "0.0.0.0", "::", "[::]"])
