@@ -140,7 +140,12 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPStore:
     listener = _listen(host, port) if hosts else None
     if hosts and port:
-        _check_reach(host, port, listener is not None, timeout.total_seconds())
+        try:
+            _check_reach(host, port, listener is not None, timeout.total_seconds())
+        except BaseException:
+            if listener is not None:
+                os.close(listener)
+            raise
     make = functools.partial(
         TCPStore,
         host,
