@@ -66,9 +66,7 @@ _PDB = "ZRPC_PDB"
 _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
 
 _SECTIONS = {
-    "Workers": (
-        *("nprocs", "module", "no_python", "name_prefix", "env", "start_method", "drop_in"),
-    ),
+    "Workers": ("nprocs", "module", "no_python", "name_prefix", "env", "start_method", "drop_in"),
     "Output": ("log_dir", "trace"),
     "Debugging and metrics": ("pdb", "metrics_port"),
     "Stopping": ("timeout", "grace"),

@@ -308,7 +308,7 @@ class Agent:
         for part in parts:
             try:
                 part()
-            except Exception:
+            except Exception:  # the others go on: they find lost workers, say
                 with printing_errors():
                     logger.exception("%s: a part of a tick failed", self.worker_info)
 

@@ -200,7 +200,7 @@ class DistributedOptimizer(Optimizer):
         for rref in self.remote_optimizers:
             try:
                 calls.append(getattr(rref.rpc_async(), name)(*args(rref)))
-            except Exception as reason:
+            except Exception as reason:  # as in `_wait_for_all`
                 if raised_by_handler(reason):
                     raise
                 error = error or reason
@@ -338,7 +338,7 @@ def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:
     for future in futures:
         try:
             values.append(future.wait())
-        except Exception as reason:
+        except Exception as reason:  # each is waited for, even after an error
             if raised_by_handler(reason):
                 raise
             error = error or reason

@@ -232,7 +232,7 @@ def _wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
     for wait in waits:
         try:
             wait()
-        except Exception as error:
+        except Exception as error:  # the others are still waited for
             found.append(error)
     # An error that a death explains is raised only if there is no other.
     found.sort(key=lambda error: isinstance(error, zrpc.WorkerDied))

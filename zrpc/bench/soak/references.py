@@ -98,7 +98,7 @@ def share(client: Client) -> None:
     for future in futures:
         try:
             future.wait()
-        except zrpc.WorkerDied as error:
+        except zrpc.WorkerDied as error:  # the others are still waited for
             errors.append(error)
     if errors:
         raise errors[0]
@@ -112,7 +112,7 @@ def fail(client: Client) -> None:
     for _ in range(2):
         try:
             value: Any = rref.to_here()
-        except targets.ComplaintError as error:
+        except targets.ComplaintError as error:  # the same each time
             client.expect("arguments", (number, text), error.args)
         else:
             client.expect("an error", targets.ComplaintError, value)
