@@ -184,6 +184,29 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
         assert isinstance(error, AuthenticationError), error
 
 
+def refuse(host: dist.Store, theirs: PeerRecord, mine: PeerRecord, heard: bool) -> None:
+    """Waits until a worker refuses rank 0; if ``heard``, also until it has heard its protest."""
+    entries = SignedStore(host, GOOD)
+    entries.set("record/0", theirs.dump())
+    until(lambda: entries.check([f"protest/{theirs.token}/{mine.token}"]))
+    if heard:
+        entries.set(f"protest/{mine.token}/{theirs.token}", "refused")
+        until(lambda: entries.check([f"heard/{mine.token}/{theirs.token}"]))
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_worker_reports_different_secrets_if_the_host_exits_early(heard: bool) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    theirs, mine = record(0, 2), record(1, 2)
+    outcome = start(client, (mine, BAD))
+    refuse(host, theirs, mine, heard)
+    del host
+    [error] = outcome()
+    assert isinstance(error, AuthenticationError), error
+    assert "is signed with another cluster secret" in str(error)
+
+
 def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     store = dist.HashStore()
     forged = record(1, 2)

@@ -213,6 +213,9 @@ class _Rendezvous:
             missing = set(self._absent).difference(self._refused)
             if why is None and self._came and missing:
                 why = f"{self._expected} but {self._same_rank.describe(missing)}"
+            if why is None and self._refused:
+                # The author may have refused this worker's record too, and have left.
+                raise AuthenticationError(f"{self._refusal()}; then the store was lost") from error
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
@@ -292,9 +295,11 @@ class _Rendezvous:
 
     def _await_reader_of_protest(self, token: str) -> None:
         """Waits a moment for the other worker to read the protest too: this one may be the host."""
-        self._entries.set(f"heard/{self._record.token}/{token}", "heard")
-        self._shorten_deadline(self._timing.present_check_seconds)
-        self._wait_for(lambda: self._entries.check([f"heard/{token}/{self._record.token}"]))
+        heard = f"heard/{token}/{self._record.token}"
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: both have heard it
+            self._entries.set(f"heard/{self._record.token}/{token}", "heard")
+            self._shorten_deadline(self._timing.failure_read_seconds)
+            self._wait_for(lambda: self._entries.check([heard]))
 
     def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
         """Confirms these records after rank 0, and waits until all have.
@@ -372,16 +377,20 @@ class _Rendezvous:
             if (mismatch := record.size_mismatch(self._record)) is not None:
                 return RendezvousError(mismatch)
         if self._refused:
-            rank, (_, error) = next(iter(self._refused.items()))
-            ranks = f"rank{'s' if len(self._refused) > 1 else ''} {rank_ranges(self._refused)}"
-            return AuthenticationError(
-                f"{self._expected} but what claims to be {ranks} was "
-                f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
-            )
+            return AuthenticationError(self._refusal())
         missing = set(range(len(self._keys))) - {record.rank for record in records}
         self._same_rank.look()
         return RendezvousError(
             f"{self._expected} but {self._same_rank.describe(missing)}; {describe_hosts(records)}"
+        )
+
+    def _refusal(self) -> str:
+        """Returns which records were refused, and why the first of them was."""
+        rank, (_, error) = next(iter(self._refused.items()))
+        ranks = f"rank{'s' if len(self._refused) > 1 else ''} {rank_ranges(self._refused)}"
+        return (
+            f"{self._expected} but what claims to be {ranks} was "
+            f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
         )
 
     def _shorten_deadline(self, seconds: float) -> None:
