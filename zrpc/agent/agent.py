@@ -127,9 +127,7 @@ class Agent:
         if not elastic:
             shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
         self.graceful_shutdown = shutdown
-        self.outbox = Outbox(
-            network, membership, self.receiver.in_io_thread, all_leave=lambda: shutdown.done
-        )
+        self.outbox = Outbox(network, membership, self.receiver.in_io_thread, shutdown)
         self.codec = Codec(self, membership)
         self.caller = Caller(
             membership,
@@ -342,6 +340,7 @@ class Agent:
         for ref in cls._all.valuerefs():
             if (agent := ref()) is not None:
                 agent.outbox.closed = True
+                agent.caller.calls.abandon()
                 agent.network.abandon()
 
 

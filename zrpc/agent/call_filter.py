@@ -7,7 +7,7 @@ import os
 
 from zrpc.agent.current import latest_agent
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.pending_calls import name_of_function
+from zrpc.calls.function_names import name_of_function
 
 __all__ = ["CallFilter", "tag_own_loggers"]
 

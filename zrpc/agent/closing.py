@@ -14,7 +14,7 @@ import zmq
 from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Quiescence, Shutdown
 from zrpc.calls.last_calls import LastCalls
-from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
+from zrpc.errors import RpcError, RpcTimeoutError
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
@@ -137,7 +137,7 @@ class Closing:
         return [
             self._say_farewell,
             lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
-            lambda: agent.caller.calls.fail(lambda _: has_shut_down()),
+            agent.caller.calls.close,
             agent.liveness.close,
             *(service.close for service in agent.services),
             lambda: agent.event_loop.close(self._shutdown.timing.join),

@@ -169,7 +169,7 @@ class Peers:
         now = time.monotonic()
         if now > self._told_dead.get(member, 0.0) + _TELL_DEAD_SECONDS:
             self._told_dead[member] = now
-            self._network.send(member, self._notice(member), (), False)
+            self._network.notify(member, self._notice(member))
 
     def _on_greeting(self, member: MemberId) -> None:
         """A member begins to watch whether this worker lives, or has connected again for that."""

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable
 
 from zrpc.agent.dispatcher import Dispatcher
-from zrpc.calls.pending_calls import NEVER, PendingCall, PendingCalls
+from zrpc.calls.pending_call import NEVER, PendingCall
+from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.adaptive_spin import AdaptiveSpin
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts

@@ -209,7 +209,7 @@ def take_stats(agent: Agent) -> Stats:
         calls_in_flight=len(agent.caller.calls),
         requests_in_progress=len(agent.callee.requests),
         threads=ThreadStats(load.size, load.running, load.waiting, load.idle, load.queued),
-        max_bytes_in_flight=agent.caller.flow_control.limit,
+        max_bytes_in_flight=agent.caller.calls.limit,
         reconnects=agent.network.reconnects + agent.liveness.reconnects,
         messages_lost=agent.dispatcher.lost,
         heartbeats_missed=agent.liveness.missed,
@@ -256,8 +256,8 @@ def _peers(agent: Agent, sent: Counter[tuple[int, str]]) -> dict[str, PeerStats]
     came = agent.dispatcher.received_bytes.copy()
     calls = Counter(call.peer for call in agent.caller.calls.in_flight())
     requests = Counter(request.sender for request in agent.callee.requests.all())
-    windows = agent.caller.flow_control.windows()
-    limit = agent.caller.flow_control.limit
+    windows = agent.caller.calls.loads()
+    limit = agent.caller.calls.limit
     lost = agent.membership.lost
     found = {}
     # The lost ones first: a worker that was restarted has the name of the one before it.

@@ -14,11 +14,11 @@ from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
+from zrpc.calls.function_names import name_of_function
 from zrpc.calls.message_hooks import MessageHooks, overriding
+from zrpc.calls.observation import handler_profile, profiler
 from zrpc.calls.outbox import Outbox
-from zrpc.calls.pending_calls import name_of_function
 from zrpc.calls.pending_requests import PendingRequests
-from zrpc.calls.profiling import handler_profile, profiler
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcCancelledError, was_not_executed
 from zrpc.membership.view import Membership
@@ -182,7 +182,7 @@ class Callee:
         self.count(request, error)
         try:
             if request.scope is None or not request.scope.cancelled:
-                same_main = self._membership.same_main(request.sender)
+                same_main = self._membership.same_main[request.sender]
                 in_graph = self._codec.in_context(request)
                 body = dump_exception(error, repr(self._membership.info), same_main, in_graph)
                 answer = Message(Kind.ERROR, request.call_id, body=body, extensions=extensions)

@@ -1,61 +1,71 @@
 """The caller's side of a worker: a call from its function's arguments to its answer's value.
 
 `Caller.call` reads from top to bottom: pack, submit, wait, decode. To submit a call is to enter it
-into the table of calls in flight, to wait until flow control admits it, and to issue it.
+into the table of calls in flight, to wait until there is room for it, and to send it. All of it
+runs in the thread that calls, and so does the receiving of the answer, if no other thread receives.
+From the end of the packing to the wait, that thread has signal handlers held back.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any, Protocol
 
 import zmq
 
-from zrpc.calls.answer_error import error_in
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.finalizer_calls import NextTurn, call_soon
-from zrpc.calls.flow_control import DELAYED, LATER, NOW, SETTLED, Admission, FlowControl, no_room
+from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
 from zrpc.calls.last_calls import LastCalls
-from zrpc.calls.open_telemetry import CallSpan, configured
+from zrpc.calls.observation import CallObservation, profiler
+from zrpc.calls.open_telemetry import API
 from zrpc.calls.outbox import Outbox, exhausted
-from zrpc.calls.pending_calls import (
+from zrpc.calls.pending_call import (
     DEFAULT_LIMIT,
     OWN_LIMIT,
     Follower,
     Limit,
     PendingCall,
-    PendingCalls,
-    Stage,
-    name_of,
+    State,
 )
-from zrpc.calls.profiling import begin_profile, end_profile, profiler
-from zrpc.calls.recorder import CallMarks, Recorder
-from zrpc.calls.settling import wait_until_settled
-from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
+from zrpc.calls.pending_calls import PendingCalls
+from zrpc.calls.recorder import Recorder
+from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.errors import (
+    ProtocolError,
+    RpcError,
+    WorkerDied,
+    has_shut_down,
+    raised_again,
+    raised_by_function,
+)
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.event_loop import running_loop
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
-from zrpc.runtime.thread_pool import in_handler
-from zrpc.wire.kind import METERED, Kind
+from zrpc.runtime.thread_pool import current_pool, pass_gate
+from zrpc.wire.exceptions import load_exception
+from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 __all__ = ["Caller", "Receiver"]
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
-_NEW, _SENDING, _LEFT = Stage.NEW, Stage.SENDING, Stage.LEFT
+_QUEUED, _SENDING = State.QUEUED, State.SENDING
 _REMOTE, _ERROR = Kind.REMOTE, Kind.ERROR
+_modules = sys.modules
 
 
 class Receiver(NextTurn, Protocol):
@@ -86,7 +96,6 @@ class Caller:
     Attributes:
         calls: those that wait for answers.
         complete, in_next_turn: see `Receiver`.
-        flow_control: the bytes in flight to each callee.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         recorder: records the calls while a trace is on; else None.
         last_calls: decides which may begin, once all workers have called ``shutdown``.
@@ -105,16 +114,15 @@ class Caller:
         explain: Callable[[MemberId], str],
     ) -> None:
         self._membership = membership
+        self._own_id = membership.own_id
         self._codec = codec
         self._outbox = outbox
         self._receiver = receiver
         self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
         self._submit_job = submit
         self._why_gone = why_gone
-        self.flow_control = flow = FlowControl(options.max_bytes_in_flight)
-        self.calls = PendingCalls(
-            flow.leave, self._post_cancel, explain, self._describe, flow.no_room
-        )
+        self.explain = explain
+        self.calls = PendingCalls(self, options.max_bytes_in_flight)
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
@@ -139,28 +147,20 @@ class Caller:
         """Sends a request and waits for the answer's value; see `call_async`."""
         if garbage_collector.ident and garbage_collector.interrupts_zrpc():
             return self.call_async(to, kind, obj, timeout, extension=extension, holds=holds).wait()
-        shown = self._show(to, kind, obj, True) if profiler._is_profiler_enabled else None
-        marks = None
+        call, message = self._pack(to, kind, obj, timeout, extension, holds, died, waits=True)
         try:
-            call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
             try:
-                marks = call.marks
-                if marks is not None:
-                    marks.waits = True
                 self._submit(call, message)
-                try:
-                    self.wait(call)
-                except BaseException:
-                    call.cancel()
-                    raise
+                self.wait(call)
+            except BaseException:
+                call.cancel()
+                raise
             finally:
                 release_interrupts()
             return self.decode(call.claim())
         finally:
-            if marks is not None:
-                marks.end(call, time.monotonic())
-            if shown is not None:
-                end_profile(shown)
+            if call.observation is not None:
+                call.observation.end()
 
     def call_async(
         self,
@@ -191,17 +191,14 @@ class Caller:
         if garbage_collector.ident and garbage_collector.interrupts_zrpc():
             go = partial(self.call_async, to, kind, obj, timeout, extension=extension)
             return call_soon(partial(go, holds=holds, died=died), self._receiver, self._submit_job)
-        shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
+        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
         try:
-            call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-            try:
-                future: Future[Any] = Future.of_call(call, self)
-                self._submit(call, message)
-            finally:
-                release_interrupts()
+            future: Future[Any] = Future.of_call(call, self)
+            self._submit(call, message)
         finally:
-            if shown is not None:
-                end_profile(shown)
+            release_interrupts()
+            if call.observation is not None:
+                call.observation.end()
         return future
 
     def call_notify(
@@ -221,22 +218,16 @@ class Caller:
         ``holds`` lives until the call is settled, and ``undo`` is called if the request is not sent
         after all, or the callee has read nothing of it; maybe after that.
         """
-        shown = self._show(to, kind, obj, False) if profiler._is_profiler_enabled else None
+        call, message = self._pack(to, kind, obj, timeout, extension, holds)
         try:
-            call, message = self._pack(to, kind, obj, timeout, extension, holds)
-            try:
-                call.follower = follower
-                if undo is not None:
-                    call.undo_too(undo)
-                self._submit(call, message)
-            finally:
-                release_interrupts()
+            call.follower = follower
+            if undo is not None:
+                call.undo = undo if call.undo is None else partial(_call_both, call.undo, undo)
+            self._submit(call, message)
         finally:
-            if shown is not None:
-                end_profile(shown)
-
-    def _show(self, to: WorkerInfo, kind: Kind, obj: Any, waits: bool) -> Any:
-        return begin_profile(kind, obj, waits, self._membership.info.name, to.name)
+            release_interrupts()
+            if call.observation is not None:
+                call.observation.end()
 
     def _pack(
         self,
@@ -245,21 +236,23 @@ class Caller:
         obj: Any,
         timeout: float,
         extension: tuple[int, bytes] | None,
-        holds: Any = None,
+        holds: Any,
         died: type[WorkerDied] = WorkerDied,
+        waits: bool = False,
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
             raise has_shut_down()
-        recorder = self.recorder
-        packing = 0.0 if recorder is None else time.monotonic()
         limit: Limit = OWN_LIMIT
-        if is_unset(timeout):
+        if timeout is UNSET_RPC_TIMEOUT or is_unset(timeout):
             limit, timeout = DEFAULT_LIMIT, self.rpc_timeout
         else:
             timeout = checked_timeout("timeout", timeout)
         message = Message(kind)
         hops = () if self.last_calls is None else self.last_calls.admit(message)
+        observation = None
+        if self.recorder is not None or profiler._is_profiler_enabled or API in _modules:
+            observation = self._observe(to, kind, obj, waits)
         peer = to.member_id
         encoder = self._codec.encoder(peer)
         try:
@@ -271,17 +264,24 @@ class Caller:
             if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
                 timeout, limit = bounded, scope
             message.deadline = timeout
-            call = self.calls.new(peer, timeout, holds, died)
-            call.limit, call.kind, call.what = limit, kind, name_of(obj)
+            call = PendingCall(self.calls, peer, timeout)
             message.call_id = call.call_id
-            if encoder.undoable:
+            call.kind, call.what, call.limit = kind, name_of(obj), limit
+            call.holds, call.died = holds, died
+            # The value of an RRef may be waited for by others than this handler.
+            if scope is not None and kind != _REMOTE:
+                call.parent = scope
+            if encoder.to_undo:
                 call.undo = encoder.abort
-            if recorder is not None:
-                call.marks = CallMarks(recorder, packing, message.nbytes)
+            if observation is not None:
+                call.observation = observation
+                observation.packed(call, message)
             # From here on this thread takes locks that a call in a handler would need too.
             hold_interrupts()
         except BaseException:  # of a signal handler, for example
             encoder.abort()
+            if observation is not None:
+                observation.end()
             raise
         return call, message
 
@@ -290,111 +290,123 @@ class Caller:
 
         Signal handlers are held back, except while it waits for room.
         """
-        admission = SETTLED
         try:
-            if configured() and message.kind in METERED:
-                to = self._membership.infos[call.peer].name
-                call.span = CallSpan(call, message, to, self.complete)
-            self.calls.enter(call)
-            # After that: an agent that closes does this the other way round.
-            if self._outbox.closed:
-                raise has_shut_down()
-            scope = current_scope()
-            # The value of an RRef may be waited for by others than this handler.
-            if scope is not None and message.kind != _REMOTE:
-                scope.adopt(call)
-            admission = self._admit(call, message)
-            if admission is NOW or admission is DELAYED:
-                self._issue(call, message, admission is DELAYED)
+            if message.kind not in METERED:
+                state = self.calls.enter(call)
+            elif running_loop() is None:
+                handler = threading.get_ident() if current_pool() is not None else None
+                state = self.calls.enter(call, message.nbytes, handler)
+                if state is _QUEUED:
+                    state = self.calls.await_room(call)
+            else:
+                state = self._enter_in_loop(call, message)
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             call.cancel()
+            self._undo(call)
             raise
-        finally:
-            if call.stage is _NEW and admission is not LATER:
-                self._undo(call)
+        if state is _SENDING:
+            self._send(call, message)
+        elif state is not _QUEUED:
+            self._undo(call)
 
-    def _admit(self, call: PendingCall, message: Message) -> Admission:
-        """Waits until flow control has room for a call, or has it sent when there is."""
-        if message.kind not in METERED or call.peer in self._membership.lost:
-            return NOW
-        if running_loop() is None:
-            thread = threading.get_ident() if in_handler() else None
-            return self.flow_control.enter(call, thread, message.nbytes)
-        # This thread must not wait: it would hold up all coroutines.
+    def _enter_in_loop(self, call: PendingCall, message: Message) -> State:
+        """Enters a call; if there is no room, another thread sends it when there is.
+
+        This thread must not wait: it would hold up all coroutines.
+        """
         task = id(asyncio.current_task()) if current_scope() is not None else None
-        if self.flow_control.enter_now(call, task, message.nbytes):
-            return SETTLED if call.settled else NOW
-        message.copy_buffers()  # the caller may change its tensors meanwhile
-        go = partial(self._submit_job, partial(self._issue_later, call, message))
-        return self.flow_control.enter_later(call, task, message.nbytes, go)
+        state = self.calls.enter(call, message.nbytes, task)
+        if state is _QUEUED:
+            message.copy_buffers()  # the caller may change its tensors meanwhile
+            send = partial(self._submit_job, partial(self._send_later, call, message))
+            self.calls.when_room(call, send)
+        return state
 
-    def _issue_later(self, call: PendingCall, message: Message) -> None:
-        """Sends a call from an event loop, which has waited for room unless it was settled."""
+    def _send_later(self, call: PendingCall, message: Message) -> None:
+        """Sends a call of an event loop, which has waited for room unless it was settled."""
         try:
-            if not call.settled:
-                self._issue(call, message, delayed=True)
+            with uninterrupted:
+                self._send(call, message)
         except Exception as error:
             call.fail(error)
-        finally:
-            if call.stage is _NEW:
-                self._undo(call)
 
-    def _issue(self, call: PendingCall, message: Message, delayed: bool) -> None:
-        """Sends a call for which there is room; ``delayed`` if it has waited for that."""
-        if delayed and call.timeout:
+    def _send(self, call: PendingCall, message: Message) -> None:
+        """Sends a call for which there is room, unless it was settled meanwhile."""
+        if call.room is not None and call.timeout:
             message.deadline = call.remaining()
             if not message.deadline:  # which would mean that there is none
-                call.fail(no_room(call, self.flow_control.limit))
-                return
-        lost = self._membership.lost
-        if call.peer not in lost:
-            call.stage = _SENDING
-            marks = call.marks
-            if marks is not None:
-                marks.sending = time.monotonic()
-            if call.settled:
-                call.stage = _NEW  # cancelled, by a thread that looks at the stage afterwards
-                return
-            try:
-                self._outbox.request(call.peer, message)
-                call.stage = _LEFT
-                if marks is not None:
-                    marks.on_sent(message)
-            except (zmq.ZMQError, MemoryError) as error:
-                lack = exhausted(error)
-                if lack is not None:
-                    call.stage = _NEW
-                    raise lack from error
-                # The peer's mailbox is closed when it is lost, and all are at the end.
-                if call.peer not in lost:
-                    self.calls.fail(lambda _: has_shut_down())
-        if call.peer in lost:
-            self.calls.fail(self.died, call.peer)
+                self.calls.expire_unsent(call)
+        if call.state is not _SENDING:
+            self._undo(call)
+            return
+        observation = call.observation
+        if observation is not None:
+            observation.sending()
+        try:
+            self._outbox.put(call.peer, message)
+        except (zmq.ZMQError, MemoryError) as error:
+            self._outbox.undo(call.peer, message)
+            lack = exhausted(error)
+            if lack is not None:
+                call.fail(lack)
+                self._undo(call)
+                raise lack from error
+            # The peer's mailbox is closed when it is lost, and all are at the end.
+            if call.peer not in self._membership.lost:
+                self.calls.fail(lambda _: has_shut_down())
+        except BaseException:
+            self._outbox.undo(call.peer, message)
+            call.cancel()
+            raise
+        call.left = True
+        if observation is not None:
+            observation.sent(message)
 
     def wait(self, call: PendingCall) -> None:
         """Waits until a call is settled; at its deadline this thread settles it.
 
-        This thread receives the answer itself if no other thread receives just now. A handler does
-        not: it may be called back meanwhile, and the thread that receives instead, woken while the
-        call is on its way, runs such a call itself.
+        This thread receives the answer itself if no other thread receives. A handler does not: it
+        may be called back meanwhile, and the thread that receives instead, woken while the call is
+        on its way, runs such a call itself.
+
+        If an exception (Ctrl-C) interrupts the wait, this thread is no longer one of the `waiters`.
+
+        Raises:
+            RpcError: the answer might wait for this thread.
         """
-        here = not in_handler() and call.peer != self._membership.own_id
-        wait_until_settled(call, self._receiver.receive if here else None)
+        if garbage_collector.ident:
+            garbage_collector.check_wait()
+        ident, gate = threading.get_ident(), call.gate
+        call.waiters = (*call.waiters, ident)
+        try:
+            if current_pool() is None and call.peer != self._own_id and gate.locked():
+                self._receiver.receive(gate, max(0.0, call.deadline - monotonic()))
+            while gate.locked() and not pass_gate(gate, call.remaining()):
+                if not call.remaining():  # or its deadline was postponed meanwhile
+                    call.expire()
+                    # If another thread has taken the call from the table, it settles it at once.
+                    pass_gate(gate)
+        except BaseException:
+            call.waiters = tuple(each for each in call.waiters if each != ident)
+            raise
 
     def decode(self, outcome: Any) -> Any:
         """Returns the value of a call's outcome, or raises its error; the same each time."""
         if isinstance(outcome, Exception):
             raise raised_again(outcome)
         if outcome.kind == _ERROR:
-            raise error_in(outcome)
+            raise _error_in(outcome)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
+
+    def _observe(self, to: WorkerInfo, kind: Kind, obj: Any, waits: bool) -> CallObservation:
+        ends = self._membership.info.name, to.name
+        return CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
 
     # -- what comes instead of the answer, or on the way -----------------------------------
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        if (call := self.calls.pop(answer.call_id)) is not None:
-            call.settle(answer)
+        if (call := self.calls.settle(answer.call_id, answer)) is not None:
             self._receiver.on_answered(call)
 
     def on_unreadable(self, answer: Message, error: Exception) -> bool:
@@ -402,7 +414,7 @@ class Caller:
 
         In the I/O thread.
         """
-        call = self.calls.pop(answer.call_id)
+        call = self.calls.get(answer.call_id)
         if call is None:
             return False
         # A segment of shared memory that no longer exists has gone with its owner.
@@ -412,19 +424,35 @@ class Caller:
         unread = ProtocolError(f"the answer can't be read: {why}")
         outcome: RpcError = self.died(call) if gone else unread
         outcome.executed = True
-        call.settle(outcome)
+        call.fail(outcome)
         return gone
 
     def on_lost(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer of which only the header has come. In the I/O thread."""
-        if (call := self.calls.pop(answer.call_id)) is not None:
-            call.settle(error)
+        self.calls.settle(answer.call_id, error)
 
     def on_unread(self, answer: Message, _data: bytes) -> None:
         """Undoes what was done for the message of a call: the callee has read nothing of it."""
         call = self.calls.get(answer.call_id)
         if call is not None:
             call.take_back()
+
+    def _undo(self, call: PendingCall) -> None:
+        # What went to a member that is lost is undone by the services.
+        if call.peer not in self._membership.lost:
+            call.take_back()
+
+    # -- for the table of calls ------------------------------------------------------------
+
+    @property
+    def lost(self) -> Collection[MemberId]:
+        """The members that are gone."""
+        return self._membership.lost
+
+    def describe(self, peer: MemberId) -> str:
+        """Returns a member's name and rank."""
+        info = self._membership.infos[peer]
+        return f"{info.name} (rank {info.rank})"
 
     def died(self, call: PendingCall) -> WorkerDied:
         """Makes the error of a call whose callee is gone."""
@@ -433,16 +461,22 @@ class Caller:
             "its name and joins the mesh"
         )
 
-    def _describe(self, peer: MemberId) -> str:
-        info = self._membership.infos[peer]
-        return f"{info.name} (rank {info.rank})"
-
-    def _undo(self, call: PendingCall) -> None:
-        # What went to a member that is lost is undone by the services.
-        if call.peer not in self._membership.lost:
-            call.take_back()
-
-    def _post_cancel(self, call: PendingCall) -> None:
+    def tell_cancelled(self, call: PendingCall) -> None:
         """Tells the callee that the caller no longer waits for its answer; in any thread."""
         if not self._outbox.closed:
             self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
+
+
+def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
+
+
+def _error_in(answer: Message) -> Exception:
+    """Returns the error in an answer: the function's own, if the callee has read the request."""
+    error = load_exception(answer.body)
+    tags = answer.attachments or ()
+    if Tag.UNCALLED in tags and isinstance(error, RpcError):
+        error.executed = False
+        return error
+    return error if Tag.UNREAD in tags else raised_by_function(error)

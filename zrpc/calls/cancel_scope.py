@@ -15,7 +15,8 @@ import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from zrpc.calls.pending_calls import NEVER, PendingCall, name_of_function
+from zrpc.calls.function_names import name_of_function
+from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.runtime.thread_pool import pass_gate
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ __all__ = ["CancelScope", "activate", "current_scope", "deactivate"]
 # The shortest timeout of a nested call: 0 would mean no limit.
 _MIN_TIMEOUT_SECONDS = 0.001
 
-# Guards the rare steps of all scopes: the first child, the first wait, and the cancellation.
-# Held for a few instructions; no other lock is taken while it is held.
+# Guards the children of all scopes, the first wait, and the cancellation. Held for a few
+# instructions; no other lock is taken while it is held. That of a table of calls may be held.
 _lock = threading.Lock()
 
 
@@ -112,7 +113,7 @@ class CancelScope:
             if self._gate is not None:
                 self._gate.release()
             # First the calls that wait for room: ending the others would give them room.
-            children = sorted(self._children or (), key=lambda child: child.sent)
+            children = sorted(self._children or (), key=lambda child: child.state)
         if not self.begun:
             return True
         if (task := self.task) is not None:
@@ -123,21 +124,18 @@ class CancelScope:
             child.cancel()
         return False
 
-    def adopt(self, child: PendingCall) -> None:
-        """Adds a call of the handler; cancels it at once if the scope is cancelled."""
-        children = self._children
-        if children is None:
-            with _lock:
-                if self._children is None:
-                    self._children = set()
-                children = self._children
-        # In this order: the thread that settles the child removes it from the set afterwards.
-        child.siblings = children
-        children.add(child)
-        if child.settled:
-            children.discard(child)
-        if self.cancelled:
-            child.cancel()
+    def adopt(self, child: PendingCall) -> bool:
+        """Adds a call of the handler; returns False if the scope is cancelled."""
+        with _lock:
+            if self._children is None:
+                self._children = set()
+            self._children.add(child)
+            return not self.cancelled
+
+    def release(self, child: PendingCall) -> None:
+        """Removes a call of the handler, which is settled."""
+        if self._children is not None:
+            self._children.discard(child)
 
     def follow(self, task: Any) -> bool:
         """Notes the asyncio task that the handler goes on in; returns False if it must not."""

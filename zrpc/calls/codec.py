@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -39,28 +39,32 @@ class Codec:
         self._owner = owner
         self._membership = membership
         self.fetch: Callable[[MemberId, str], Any] | None = None
-        self._context_hooks: Sequence[MessageHooks] = ()
+        # Each returns what this thread's messages are within, or None.
+        self._contexts: Sequence[Callable[[], Any]] = ()
+        self._tags: Set[int] = frozenset()  # of the requests whose answers are within the same
         self._finishers: list[Callable[[Encoder], None]] = []
         self._openers: dict[int, Callable[[Decoder], None]] = {}
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
         """Has these hooks look at messages. Only before the agent serves."""
-        self._context_hooks = overriding(MessageHooks, "in_context", hooks)
+        self._contexts = [each.context.get for each in hooks if each.context is not None]
+        self._tags = {each.tag for each in hooks if each.context is not None and each.tag}
         self._finishers = [each.finish for each in overriding(MessageHooks, "finish", hooks)]
         opening = overriding(MessageHooks, "open", hooks)
         self._openers = {each.tag: each.open for each in opening if each.tag is not None}
 
-    def in_context(self, request: Message | None) -> bool:
-        """Returns whether hooks must see a message that is packed now; see `MessageHooks`."""
-        for each in self._context_hooks:  # noqa: SIM110  (faster than any(), for each message)
-            if each.in_context(request):
-                return True
-        return False
+    def in_context(self, request: Message) -> bool:
+        """Returns whether hooks must see the answer to a request; see `MessageHooks`."""
+        return not self._tags.isdisjoint(request.attachments or ())
 
     def encoder(self, member: MemberId, request: Message | None = None) -> Encoder:
         """Returns an encoder of a message to a member: of an answer if ``request`` is given."""
-        same_main = self._membership.same_main(member)
-        if not self.in_context(request):
+        same_main = self._membership.same_main[member]
+        within = request is not None and self.in_context(request)
+        if request is None:
+            for context in self._contexts:  # not by any(), which takes longer: for each message
+                within = within or context() is not None
+        if not within:
             return Encoder(self._owner, member, same_main, request)
         in_graph = torch.is_grad_enabled()
         return Encoder(self._owner, member, same_main, request, self._finishers, in_graph)

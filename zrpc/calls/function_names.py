@@ -1,13 +1,26 @@
-"""The name of what a request asks for, found without unpickling anything."""
+"""The name of what a request asks for: of a function, or in a message that is not unpickled."""
 
 from __future__ import annotations
 
 import pickletools
+import sys
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
+from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["asked_for", "call_title", "function_of", "handler_name", "kind_name", "readable"]
+__all__ = [
+    "asked_for",
+    "call_title",
+    "function_of",
+    "handler_name",
+    "kind_name",
+    "name_of",
+    "name_of_function",
+    "readable",
+]
 
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
@@ -19,6 +32,48 @@ _LABELS: dict[int, str] = {
 }
 # Pickles that begin with these names don't hold the name of a module's function.
 _NO_FUNCTIONS = ("builtins.getattr", "cloudpickle.", "copyreg.", "zrpc.", "functools.partial")
+
+# The names of C functions that belong to a module.
+_builtin_names: dict[BuiltinFunctionType, str] = {}
+
+
+def name_of(body: Any) -> str:
+    """Returns what to call a request in messages to people: its function's or method's name.
+
+    Not the function itself, which may hold much: a bound method its object, a closure its cells.
+
+    Args:
+        body: what is pickled: the function or the method's name first, if there is one.
+    """
+    what: Any = body[0] if type(body) is tuple and body else ""
+    if type(what) is FunctionType:
+        return what.__qualname__
+    return what if type(what) is str else name_of_function(what)
+
+
+def name_of_function(function: Any) -> str:
+    """Returns what to call a function, or another object that can be called."""
+    if type(function) is BuiltinFunctionType:
+        return _name_of_builtin(function)
+    try:
+        name = function.__qualname__
+    except Exception as error:  # of an object that can be called
+        if raised_by_handler(error):
+            raise
+        name = None
+    return name if type(name) is str else type(function).__qualname__
+
+
+def _name_of_builtin(function: BuiltinFunctionType) -> str:
+    """Returns the name of a C function, such as an operator of torch, which has to make it up."""
+    name = _builtin_names.get(function)
+    if name is None:
+        name = function.__qualname__
+        # Not of a method, which would keep its object alive.
+        module = sys.modules.get(function.__module__)
+        if getattr(module, function.__name__, None) is function:
+            _builtin_names[function] = name
+    return name
 
 
 def handler_name(request: Message) -> str:

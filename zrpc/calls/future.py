@@ -15,7 +15,7 @@ from zrpc.calls import trampoline
 from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
-from zrpc.calls.pending_calls import PendingCall
+from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 
 from zrpc.wire.kind import Tag
@@ -25,15 +26,14 @@ class MessageHooks:
     Attributes:
         tag: `open`, `request_scope` and `when_ready` are called for messages with this extension
             only.
+        context: if this is set, or in a request that has the tag, `finish` must see the messages
+            that are packed: those that the thread sends, or those that answer the request.
         to_carry: not empty if `carry` has something to add to the next message to any peer.
     """
 
     tag: ClassVar[Tag | None] = None
+    context: ClassVar[ContextVar[Any] | None] = None
     to_carry: Collection[object] = ()
-
-    def in_context(self, request: Message | None) -> bool:
-        """Returns whether `finish` must see a message that is packed now, and answers a request."""
-        return False
 
     def finish(self, encoder: Encoder) -> None:
         """Adds to an outgoing message, once all its values are packed."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.calls.pending_calls import PendingCall
+from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import ProtocolError
 from zrpc.membership.view import Membership
 from zrpc.wire.exceptions import error_text
@@ -29,11 +29,11 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["CallSpan", "HandlerSpan", "HandlerSpans", "configured"]
+__all__ = ["API", "CallSpan", "HandlerSpan", "HandlerSpans", "configured"]
 
 logger = logging.getLogger(__name__)
 
-_API = "opentelemetry.trace"
+API = "opentelemetry.trace"
 _modules = sys.modules
 
 
@@ -42,7 +42,7 @@ def configured() -> bool:
 
     The API's own function for that reads the environment each time, which takes a microsecond.
     """
-    return _API in _modules and getattr(_modules[_API], "_TRACER_PROVIDER", None) is not None
+    return API in _modules and getattr(_modules[API], "_TRACER_PROVIDER", None) is not None
 
 
 def _tracer() -> Tracer:

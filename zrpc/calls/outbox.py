@@ -7,13 +7,14 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import zmq
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.recorder import Recorder
 from zrpc.membership.view import Membership
-from zrpc.runtime.interrupts import uninterrupted
+from zrpc.runtime.interrupts import in_main_thread, uninterrupted
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
 from zrpc.wire.kind import LATE, UNCOUNTED
@@ -25,12 +26,20 @@ __all__ = ["Outbox", "exhausted"]
 logger = logging.getLogger(__name__)
 
 
+class Shutdown(Protocol):
+    """The end of the mesh; see `zrpc.agent.shutdown`."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole mesh has nothing left to do."""
+
+
 class Outbox:
     """Sends the messages of one worker. Any thread may call its methods.
 
     Args:
         in_io_thread: has something done in the I/O thread soon.
-        all_leave: whether the mesh has nothing left to do, and its workers leave.
+        shutdown: knows whether the mesh has nothing left to do, and its workers leave.
 
     Attributes:
         closed: whether the worker has shut down, or is about to.
@@ -42,10 +51,10 @@ class Outbox:
         network: Network,
         membership: Membership,
         in_io_thread: Callable[[Callable[[], None]], None],
-        all_leave: Callable[[], bool],
+        shutdown: Shutdown,
     ) -> None:
         self._network = network
-        self._all_leave = all_leave
+        self._shutdown = shutdown
         self._membership = membership
         self._in_io_thread = in_io_thread
         # Messages that this worker had no descriptors to send.
@@ -63,17 +72,25 @@ class Outbox:
         """How many messages are still to be sent."""
         return len(self._unsent)
 
-    def request(self, member: MemberId, message: Message) -> None:
-        """Sends a message that is answered. The caller has signal handlers held back.
+    def put(self, member: MemberId, message: Message) -> None:
+        """Sends a message; if this raises, `undo` must be called, unless it is tried again.
+
+        Not to be interrupted: what is lent of shared memory must leave with the message.
 
         Raises:
             zmq.ZMQError: the peer or we are gone, or there is no descriptor or memory left.
         """
-        try:
-            self._put(member, message)
-        except BaseException:
-            self._undo(member, message)
-            raise
+        for hooks in self._carriers:
+            if message.buffers or hooks.to_carry:
+                hooks.carry(member, message)
+        counted = message.kind not in UNCOUNTED
+        self._network.send(member, message.first_frame(), message.buffers, counted)
+
+    def undo(self, member: MemberId, message: Message) -> None:
+        """Undoes what was done for a message that is not sent, nor will be."""
+        if message.extensions:
+            for hooks in self._carriers:
+                hooks.undo_carry(member, message)
 
     def post(self, member: MemberId, message: Message) -> None:
         """Sends a message that is not answered.
@@ -86,14 +103,33 @@ class Outbox:
         """
         if member in self._membership.lost:
             return
-        if self._all_leave() and message.kind not in LATE:
+        if self._shutdown.done and message.kind not in LATE:
             # That a reference is no longer held, say. If the peer has left already, this worker's
             # end would wait in vain for the message to be sent.
             return
         if self.recorder is not None:
             self.recorder.on_message(message, member, out=True)
-        with uninterrupted:
+        if in_main_thread():
+            with uninterrupted:
+                self._put_or_queue(member, message)
+        else:
             self._put_or_queue(member, message)
+
+    def _put_or_queue(self, member: MemberId, message: Message) -> None:
+        try:
+            self.put(member, message)
+        except zmq.ZMQError as error:
+            if out_of_descriptors(error) and not self.closed:
+                self._unsent.append((member, message))
+                return
+            self.undo(member, message)
+            if error.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory to send a message") from error
+            name = self._membership.info.name
+            logger.debug("%s: nothing sent to %s: %s", name, self._membership.infos[member], error)
+        except BaseException:
+            self.undo(member, message)
+            raise
 
     def post_each_way(self, member: MemberId, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
@@ -103,48 +139,6 @@ class Outbox:
         if member not in self._membership.lost:
             with contextlib.suppress(zmq.ZMQError):
                 self._network.send_each_way(member, first)
-                self._drop_if_lost(member)
-
-    # -- into the network ------------------------------------------------------------------
-
-    def _put(self, member: MemberId, message: Message) -> None:
-        """Not to be interrupted: what is lent of shared memory must leave with the message."""
-        for hooks in self._carriers:
-            if message.buffers or hooks.to_carry:
-                hooks.carry(member, message)
-        counted = message.kind not in UNCOUNTED
-        self._network.send(member, message.first_frame(), message.buffers, counted)
-        self._drop_if_lost(member)
-
-    def _drop_if_lost(self, member: MemberId) -> None:
-        """Drops the mailboxes of a peer that was lost since it was last looked at.
-
-        One was opened once more then, with a message in it that nobody would ever drop.
-        """
-        if member in self._membership.lost:
-            self._network.drop(member)
-
-    def _put_or_queue(self, member: MemberId, message: Message) -> None:
-        try:
-            self._put(member, message)
-        except zmq.ZMQError as error:
-            if out_of_descriptors(error) and not self.closed:
-                self._unsent.append((member, message))
-                return
-            self._undo(member, message)
-            if error.errno == errno.ENOMEM:
-                raise MemoryError("there is no memory to send a message") from error
-            name = self._membership.info.name
-            logger.debug("%s: nothing sent to %s: %s", name, self._membership.infos[member], error)
-        except BaseException:
-            self._undo(member, message)
-            raise
-
-    def _undo(self, member: MemberId, message: Message) -> None:
-        """Undoes what was done for a message that is not sent, nor will be."""
-        if message.extensions:
-            for hooks in self._carriers:
-                hooks.undo_carry(member, message)
 
     # -- later -----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import threading
 from time import monotonic
 
 from zrpc.calls.cancel_scope import CancelScope
-from zrpc.calls.pending_calls import NEVER
+from zrpc.calls.pending_call import NEVER
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.kind import DROPPABLE, Tag
 from zrpc.wire.member_id import MemberId

@@ -17,7 +17,8 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.pending_calls import PendingCall, name_of_function
+from zrpc.calls.function_names import name_of_function
+from zrpc.calls.pending_call import PendingCall
 from zrpc.runtime.event_loop import running_loop
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
@@ -123,12 +124,13 @@ class CallMarks:
         "waits",
     )
 
-    def __init__(self, recorder: Recorder, packing: float, size: int) -> None:
+    def __init__(self, recorder: Recorder, waits: bool) -> None:
         self._recorder = recorder
-        self.packing = packing
-        self.size = size
+        self.packing = monotonic()
+        self.size = 0
         self.sending = self.left = 0.0
-        self.shared = self.waits = False
+        self.shared = False
+        self.waits = waits
         self.thread = threading.get_ident()
         scope = current_scope()
         self.parent = NO_PARENT if scope is None else (scope.caller.member_id, scope.call_id)

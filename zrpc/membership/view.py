@@ -43,7 +43,8 @@ class Membership:
         self._found: set[MemberId] = set()  # could be found at some time
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_rank: dict[int, WorkerInfo] = {}
-        self._same_main: dict[MemberId, bool] = {}
+        # Whether a name in ``__main__`` means the same at this worker and at that one.
+        self.same_main: dict[MemberId, bool] = {}
         # By routing id.
         self._members: dict[bytes, MemberId] = {}
         # Returns the member with this routing id, or None if the sender isn't a current member.
@@ -69,7 +70,7 @@ class Membership:
     def introduce(self, record: PeerRecord) -> None:
         """Adds a worker that is about to join."""
         member = record.member_id
-        self._same_main[member] = record.same_main(self.records[self.own_id])
+        self.same_main[member] = record.same_main(self.records[self.own_id])
         self.records[member] = record
         self.awaited.add(member)
         self._watchers[heartbeat_identity(record.identity)] = member
@@ -173,10 +174,6 @@ class Membership:
     def was_found(self, member: MemberId) -> bool:
         """Whether a worker is or was findable, and not just introduced."""
         return member in self._found
-
-    def same_main(self, member: MemberId) -> bool:
-        """Whether a name in ``__main__`` means the same at this worker and at that one."""
-        return self._same_main[member]
 
     def shares_host(self, member: MemberId) -> bool:
         """Whether this worker can see that one's private directory."""

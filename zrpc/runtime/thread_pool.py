@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from zrpc.runtime import forks, garbage_collector
@@ -32,6 +33,7 @@ __all__ = [
     "HandlerPool",
     "Load",
     "ThreadOwner",
+    "current_pool",
     "in_handler",
     "in_pool",
     "pass_gate",
@@ -51,6 +53,8 @@ MAX_THREADS = 4096
 # latest wait began.
 # .owner is what lends the thread to pools as a guest, if anything.
 _thread = threading.local()
+# Returns the pool whose job the current thread runs, or None. In C, as each call asks.
+current_pool: Callable[[], HandlerPool | None] = partial(getattr, _thread, "pool", None)
 
 
 class Load(NamedTuple):
@@ -114,7 +118,7 @@ def pass_gate(
         return True
     if garbage_collector.ident:
         garbage_collector.check_wait()
-    pool: HandlerPool | None = getattr(_thread, "pool", None)
+    pool = current_pool()
     if pool is None:
         if receive is not None:
             receive(gate, timeout)
@@ -136,7 +140,7 @@ def pass_gate(
 @contextlib.contextmanager
 def waiting() -> Iterator[None]:
     """Lets the pool replace this thread while it waits in the block for anything else."""
-    pool: HandlerPool | None = getattr(_thread, "pool", None)
+    pool = current_pool()
     if pool is None:
         yield
         return
@@ -431,9 +435,9 @@ class _PoolThread(ContextThread):
 
 def in_handler() -> bool:
     """Returns whether the current thread runs a job of a pool."""
-    return getattr(_thread, "pool", None) is not None
+    return current_pool() is not None
 
 
 def in_pool(pool: HandlerPool) -> bool:
     """Returns whether the current thread runs a job of this pool."""
-    return getattr(_thread, "pool", None) is pool
+    return current_pool() is pool

@@ -142,8 +142,7 @@ class LossDetector(Service):
         calls = self.agent.caller.calls
         before, asked.missing = asked.missing, {i for i in missing if calls.get(i) is not None}
         for call_id in sorted(before & asked.missing):
-            call = calls.pop(call_id)
-            if call is not None:
+            if calls.get(call_id) is not None:
                 info = self.agent.membership.infos[message.sender]
                 text = (
                     f"a call to {info} or its answer is lost: a connection broke, or there was no "
@@ -152,7 +151,7 @@ class LossDetector(Service):
                 )
                 logger.error("%s: %s", self.agent.worker_info, text)
                 self.agent.dispatcher.lost += 1
-                call.settle(RpcError(text))
+                calls.settle(call_id, RpcError(text))
 
     # -- the callee ----------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from zrpc.errors import ProtocolError
 
-__all__ = ["MAX_MESSAGE_BYTES", "Unpacked", "Unpacker", "header"]
+__all__ = ["MAX_MESSAGE_BYTES", "Unpacked", "Unpacker", "header", "pack_header"]
 
 # The first frame and the others.
 Unpacked = tuple[bytes, Sequence[Any]]
@@ -32,15 +32,17 @@ _HEADER = struct.Struct("<II")
 _SIZE = struct.Struct("<I")
 
 _HEADER_SIZE = _HEADER.size
-_pack, _unpack_from = _HEADER.pack, _HEADER.unpack_from
+# Packs the header of a message: the size of its first frame, and the number of others.
+pack_header = _HEADER.pack
+_unpack_from = _HEADER.unpack_from
 
 
 def header(first: bytes, buffers: Sequence[Any] = ()) -> bytes:
     """Returns what precedes the frames of a message in the stream."""
     if not buffers:
-        return _pack(len(first), 0)
+        return pack_header(len(first), 0)
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
-    return _pack(len(first), len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
+    return pack_header(len(first), len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
 
 
 class Unpacker:

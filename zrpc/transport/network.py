@@ -70,6 +70,7 @@ class Network:
         self.reconnects = 0
         self._mailboxes: dict[int, AnyMailbox] = {}
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
+        self._dropped: set[int] = set()  # peers that get no new mailbox
         self._endpoints: dict[int, str] = {}
         self._tcp_endpoint = ""
         self._closed = False
@@ -131,7 +132,8 @@ class Network:
         """Sends one message to a peer, or to this worker itself; see `Mailbox.transmit`.
 
         Raises:
-            zmq.ZMQError: the network is closed, or there is no descriptor or memory left.
+            zmq.ZMQError: the network is closed, the peer was dropped, or there is no descriptor or
+                memory left.
         """
         large = (
             (buffers or len(first) >= BULK_BYTES)
@@ -198,9 +200,16 @@ class Network:
             return None
         return partial(self._curve.guard_mailbox, peer=peer)
 
+    def notify(self, peer: int, first: bytes) -> None:
+        """Sends a message to a peer that was dropped; `drop` must be called again."""
+        with self._lock:
+            self._dropped.discard(peer)
+        self.send(peer, first, (), False)
+
     def drop(self, peer: int) -> None:
         """Closes the mailboxes of a peer that is lost or has left, with all queued messages."""
         with self._lock:
+            self._dropped.add(peer)
             dropped = [boxes.pop(peer) for boxes in (self._mailboxes, self._bulk) if peer in boxes]
             for mailbox in dropped:
                 self._sent_before[peer, mailbox.way] += mailbox.sent_bytes
@@ -292,7 +301,7 @@ class Network:
 
     def _open(self, peer: int, mailboxes: dict[int, AnyMailbox]) -> AnyMailbox:
         with self._lock:
-            if self._closed:
+            if self._closed or peer in self._dropped:
                 raise zmq.ZMQError(zmq.ENOTSOCK)
             mailbox = mailboxes.get(peer)
             if mailbox is None:

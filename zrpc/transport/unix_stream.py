@@ -30,7 +30,7 @@ from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import DIRECT
 from zrpc.transport.fd_reserve import reserve
-from zrpc.transport.framing import Unpacked, Unpacker, header
+from zrpc.transport.framing import Unpacked, Unpacker, header, pack_header
 from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
 from zrpc.transport.mailbox import size_of
 from zrpc.transport.poller import Poller
@@ -115,38 +115,52 @@ class DirectMailbox:
         Raises:
             ConnectionError: the peer no longer reads from this connection, or it was abandoned.
         """
-        data = header(first, buffers) + first
-        parts: list[Any] = [data, *buffers]
-        if len(parts) > _MAX_PARTS:
-            parts = [b"".join(parts)]
         with self._mutex:
-            if self._queue:
-                if not self._watched:
-                    raise ConnectionError("the connection is broken")
-                self._queue.append(b"".join(parts))
+            if buffers or self._queue:
+                self._transmit_parts([header(first, buffers) + first, *buffers])
             else:
-                written = self._write(parts)
-                if written < len(data) or buffers:
-                    self._queue_rest(parts, written)
+                data = pack_header(len(first), 0) + first
+                try:
+                    written = self._socket.send(data)
+                except OSError as error:
+                    written = self._nothing_written(error)
+                if written < len(data):
+                    self._queue_rest([data], written)
             self.sent += counted
             self.sent_bytes += size_of(first, buffers) if buffers else len(first)
 
-    def _write(self, parts: Sequence[Any]) -> int:
-        """Writes what there is room for; returns the number of bytes. The mutex is held."""
+    def _transmit_parts(self, parts: list[Any]) -> None:
+        """Writes a message, or queues it behind others. The mutex is held."""
+        if self._queue:
+            if not self._watched:
+                raise ConnectionError("the connection is broken")
+            self._queue.append(b"".join(parts))
+            return
+        if len(parts) > _MAX_PARTS:
+            parts = [b"".join(parts)]
         try:
-            if len(parts) == 1:
-                return self._socket.send(parts[0])
-            return self._socket.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
-        except ConnectionError:
-            raise
+            written = self._socket.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
         except OSError as error:
-            if self._socket.fileno() < 0:  # another thread has abandoned it
-                raise ConnectionError("the connection is closed") from error
-            # For Unix sockets, ENOBUFS means that the system has no memory.
-            number = errno.ENOMEM if error.errno == errno.ENOBUFS else error.errno
-            raise zmq.ZMQError(number) from error
+            written = self._nothing_written(error)
+        if written < sum(memoryview(part).nbytes for part in parts):
+            self._queue_rest(parts, written)
+
+    def _nothing_written(self, error: OSError) -> int:
+        """Returns 0 if there was no room.
+
+        Raises:
+            ConnectionError: the connection is broken.
+            zmq.ZMQError: there is no memory left.
+        """
+        if isinstance(error, BlockingIOError):
+            return 0
+        if isinstance(error, ConnectionError):
+            raise error
+        if self._socket.fileno() < 0:  # another thread has abandoned it
+            raise ConnectionError("the connection is closed") from error
+        # For Unix sockets, ENOBUFS means that the system has no memory.
+        number = errno.ENOMEM if error.errno == errno.ENOBUFS else error.errno
+        raise zmq.ZMQError(number) from error
 
     def _unwatch(self) -> None:
         if self._watched:
@@ -154,9 +168,7 @@ class DirectMailbox:
             self._poller.forget(self._socket.fileno())
 
     def _queue_rest(self, parts: Sequence[Any], written: int) -> None:
-        """Queues the rest of a message, unless all of it was written. The mutex is held."""
-        if written == sum(memoryview(part).nbytes for part in parts):
-            return
+        """Queues a message that was not wholly written. The mutex is held."""
         try:
             data = b"".join(parts)
             self._poller.watch_writable(self._socket.fileno(), self._flush)
@@ -180,7 +192,10 @@ class DirectMailbox:
         try:
             while self._queue:
                 data = self._queue[0]
-                self._written += self._write([data[self._written :]])
+                try:
+                    self._written += self._socket.send(data[self._written :])
+                except OSError as error:
+                    self._nothing_written(error)
                 if self._written < len(data):
                     return True
                 self._queue.popleft()

@@ -167,6 +167,9 @@ class Encoder:
         request: the request that the message answers; None if it is a request itself.
         finishers: called with this encoder when all tensors of the message are known.
         in_graph: whether tensors that require grad stay part of an autograd graph.
+
+    Attributes:
+        to_undo: the actions that undo what reducers have done for the message.
     """
 
     __slots__ = (
@@ -175,7 +178,6 @@ class Encoder:
         "_has_attributes",
         "_plain",
         "_tensors",
-        "_undo",
         "buffers",
         "destination",
         "extensions",
@@ -183,6 +185,7 @@ class Encoder:
         "owner",
         "request",
         "same_main",
+        "to_undo",
     )
 
     def __init__(
@@ -200,7 +203,7 @@ class Encoder:
         self.request = request
         self.in_graph = in_graph
         self._finishers = finishers
-        self._undo: list[Callable[[], None]] = []
+        self.to_undo: list[Callable[[], None]] = []
         self._plain = True
         # Whether an attribute of a tensor can be pickled, by its id. None: they are not looked at.
         self._attributes: dict[int, bool] | None = None
@@ -222,20 +225,15 @@ class Encoder:
 
     def undo(self, action: Callable[[], None]) -> None:
         """Has ``action`` called if the message is not sent after all."""
-        self._undo.append(action)
-
-    @property
-    def undoable(self) -> bool:
-        """Whether reducers have registered anything that `abort` would undo."""
-        return bool(self._undo)
+        self.to_undo.append(action)
 
     def abort(self) -> None:
         """Undoes what reducers have done for the message, since it will not be sent."""
-        if self._undo:
+        if self.to_undo:
             with uninterrupted:
-                for action in reversed(self._undo):
+                for action in reversed(self.to_undo):
                     action()
-                self._undo.clear()
+                self.to_undo.clear()
 
     def sendable(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Returns those attributes of a tensor that can be pickled; warns of the others.

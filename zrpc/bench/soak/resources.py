@@ -92,7 +92,7 @@ def outstanding_work() -> str:
     lines = _left(agent)
     lines += [
         f"call {call.call_id} to rank {call.peer} for {now - call.begun:.1f} s"
-        for call in sorted(agent.caller.calls._calls.values(), key=lambda call: call.begun)
+        for call in sorted(agent.caller.calls.in_flight(), key=lambda call: call.begun)
     ]
     sent = {number: agent.network.sent([number]) for number in members}
     lines.append(f"messages sent, by the number of the receiver: {sent}")
@@ -129,7 +129,7 @@ def _left(agent: Agent) -> list[str]:
         "segments that peers have": shared.pool.lent,
         "segments of peers in use": len(shared.loans._open),
         "bytes that flow control counts as in flight": sum(
-            agent.caller.flow_control._used.values()
+            load.used for loads in agent.caller.calls.loads().values() for load in loads
         ),
     }
     return [f"{count} {what}" for what, count in counts.items() if count]

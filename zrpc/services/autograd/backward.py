@@ -24,7 +24,7 @@ import torch
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler
 from zrpc.calls.execution import RequestJob
-from zrpc.calls.pending_calls import PendingCall
+from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import BackwardError, RpcError
 from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.services.autograd import ddp, engine

@@ -81,6 +81,7 @@ class Crossing(MessageHooks):
     """
 
     tag = Tag.GRAPH
+    context = current_id
 
     def __init__(self, contexts: Contexts, passes: Passes) -> None:
         self._join = contexts.join
@@ -102,12 +103,6 @@ class Crossing(MessageHooks):
             yield
         finally:
             current_id.reset(token)
-
-    def in_context(self, request: Message | None) -> bool:
-        """Returns whether a message that is packed now is within a context."""
-        if request is None:
-            return current_id.get() is not None
-        return _graph_of(request) is not None
 
     def _context_of(self, request: Message | None) -> int | None:
         """Returns the context of an outgoing message: this thread's, or that of its request."""

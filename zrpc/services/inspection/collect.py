@@ -10,7 +10,7 @@ from typing import Any
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import handler_name, kind_name, readable
-from zrpc.calls.pending_calls import NEVER, PendingCall
+from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.services.inspection.numbers import take_numbers
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities

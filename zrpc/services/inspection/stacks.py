@@ -35,6 +35,7 @@ from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
+from zrpc.calls.pending_call import State
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.services.inspection.snapshot import Activity, Frame
@@ -119,10 +120,11 @@ def _handlers(agent: Agent) -> dict[int, Message]:
 def _calls_by_thread(agent: Agent) -> dict[int, list[int]]:
     """Returns the ids of the calls that each thread waits for, or waits to send, by its ident."""
     found: defaultdict[int, list[int]] = defaultdict(list)
-    for call_id, ident in agent.caller.flow_control.waiting_threads().items():
-        found[ident].append(call_id)
     for call in agent.caller.calls.in_flight():
-        for ident in () if call.settled else call.waiters:
+        waiters = call.waiters
+        if call.state is State.QUEUED and call.room is not None and call.room.thread:
+            waiters = (*waiters, call.room.thread)
+        for ident in waiters:
             found[ident].append(call.call_id)
     return found
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import asked_for
-from zrpc.calls.pending_calls import PendingCall
+from zrpc.calls.pending_call import PendingCall
 from zrpc.services.inspection.snapshot import Activity
 from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind

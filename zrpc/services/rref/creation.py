@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import weakref
 
     from zrpc.calls.callee import Callee
-    from zrpc.calls.pending_calls import PendingCall
+    from zrpc.calls.pending_call import PendingCall
     from zrpc.services.rref.messages import ForkId, RRefId
     from zrpc.services.rref.rref import RRef
     from zrpc.services.rref.service import RRefService
