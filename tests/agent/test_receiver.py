@@ -13,7 +13,7 @@ import pytest
 from tests.support.failing_log import failing_log
 from zrpc import WorkerInfo
 from zrpc.agent.receiver import Receiver
-from zrpc.calls.pending_calls import NEVER
+from zrpc.calls.pending_call import NEVER
 from zrpc.runtime.job_times import JobTimes
 
 

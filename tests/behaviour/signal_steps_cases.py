@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.pending import bytes_in_flight
 from tests.support.steps import at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import until
@@ -135,8 +136,8 @@ def send() -> None:
 
 
 def settles(mesh: Mesh) -> bool:
-    caller = mesh.agent(0).caller
-    return not len(caller.calls) and not len(caller.flow_control)
+    calls = mesh.agent(0).caller.calls
+    return not len(calls) and not bytes_in_flight(calls)
 
 
 @pytest.mark.parametrize("work", WORK)

@@ -16,6 +16,7 @@ import pytest
 import zrpc
 from tests.support.waiting import SOON
 from zrpc.agent.agent import Agent
+from zrpc.calls.pending_call import PendingCall
 from zrpc.testing import Mesh
 
 Interrupt = Callable[[Agent], None]
@@ -52,14 +53,23 @@ def in_a_turn(agent: Agent) -> None:
     agent.receiver.in_io_thread(gc.collect)
 
 
+class CollectingParent:
+    """The parent of a call, which collects when it adopts it: the table's lock is held then."""
+
+    def adopt(self, _: PendingCall) -> bool:
+        gc.collect()
+        return True
+
+    def release(self, _: PendingCall) -> None: ...
+
+
 def with_a_lock(agent: Agent) -> None:
-    """Collects while this thread gives room to a call, as it does under flow control's lock."""
-    calls, flow = agent.caller.calls, agent.caller.flow_control
-    first, second = (calls.new(agent.membership.own_id, 1) for _ in range(2))
-    flow.enter_now(first, "test", flow.limit)
-    flow.enter_later(second, "test", flow.limit, gc.collect)  # type: ignore[arg-type]
-    flow.leave(first)
-    flow.leave(second)
+    """Collects while this thread has the lock of the table of calls."""
+    calls = agent.caller.calls
+    call = PendingCall(calls, agent.membership.own_id, 1)
+    call.parent = CollectingParent()
+    calls.enter(call)
+    call.withdraw()
 
 
 @pytest.fixture(autouse=True)

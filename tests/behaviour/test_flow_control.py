@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.pending import bytes_in_flight, queued
 from tests.support.waiting import until
-from zrpc.calls.flow_control import OVERHEAD_BYTES, FlowControl
+from zrpc.calls.pending_calls import OVERHEAD_BYTES, PendingCalls
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -24,9 +25,9 @@ pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flig
 gate = threading.Event()
 
 
-def until_empty(window: FlowControl) -> None:
+def until_empty(calls: PendingCalls) -> None:
     """Waits until no call takes any room: the thread that settles one wakes the caller first."""
-    until(lambda: not len(window), "all room is free")
+    until(lambda: not bytes_in_flight(calls), "all room is free")
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +55,12 @@ def flood(count: Any) -> Any:
 
 
 def test_calls_wait_rather_than_pile_up(mesh: Mesh) -> None:
-    window = mesh.agent(0).caller.flow_control
+    calls = mesh.agent(0).caller.calls
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood, 40)
-        until(lambda: window._waiting or flooding.done(), "a call waits for room")
+        until(lambda: queued(calls) or flooding.done(), "a call waits for room")
         assert not flooding.done()
-        assert 0 < len(window) <= LIMIT
+        assert 0 < bytes_in_flight(calls) <= LIMIT
         # Calls of other threads wait behind it, not beyond their timeouts.
         with (
             mesh.agent(0).as_current(),
@@ -70,7 +71,7 @@ def test_calls_wait_rather_than_pile_up(mesh: Mesh) -> None:
             assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
         gate.set()
         assert flooding.result(30) == 40 * SIZE // 4
-    until_empty(window)
+    until_empty(calls)
 
 
 def pause(number: Any) -> Any:
@@ -85,16 +86,16 @@ def flood_with_small_ones(count: Any) -> Any:
 @pytest.mark.system
 def test_also_small_calls_wait(mesh: Mesh) -> None:
     """So that their number is bounded, at the caller and at the callee."""
-    window, most = mesh.agent(0).caller.flow_control, LIMIT // OVERHEAD_BYTES
+    calls, most = mesh.agent(0).caller.calls, LIMIT // OVERHEAD_BYTES
     with ThreadPoolExecutor(1) as pool:
         flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
-        until(lambda: window._waiting or flooding.done(), "a call waits for room")
+        until(lambda: queued(calls) or flooding.done(), "a call waits for room")
         assert not flooding.done()
         assert most // 2 < len(mesh.agent(0).caller.calls) <= most + 1
         assert len(mesh.agent(1).callee.requests) <= most
         gate.set()
         assert flooding.result(30) == list(range(4 * most))
-    until_empty(window)
+    until_empty(calls)
 
 
 def fill(to: Any) -> Any:
@@ -168,11 +169,11 @@ def test_calls_from_a_coroutine_are_sent_when_there_is_room(mesh: Mesh, where: s
         flooding = pool.submit(mesh.run, 0, flood_here)
         assert flooded.wait(30)  # the coroutine was not held up
         assert len(agent.caller.calls) >= 40
-        assert len(agent.caller.flow_control) <= LIMIT
+        assert bytes_in_flight(agent.caller.calls) <= LIMIT
         assert len(mesh.agent(there).callee.requests) <= 17  # 16 that fit, and that of the handler
         gate.set()
         assert flooding.result(30) == [float(number) for number in range(40)]
-    until_empty(agent.caller.flow_control)
+    until_empty(agent.caller.calls)
 
 
 async def cancel_what_waits() -> Any:
@@ -187,7 +188,7 @@ def test_what_a_coroutine_cancels_is_never_sent(mesh: Mesh) -> None:
     sent = mesh.agent(0).network.sent([1])
     assert mesh.run(0, asyncio.run, cancel_what_waits()) == (True, 20 * SIZE // 4)
     assert mesh.agent(0).network.sent([1]) - sent == 20
-    until_empty(mesh.agent(0).caller.flow_control)
+    until_empty(mesh.agent(0).caller.calls)
 
 
 async def wait_in_vain() -> Any:
@@ -201,7 +202,7 @@ async def wait_in_vain() -> Any:
 
 def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh: Mesh) -> None:
     assert mesh.run(0, asyncio.run, wait_in_vain()) == 20 * SIZE // 4
-    until_empty(mesh.agent(0).caller.flow_control)
+    until_empty(mesh.agent(0).caller.calls)
 
 
 def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh: MakeMesh) -> None:
@@ -239,19 +240,19 @@ def test_room_that_comes_at_the_deadline(
     """A deadline of 0 in the request would mean that there is none."""
     times_left.clear()
     caller = mesh.agent(0).caller
-    window = caller.flow_control
+    calls = caller.calls
     with mesh.agent(0).as_current():
         filling = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
         until(lambda: len(mesh.agent(1).callee.requests), "the window is full")
         # The I/O thread is late, and so is the thread that gets room: both go on after it.
         monkeypatch.setattr(caller.calls, "expire", lambda now: None)
-        issue = caller._issue
+        issue = caller._send
 
         def issue_late(call: Any, *args: Any, **kwargs: Any) -> None:
             until(lambda: not call.remaining(), "the deadline has passed")
             issue(call, *args, **kwargs)
 
-        monkeypatch.setattr(caller, "_issue", issue_late)
+        monkeypatch.setattr(caller, "_send", issue_late)
 
         async def call_in_a_loop() -> Any:
             return await rpc.rpc_async(1, note_the_rest_of_the_time, timeout=0.3)
@@ -264,7 +265,7 @@ def test_room_that_comes_at_the_deadline(
 
         with ThreadPoolExecutor(1) as pool:
             calling = pool.submit(call)
-            until(lambda: window._waiting, "a call waits for room")
+            until(lambda: queued(calls), "a call waits for room")
             gate.set()
             filling.wait()
             with pytest.raises(rpc.RpcTimeoutError):
@@ -273,4 +274,4 @@ def test_room_that_comes_at_the_deadline(
         rpc.rpc_sync(1, abs, (-1,))  # what was sent before has come
         until(lambda: not len(mesh.agent(1).callee.requests), "all handlers have ended")
     assert None not in times_left
-    until_empty(window)
+    until_empty(calls)

@@ -19,11 +19,10 @@ import torch
 import zrpc as rpc
 from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
-from tests.support.pending import entered_call
+from tests.support.pending import entered_call, table
 from tests.support.settled import Calling, caught, settled_in_wait
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON
-from zrpc.calls.pending_calls import PendingCalls
 from zrpc.testing import Mesh
 
 
@@ -39,7 +38,7 @@ def test_it_is_a_torch_future(shared: Mesh) -> None:
 
 def test_one_in_flight_is_few_objects_for_the_garbage_collector() -> None:
     """The collector goes through all objects whenever many are new."""
-    calls, calling = PendingCalls(), Calling()
+    calls, calling = table(), Calling()
 
     def make() -> rpc.Future[Any]:
         return rpc.Future.of_call(entered_call(calls, peer=0, timeout=60), calling)
@@ -247,7 +246,7 @@ def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
 
 def test_a_call_that_is_settled_but_not_decoded_yet() -> None:
     jobs: list[Callable[[], None]] = []
-    call = entered_call(PendingCalls(), peer=0, timeout=SOON)
+    call = entered_call(table(), peer=0, timeout=SOON)
     future = rpc.Future.of_call(call, Calling(complete=jobs.append))
     call.fail("answer")
     with pytest.raises(RuntimeError, match=ALREADY):
@@ -349,7 +348,7 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 
 
 def of_call() -> rpc.Future[Any]:
-    return rpc.Future.of_call(entered_call(PendingCalls(), peer=0, timeout=60), Calling())
+    return rpc.Future.of_call(entered_call(table(), peer=0, timeout=60), Calling())
 
 
 @pytest.mark.parametrize("make", [rpc.Future, of_call], ids=["plain", "of a call"])

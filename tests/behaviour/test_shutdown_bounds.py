@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
-from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.testing import Mesh, faults
 
@@ -24,7 +22,6 @@ Succeed = Callable[..., list[str]]
 
 def until_lost(name: str) -> None:
     """Waits until this worker has declared another one lost, or was told to."""
-    import threading
 
     gone = threading.Event()
     rpc.on_worker_lost(lambda worker: worker.name == name and gone.set())
@@ -68,49 +65,6 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
     assert mesh.run(1, rpc.rpc_sync, 2, echo, (1,)) == 1
     mesh.run(1, rpc.shutdown)
     ends[1].result(SOON)
-
-
-# -- while another thread calls --------------------------------------------------------------------
-
-
-def test_a_call_that_begins_while_the_worker_closes(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was packed before, and is sent after all calls in flight have failed."""
-    agent = mesh.agent(0)
-    caller, close_loop, submit = agent.caller, agent.event_loop.close, agent.caller._submit
-    enter = caller.calls.enter
-    packed, failed, submitted = (threading.Event() for _ in range(3))
-
-    def enter_late(call: Any) -> None:
-        packed.set()
-        assert failed.wait(SOON)
-        enter(call)
-
-    def submit_and_tell(*args: Any) -> None:
-        try:
-            submit(*args)
-        finally:
-            submitted.set()
-
-    def close_late(timeout: float) -> None:
-        failed.set()
-        assert submitted.wait(SOON)
-        close_loop(timeout)
-
-    def call() -> Any:
-        with agent.as_current():
-            return rpc.rpc_sync(1, echo, (1,), timeout=0)
-
-    monkeypatch.setattr(caller.calls, "enter", enter_late)
-    monkeypatch.setattr(caller, "_submit", submit_and_tell)
-    monkeypatch.setattr(agent.event_loop, "close", close_late)
-    finish = start_all([call], 5.0)
-    assert packed.wait(SOON)
-    agent.close()
-    [outcome] = finish()
-    assert isinstance(outcome, rpc.NotInitializedError)
-    assert not len(caller.calls)
 
 
 # -- with a handler that never returns ------------------------------------------------------------

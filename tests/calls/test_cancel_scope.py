@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.support.pending import entered_call
+from tests.support.pending import table
 from zrpc.calls.cancel_scope import CancelScope, activate, current_scope, deactivate
-from zrpc.calls.pending_calls import PendingCalls, Stage
+from zrpc.calls.pending_call import PendingCall
+from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.errors import RpcCancelledError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.wire.member_id import MemberId
 
 CALLER = WorkerInfo("worker0", 0)
 SOON = 5.0
@@ -27,7 +31,7 @@ def scope() -> Any:
 
 @pytest.fixture
 def calls() -> Any:
-    return PendingCalls()
+    return table()
 
 
 def test_a_handler_that_is_waited_for_begins(scope: Any) -> None:
@@ -75,63 +79,49 @@ def test_one_that_must_run_is_not_cancelled() -> None:
     assert scope.remaining() == 0
 
 
+def child_of(scope: Any, calls: Any, size: int = -1) -> Any:
+    """Enters a call of the scope's handler."""
+    call = PendingCall(calls, MemberId(1), 0)
+    call.parent = scope
+    calls.enter(call, size)
+    return call
+
+
 def test_children_are_cancelled_with_it(scope: Any, calls: Any) -> None:
     scope.begin()
-    children = [entered_call(calls, 0, 0) for _ in range(3)]
-    for child in children:
-        scope.adopt(child)
+    children = [child_of(scope, calls) for _ in range(3)]
     children[0].fail(KeyError("earlier"))
     scope.cancel()
-    assert [type(child.claim()) for child in children] == [
-        KeyError,
-        RpcCancelledError,
-        RpcCancelledError,
-    ]
-    late = entered_call(calls, 0, 0)
-    scope.adopt(late)
-    assert isinstance(late.claim(), RpcCancelledError)
+    outcomes = [child.claim() for child in (*children, child_of(scope, calls))]
+    assert [type(each) for each in outcomes] == [KeyError] + 3 * [RpcCancelledError]
+    assert [each.executed for each in outcomes[1:]] == [None, None, False]
     assert len(calls) == 0
 
 
-def test_calls_that_are_not_sent_yet_end_first(scope: Any, calls: Any) -> None:
-    """They wait for room: ending the others first would give them room."""
+def test_calls_that_wait_for_room_end_first(scope: Any) -> None:
+    """Ending the others first would give them room."""
     scope.begin()
+    calls = table(limit=OVERHEAD_BYTES)
     ended = []
 
     class Follower:
         def on_settled(self, call: Any) -> None:
-            ended.append(call.sent)
+            ended.append(call.claim().executed)
 
-    for i in range(20):
-        call = entered_call(calls, 0, 0)
-        call.stage = Stage.LEFT if i % 2 == 0 else Stage.NEW
-        call.follower = Follower()
-        scope.adopt(call)
-    scope.cancel()
-    assert ended == [False] * 10 + [True] * 10
-
-
-def test_settled_children_are_removed(scope: Any, calls: Any) -> None:
-    scope.begin()
     for _ in range(10):
-        child = entered_call(calls, 0, 0)
-        scope.adopt(child)
-        calls.pop(child.call_id).settle("done")
-    settled = entered_call(calls, 0, 0)
-    calls.pop(settled.call_id).settle("done")
-    scope.adopt(settled)  # before it could
-    assert not scope._children
+        child_of(scope, calls, size=0).follower = Follower()
+    scope.cancel()
+    assert ended == [False] * 9 + [None]
 
 
-def test_only_sent_calls_are_cancelled_at_the_callee() -> None:
-    told = []
-    calls = PendingCalls(on_cancelled=told.append)
-    unsent, sent = entered_call(calls, 0, 0), entered_call(calls, 0, 0)
-    sent.stage = Stage.LEFT
-    assert unsent.cancel()
-    assert sent.cancel()
-    assert not sent.cancel()
-    assert told == [sent]
+def test_settled_children_are_not_kept(scope: Any, calls: Any) -> None:
+    scope.begin()
+    child = child_of(scope, calls)
+    calls.settle(child.call_id, "done")
+    kept = weakref.ref(child)
+    del child
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from zrpc.calls.pending_calls import name_of
+from zrpc.calls.function_names import name_of
 
 
 def test_the_name_of_a_c_function_is_found_each_time() -> None:

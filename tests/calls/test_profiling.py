@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zrpc as rpc
 from tests.support.waiting import until
-from zrpc.calls.profiling import profiler
+from zrpc.calls.observation import profiler
 from zrpc.testing import Mesh
 
 

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.calls.outbox import Outbox
-from zrpc.calls.pending_calls import PendingCall, Stage
+from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import ProtocolError
 from zrpc.services import loss_detection
 from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
@@ -287,7 +287,7 @@ def test_what_has_not_left_is_not_asked_after(
         in_io_thread(agent, look)
         assert said == []
     with monkeypatch.context() as patch:
-        patch.setattr(waiting_call, "stage", Stage.NEW)  # it waits for room
+        patch.setattr(waiting_call, "left", False)  # it waits for room
         in_io_thread(agent, look)
         assert said == []
     in_io_thread(agent, look)

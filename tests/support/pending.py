@@ -4,12 +4,49 @@ from __future__ import annotations
 
 from typing import Any
 
-from zrpc.calls.pending_calls import PendingCall, PendingCalls
-from zrpc.wire.member_id import MemberId
+from zrpc.calls.pending_call import PendingCall
+from zrpc.calls.pending_calls import PendingCalls
+from zrpc.wire.member_id import MemberId, rank_of
+
+
+class Callees:
+    """The peers of the calls, which do nothing. ``cancelled`` has the calls that they hear of."""
+
+    def __init__(self) -> None:
+        self.lost: set[MemberId] = set()
+        self.cancelled: list[PendingCall] = []
+
+    def explain(self, _: MemberId) -> str:
+        return ""
+
+    def describe(self, peer: MemberId) -> str:
+        return f"rank {rank_of(peer)}"
+
+    def died(self, call: PendingCall) -> Exception:
+        return call.died(f"peer {call.peer} is gone")
+
+    def tell_cancelled(self, call: PendingCall) -> None:
+        self.cancelled.append(call)
+
+
+def table(limit: int = 0) -> PendingCalls:
+    """Makes an empty table."""
+    return PendingCalls(Callees(), limit)
 
 
 def entered_call(calls: PendingCalls, peer: int, timeout: float, holds: Any = None) -> PendingCall:
-    """Makes a call and enters it into the table."""
-    call = calls.new(MemberId(peer), timeout, holds)
+    """Makes a call and enters it into the table, without a need for room."""
+    call = PendingCall(calls, MemberId(peer), timeout)
+    call.holds = holds
     calls.enter(call)
     return call
+
+
+def queued(calls: PendingCalls) -> int:
+    """Returns the number of calls that wait for room."""
+    return sum(load.waiting for loads in calls.loads().values() for load in loads)
+
+
+def bytes_in_flight(calls: PendingCalls) -> int:
+    """Returns how many bytes flow control counts."""
+    return sum(load.used for loads in calls.loads().values() for load in loads)

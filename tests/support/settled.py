@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import zrpc as rpc
-from tests.support.pending import entered_call
+from tests.support.pending import entered_call, table
 from tests.support.waiting import SOON
-from zrpc.calls.pending_calls import PendingCall, PendingCalls
-from zrpc.calls.settling import wait_until_settled
+from zrpc.calls.pending_call import PendingCall
+from zrpc.runtime.thread_pool import pass_gate
 
 
 class Calling:
@@ -25,7 +25,8 @@ class Calling:
         self.complete = complete
 
     def wait(self, call: PendingCall) -> None:
-        wait_until_settled(call, self.receive)
+        call.waiters = (threading.get_ident(),)
+        pass_gate(call.gate, SOON, self.receive)
 
     def in_next_turn(self, errand: Callable[[], object]) -> None:
         errand()
@@ -36,7 +37,7 @@ class Calling:
 
 def settled_in_wait(outcome: Any) -> rpc.Future[Any]:
     """The future of a call that is settled as soon as a thread waits for it, which completes it."""
-    call = entered_call(PendingCalls(), peer=0, timeout=SOON)
+    call = entered_call(table(), peer=0, timeout=SOON)
     return rpc.Future.of_call(call, Calling(receive=lambda gate, timeout: call.fail(outcome)))
 
 
