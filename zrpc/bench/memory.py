@@ -20,7 +20,7 @@ def after_start(session: Session) -> Sample:
 
 
 def after_calls(session: Session, count: int) -> Sample:
-    """Measures it after ``count`` empty calls, of which at most 100 are in flight."""
+    """Measures it after ``count`` empty calls, at most 100 of them in flight."""
     count = session.sampling.scaled(count)
     for start in range(0, count, _MAX_IN_FLIGHT):
         number = min(_MAX_IN_FLIGHT, count - start)

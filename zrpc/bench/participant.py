@@ -38,7 +38,7 @@ class Participant:
         self._start_failed: MeshError | LaunchError | None = None
 
     def can_measure(self, row: Row) -> bool:
-        """Whether there is a workload for this row."""
+        """Returns whether there is a workload for this row."""
         return self._row_or_limit(row) is not None
 
     def measure(self, row: Row, sampling: Sampling) -> Sample:

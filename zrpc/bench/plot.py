@@ -16,7 +16,7 @@ _SLOWER = "#b5483a"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -41,13 +41,13 @@ _PRELOAD = (
 
 
 class Watcher(Protocol):
-    """Is notified of the progress of a run."""
+    """An observer of a run's progress."""
 
     def row_started(self, number: int, group: Group, row: Row) -> None:
-        """Called before a row is measured in the round with this number."""
+        """Takes note that a row is about to be measured in the round with this number."""
 
     def row_finished(self) -> None:
-        """Called after the row was measured."""
+        """Takes note that the row was measured."""
 
 
 @dataclass

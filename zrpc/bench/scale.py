@@ -131,10 +131,9 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
     """Returns points for larger meshes, computed from those measured.
 
     What worker 0 uses grows by the same amount with each peer, so a straight line is drawn through
-    the two largest meshes of a library. The start of all workers on this machine, of which each
-    meets all others, is taken to grow with the square of their number. Calls and tensors are left
-    out, as they depend on the number of processors. A library with less than two meshes has no
-    points.
+    the two largest meshes of a library. At the start each worker meets each other one, so its
+    time is taken to grow with the square of their number. Calls and tensors are left out, as they
+    depend on the number of processors. A library with less than two meshes has no points.
     """
     found = []
     for library in dict.fromkeys(point.library for point in points):

@@ -104,7 +104,7 @@ def accumulate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_to_others(rank: int, workers: int, count: int) -> int:
-    """On that worker: sends a tensor of that many elements to each other one; how many arrived.
+    """Sends a tensor of that many elements to each other worker; returns how many arrived.
 
     All workers do this at once, and each begins with the next one.
     """
@@ -135,7 +135,7 @@ def burn() -> None:
 
 
 def burning() -> bool:
-    """Whether `burn` is running."""
+    """Returns whether `burn` is running."""
     return _burning.is_set()
 
 
