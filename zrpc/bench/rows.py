@@ -84,6 +84,37 @@ def _cost_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
+def _skeleton_rows() -> tuple[Row, ...]:
+    """Returns rows with two workloads each: zrpc's, and that of the skeleton as its limit."""
+    both = [
+        ("empty call", "calls:empty", "empty", ()),
+        ("call with a tensor of 2 elements, and back", "tensors:echo", "echo", (8,)),
+        ("each of 200 calls in flight", "calls:in_flight", "in_flight", (200,)),
+        ("one way, 1 MiB", "tensors:one_way", "one_way", (_MIB,)),
+        ("one way, 16 MiB", "tensors:one_way", "one_way", (16 * _MIB,)),
+        ("autograd step, width 16", "autograd:step", "step", (16,)),
+        ("autograd step, width 512", "autograd:step", "step", (512,)),
+    ]
+    return tuple(
+        Row(
+            f"skeleton: {name}",
+            workload,
+            arguments,
+            limit=Limit("skeleton", f"skeleton:{skeleton}", arguments),
+            default=False,
+            only="zrpc",
+        )
+        for name, workload, skeleton, arguments in both
+    )
+
+
+def _step_rows() -> tuple[Row, ...]:
+    return tuple(
+        Row(f"steps at the {end}", f"steps:{end}", unit=Unit.COUNT, default=False, only="zrpc")
+        for end in ("caller", "callee")
+    )
+
+
 def _start_rows() -> tuple[Row, ...]:
     joining = [
         Row(
@@ -230,6 +261,8 @@ GROUPS: tuple[Group, ...] = (
         fresh=True,
         turns=1,
     ),
+    Group("skeleton", _skeleton_rows()),
+    Group("steps", _step_rows(), turns=1),
     Group("start", _start_rows(), workers=1, forms_mesh=False, turns=1),
 )
 

@@ -36,6 +36,8 @@ _PRELOAD = (
     "zrpc.bench.worker",
     "zrpc.bench.raw_zmq",
     "zrpc.bench.references",
+    "zrpc.bench.skeleton",
+    "zrpc.bench.steps",
     "zrpc.bench.tensors",
 )
 

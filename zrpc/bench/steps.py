@@ -1,0 +1,134 @@
+"""Workloads: the steps of one call, counted as what its thread enters and executes of zrpc.
+
+The counts are those that most calls have. So extra polls, and what a worker does ten times a
+second, don't count.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import zrpc
+from zrpc.bench import targets
+from zrpc.bench.calls import check
+from zrpc.bench.sampling import Sample
+from zrpc.bench.session import PEER, Session
+
+__all__ = ["callee", "caller"]
+
+_WARM_UP_CALLS = 500
+_COUNTED_CALLS = 200
+# The thread that handles calls changes now and then.
+_TRIES = 20
+_ROOT = os.path.dirname(zrpc.__file__)
+_OWN = os.path.dirname(__file__)
+
+# By module and function: how often it was entered, or how many of its lines were executed.
+Counts = Counter[tuple[str, str]]
+# One for each call, which begins as `targets.nothing` is entered. Used by the observed thread.
+_records: list[Counts] = []
+
+
+def caller(session: Session) -> Sample:
+    """Counts the steps of an empty call in the thread that makes it."""
+    rpc_sync = session.rpc.rpc_sync
+
+    def count(lines: bool) -> Counts:
+        _observe(lines)
+        for _ in range(_COUNTED_CALLS):
+            targets.nothing()
+            rpc_sync(PEER, targets.nothing)
+        return _observed()[1]
+
+    _warm_up(session)
+    return _sample(count(False), count(True))
+
+
+def callee(session: Session) -> Sample:
+    """Counts the steps of an empty call in the thread that handles it."""
+    rpc_sync = session.rpc.rpc_sync
+
+    def count(lines: bool) -> Counts:
+        for _ in range(_TRIES):
+            begun = rpc_sync(PEER, _observe, args=(lines,))
+            for _ in range(_COUNTED_CALLS):
+                rpc_sync(PEER, targets.nothing)
+            ended, counts = rpc_sync(PEER, _observed)
+            if begun == ended and counts:
+                return Counter(counts)
+        raise RuntimeError(
+            f"expected one thread to handle {_COUNTED_CALLS} calls in {_TRIES} tries"
+        )
+
+    _warm_up(session)
+    return _sample(count(False), count(True))
+
+
+def _warm_up(session: Session) -> None:
+    for _ in range(_WARM_UP_CALLS):
+        session.rpc.rpc_sync(PEER, targets.nothing)
+
+
+def _sample(entered: Counts, lines: Counts) -> Sample:
+    functions, modules = entered.total(), len({module for module, _ in entered})
+    check("whether steps were counted", functions > 0 and lines.total() > 0, True)
+    more = {"modules": float(modules), "lines": float(lines.total())}
+    return Sample(functions, functions, _COUNTED_CALLS, more)
+
+
+def _observe(lines: bool) -> int:
+    """Begins to observe this thread: its lines, or the functions that it enters."""
+    _records[:] = [Counter()]
+    if not lines:
+        sys.setprofile(_on_event)
+        return threading.get_ident()
+    sys.settrace(_on_frame)
+    frame = sys._getframe().f_back
+    while frame is not None:  # those that were entered before, such as the loop of the handlers
+        frame.f_trace = _on_line if _is_ours(frame) else None
+        frame = frame.f_back
+    return threading.get_ident()
+
+
+def _observed() -> tuple[int, Counts]:
+    """Ends it; returns the thread, and the counts that most calls have."""
+    sys.setprofile(None)
+    sys.settrace(None)
+    whole = _records[1:-1]
+    names = {name for record in whole for name in record}
+    usual = {name: min(statistics.multimode(each[name] for each in whole)) for name in names}
+    return threading.get_ident(), Counter({name: n for name, n in usual.items() if n})
+
+
+def _on_event(frame: FrameType, event: str, argument: Any) -> None:
+    if event == "call":
+        _on_frame(frame, event, argument)
+        if _is_ours(frame):
+            _note(frame)
+
+
+def _on_frame(frame: FrameType, event: str, argument: Any) -> Any:
+    if frame.f_code is targets.nothing.__code__:
+        _records.append(Counter())
+    return _on_line if _is_ours(frame) else None
+
+
+def _on_line(frame: FrameType, event: str, argument: Any) -> Any:
+    if event == "line":
+        _note(frame)
+    return _on_line
+
+
+def _note(frame: FrameType) -> None:
+    _records[-1][frame.f_code.co_filename, frame.f_code.co_qualname] += 1
+
+
+def _is_ours(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return path.startswith(_ROOT) and not path.startswith(_OWN)
