@@ -89,7 +89,8 @@ class _Call:
 class _End:
     """One end of the connection: calls functions of the other one, and runs those that it calls.
 
-    Any thread may call. None takes one of the three locks while it holds `_lock`.
+    Any thread may call. None takes another lock while it holds `_lock` or `_sending`. The calls in
+    flight must fit the socket, as a thread that sends does not receive.
     """
 
     def __init__(self, connection: socket.socket, memory: _Memory) -> None:
@@ -150,7 +151,8 @@ class _End:
                 try:
                     data = data[self._socket.send(data) :]
                 except BlockingIOError:
-                    select.select([], [self._socket], [], _SECONDS)
+                    if not select.select([], [self._socket], [], _SECONDS)[1]:
+                        raise TimeoutError("both ends send, and none receives") from None
 
     def _receive(self, deadline: float) -> None:
         """Handles the messages that come next; the caller holds the lock, or is the only thread."""
@@ -197,7 +199,7 @@ class _End:
 
 
 @contextlib.contextmanager
-def _peer() -> Iterator[_End]:
+def start_peer() -> Iterator[_End]:
     """Forks a process that serves calls; gives the end that calls it."""
     fd = os.memfd_create("zrpc-bench-skeleton")
     os.ftruncate(fd, 2 * _HALF_BYTES)
@@ -221,27 +223,27 @@ def _peer() -> Iterator[_End]:
 
 def empty(session: Session) -> Sample:
     """Calls a function that does nothing."""
-    with _peer() as end:
+    with start_peer() as end:
         return session.sampling.time(lambda: end.call(targets.nothing))
 
 
 def echo(session: Session, size: int) -> Sample:
     """Sends a tensor and gets it back."""
-    with _peer() as end:
+    with start_peer() as end:
         tensor = torch.ones(size // 4)
         return session.sampling.time(lambda: end.call(targets.echo, tensor))
 
 
 def one_way(session: Session, size: int) -> Sample:
     """Sends a tensor and gets its last element back."""
-    with _peer() as end:
+    with start_peer() as end:
         tensor = torch.ones(size // 4)
         return session.sampling.time(lambda: end.call(targets.take, tensor))
 
 
 def in_flight(session: Session, count: int) -> Sample:
     """Makes ``count`` empty calls before it waits for them; the time of each."""
-    with _peer() as end:
+    with start_peer() as end:
 
         def batch() -> None:
             for call in [end.begin(targets.nothing) for _ in range(count)]:
@@ -257,8 +259,8 @@ def step(session: Session, width: int) -> Sample:
         targets.linear(width),
         itertools.count(),
     )
-    apply: Callable[..., torch.Tensor] = _RemoteLayer.apply
-    with _peer() as end:
+    apply: Callable[..., torch.Tensor] = RemoteLayer.apply
+    with start_peer() as end:
 
         def once() -> None:
             context = next(contexts)
@@ -271,7 +273,7 @@ def step(session: Session, width: int) -> Sample:
         return session.sampling.time(once)
 
 
-class _RemoteLayer(torch.autograd.Function):
+class RemoteLayer(torch.autograd.Function):
     """A node for a call of the peer's layer; its backward pass is another call."""
 
     @staticmethod
@@ -287,7 +289,7 @@ class _RemoteLayer(torch.autograd.Function):
 
 # At the peer: what a backward pass needs, by context and position; gradients, by context.
 _kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-_gradients: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
+gradients: dict[int, dict[torch.nn.Parameter, torch.Tensor]] = {}
 
 
 def _run_forward(context: int, position: int, value: torch.Tensor) -> torch.Tensor:
@@ -301,11 +303,11 @@ def _run_backward(context: int, position: int, gradient: torch.Tensor) -> torch.
     value, result = _kept.pop((context, position))
     parameters = list(targets.linear(value.shape[-1]).parameters())
     first, *rest = torch.autograd.grad(result, [value, *parameters], gradient)
-    sums = _gradients.setdefault(context, {})
+    sums = gradients.setdefault(context, {})
     for parameter, each in zip(parameters, rest, strict=True):
         sums[parameter] = sums[parameter] + each if parameter in sums else each
     return first
 
 
 def _end_context(context: int) -> None:
-    del _gradients[context]
+    del gradients[context]
