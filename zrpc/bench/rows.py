@@ -87,13 +87,13 @@ def _cost_rows() -> tuple[Row, ...]:
 def _skeleton_rows() -> tuple[Row, ...]:
     """Returns rows with two workloads each: zrpc's, and that of the skeleton as its limit."""
     both = [
-        ("empty call", "calls:empty", "empty", ()),
-        ("call with a tensor of 2 elements, and back", "tensors:echo", "echo", (8,)),
-        ("each of 200 calls in flight", "calls:in_flight", "in_flight", (200,)),
-        ("one way, 1 MiB", "tensors:one_way", "one_way", (_MIB,)),
-        ("one way, 16 MiB", "tensors:one_way", "one_way", (16 * _MIB,)),
-        ("autograd step, width 16", "autograd:step", "step", (16,)),
-        ("autograd step, width 512", "autograd:step", "step", (512,)),
+        ("plain call", "calls:empty", "empty", ()),
+        ("tensor of 2 elements, and back", "tensors:echo", "echo", (8,)),
+        ("each of 200 in flight", "calls:in_flight", "in_flight", (200,)),
+        ("1 MiB one way", "tensors:one_way", "one_way", (_MIB,)),
+        ("16 MiB one way", "tensors:one_way", "one_way", (16 * _MIB,)),
+        ("step of width 16", "autograd:step", "step", (16,)),
+        ("step of width 512", "autograd:step", "step", (512,)),
     ]
     return tuple(
         Row(

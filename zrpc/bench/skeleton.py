@@ -210,6 +210,7 @@ def start_peer() -> Iterator[_End]:
     if not pid:
         try:
             here.close()
+            torch.set_num_threads(1)  # a fork lacks the threads that computed before it
             _End(there, _Memory(_HALF_BYTES)).serve()
         finally:
             os._exit(0)
