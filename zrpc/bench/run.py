@@ -18,6 +18,7 @@ from zrpc.bench.mesh import HungError, MeshError
 from zrpc.bench.participant import Participant
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Row
+from zrpc.bench.rows import WORKLOAD_MODULES
 from zrpc.bench.sampling import Sample
 from zrpc.bench.settings import Settings
 from zrpc.launch import LaunchError, Starter, make_starter
@@ -30,15 +31,9 @@ _PRELOAD = (
     "torch.distributed.rpc",
     "torch.distributed.autograd",
     "zrpc.autograd",
-    "zrpc.bench.calls",
-    "zrpc.bench.baselines",
-    "zrpc.bench.programs",
     "zrpc.bench.worker",
     "zrpc.bench.raw_zmq",
-    "zrpc.bench.references",
-    "zrpc.bench.skeleton",
-    "zrpc.bench.steps",
-    "zrpc.bench.tensors",
+    *sorted(WORKLOAD_MODULES),
 )
 
 

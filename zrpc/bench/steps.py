@@ -10,12 +10,12 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import zrpc
 from zrpc.bench import targets
-from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
@@ -45,8 +45,7 @@ def caller(session: Session) -> Sample:
             rpc_sync(PEER, targets.nothing)
         return _observed()[1]
 
-    _warm_up(session)
-    return _sample(count(False), count(True))
+    return _measure(session, count)
 
 
 def callee(session: Session) -> Sample:
@@ -65,20 +64,15 @@ def callee(session: Session) -> Sample:
             f"expected one thread to handle {_COUNTED_CALLS} calls in {_TRIES} tries"
         )
 
-    _warm_up(session)
-    return _sample(count(False), count(True))
+    return _measure(session, count)
 
 
-def _warm_up(session: Session) -> None:
+def _measure(session: Session, count: Callable[[bool], Counts]) -> Sample:
     for _ in range(_WARM_UP_CALLS):
         session.rpc.rpc_sync(PEER, targets.nothing)
-
-
-def _sample(entered: Counts, lines: Counts) -> Sample:
-    functions, modules = entered.total(), len({module for module, _ in entered})
-    check("whether steps were counted", functions > 0 and lines.total() > 0, True)
-    more = {"modules": float(modules), "lines": float(lines.total())}
-    return Sample(functions, functions, _COUNTED_CALLS, more)
+    entered, lines = count(False), count(True)
+    more = {"modules": len({module for module, _ in entered}), "lines": lines.total()}
+    return Sample(entered.total(), entered.total(), _COUNTED_CALLS, more)
 
 
 def _observe(lines: bool) -> int:

@@ -138,26 +138,9 @@ def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, 
     return {
         "machine": asdict(machine),
         "load_average": {"before": load[0], "after": load[1]},
-        "settings": _settings_data(settings),
+        "settings": asdict(settings),
         "rows": [_row_data(result, settings) for result in run.results],
         "notes": run.notes,
-    }
-
-
-def _settings_data(settings: Settings) -> dict[str, Any]:
-    """Returns the settings under the keys of all earlier files, so that files stay comparable."""
-    sampling = settings.sampling
-    return {
-        "against": settings.against,
-        "rounds": settings.rounds,
-        "tcp": settings.tcp,
-        "effort": {
-            "seconds": sampling.seconds,
-            "least": sampling.min_repeats,
-            "scale": sampling.scale,
-        },
-        "deadline": settings.deadline,
-        "patience": settings.mesh_timeout,
     }
 
 

@@ -11,6 +11,7 @@ import torch
 
 from zrpc.agent.current import current_agent
 from zrpc.bench import library
+from zrpc.bench.machine import read_kib
 
 __all__ = [
     "Counter",
@@ -201,8 +202,6 @@ def gradient_sum(context_id: int, width: int) -> float:
 
 def resident() -> int:
     """Returns the resident memory of this process, in bytes."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("expected VmRSS in /proc/self/status; memory is measured on Linux only")
+    if not (size := read_kib("/proc/self/status", "VmRSS")):
+        raise RuntimeError("expected VmRSS in /proc/self/status; memory is measured on Linux only")
+    return size
