@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 from zrpc.bench.mesh import Mesh, MeshError
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.settings import LIMIT, Settings
 from zrpc.launch import LaunchError, Starter
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Participant"]
 

@@ -71,7 +71,10 @@ def _measure(session: Session, count: Callable[[bool], Counts]) -> Sample:
     for _ in range(_WARM_UP_CALLS):
         session.rpc.rpc_sync(PEER, targets.nothing)
     entered, lines = count(False), count(True)
-    more = {"modules": len({module for module, _ in entered}), "lines": lines.total()}
+    more: dict[str, float] = {
+        "modules": len({module for module, _ in entered}),
+        "lines": lines.total(),
+    }
     return Sample(entered.total(), entered.total(), _COUNTED_CALLS, more)
 
 
