@@ -105,12 +105,8 @@ def outstanding_work() -> str:
 def socket_directory() -> str:
     """Returns the directory of this worker's Unix sockets; empty if it has none."""
     membership = current_agent().membership
-    return membership.records[membership.own_id].directory if _has_ipc() else ""
-
-
-def _has_ipc() -> bool:
-    membership = current_agent().membership
-    return bool(membership.records[membership.own_id].ipc)
+    own = membership.records[membership.own_id]
+    return own.directory if own.ipc else ""
 
 
 def _left(agent: Agent) -> list[str]:
