@@ -146,7 +146,7 @@ _SECTIONS = {
     "--start-method",
     type=click.Choice(METHODS),
     help="Fork workers from a process that has imported torch, or start a new interpreter for "
-    "each. [default: fork on Linux, spawn elsewhere]",
+    "each. [default: fork]",
 )
 @click.option(
     "--max-restarts",

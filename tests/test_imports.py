@@ -159,7 +159,6 @@ SURFACE: dict[str, set[str]] = {
         "child",
         "console",
         "descriptors",
-        "forkserver",
         "interpreter",
         "port",
         "starter",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zrpc.launch import Task
-from zrpc.launch.forkserver import ForkServer
+from zrpc.launch.starter import Starter
 
 pytestmark = pytest.mark.system
 
@@ -50,7 +50,7 @@ def run(write: Write, tmp_path: Path, marked: Any) -> Iterator[Run]:
     write(LIBRARY, "lib/library.py")
     env = {**marked.env, "PYTHONPATH": str(tmp_path / "lib")}
     out = tmp_path / "out"
-    with ForkServer(preload=["library"], env=env) as server:
+    with Starter(preload=["library"], env=env) as server:
 
         def run(source: str) -> tuple[int, list[str]]:
             with out.open("w") as file:
@@ -101,7 +101,7 @@ def test_operators_of_torch_are_not_taken_back_at_the_exit(
         print(len(finalizers) > 0, any(f.atexit for f in finalizers))
         """
     out = tmp_path / "out"
-    with ForkServer(preload=["torch"], env=marked.env) as server, out.open("w") as file:
+    with Starter(preload=["torch"], env=marked.env) as server, out.open("w") as file:
         pid = server.spawn(Task.script(write(source)), stdout=file.fileno())
         assert server.wait(pid, DEADLINE) == 0
     assert out.read_text() == "True False\n"

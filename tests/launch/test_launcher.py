@@ -289,7 +289,7 @@ def test_launch_ends_when_the_fork_server_is_killed(
     os.kill(int(text.split()[2]), signal.SIGKILL)
     code, _, err = launched.finish()
     assert code == 1
-    assert "ServerDied: the ForkServer has exited; was it killed?" in err
+    assert "ServerDied: the fork server has exited; was it killed?" in err
 
 
 def test_launch_stops_when_its_output_is_closed(start: Start, write: Write) -> None:

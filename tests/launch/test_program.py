@@ -264,11 +264,9 @@ def test_lines_are_written_at_once_if_line_buffered(starter: Starter, write: Wri
 
 
 def test_unbuffered_interpreter_stays_unbuffered(marked: Any, write: Write) -> None:
-    from zrpc.launch import make_starter
-
     script = write("import time; print('now', end=''); time.sleep(1000)")
     reading, writing = os.pipe()
-    with make_starter("fork", preload=(), env={**marked.env, "PYTHONUNBUFFERED": "1"}) as starter:
+    with Starter("fork", preload=(), env={**marked.env, "PYTHONUNBUFFERED": "1"}) as starter:
         starter.spawn(Task.script(script), stdout=writing)
         os.close(writing)
         assert os.read(reading, 100) == b"now"
@@ -276,10 +274,8 @@ def test_unbuffered_interpreter_stays_unbuffered(marked: Any, write: Write) -> N
 
 
 def test_unbuffered_streams_are_as_under_python(write: Write, place: Path, marked: Any) -> None:
-    from zrpc.launch import make_starter
-
     write(SCRIPTS["streams"], "work/script.py")
     env = {**marked.env, "PYTHONUNBUFFERED": "1"}
     expected = under_python(["script.py"], place, env)
-    with make_starter("fork", preload=(), env=env) as starter:
+    with Starter("fork", preload=(), env=env) as starter:
         assert under_starter(starter, Task.script("script.py"), place) == expected

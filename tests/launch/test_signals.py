@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from zrpc.launch import Task
-from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import SignalInbox
-from zrpc.launch.spawner import SpawnServer
+from zrpc.launch.starter import Starter
 from zrpc.testing.procfs import children, state_of
 
 Write = Callable[..., str]
@@ -111,9 +110,7 @@ def ignored_children() -> Iterator[None]:
 def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
     ignored_children: None, marked: Any
 ) -> None:
-    with SpawnServer(env=marked.env) as spawner:
-        assert spawner.wait(spawner.spawn(Task.function("os:getpid")), 30) == 0
-    with ForkServer(preload=[], env=marked.env) as server:
+    with Starter(preload=[], env=marked.env) as server:
         pid = server.spawn(Task.function("signal:getsignal", signal.SIGCHLD))
         assert server.wait(pid, 30) == signal.SIG_IGN
         pid = server.spawn(Task.function("time:sleep", 1000))
@@ -254,12 +251,8 @@ def test_signals_are_forwarded_to_the_worker_processes_only(
         launched.process.send_signal(getattr(signal, name))
         for rank in range(2):
             launched.read_until(f"[{rank}] got {name}\n")
-    if method == "fork":
-        (server,) = children(launched.process.pid)
-        workers = children(server)
-    else:
-        workers = children(launched.process.pid)
-    for worker in workers:
+    (server,) = children(launched.process.pid)
+    for worker in children(server):
         assert [state_of(child) in "SR" for child in children(worker)] == [True]  # it lives
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish()[0] == 143

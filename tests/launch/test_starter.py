@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from zrpc.launch import LaunchError, Starter, Task, make_starter, start_method
+from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.starter import start_method
 
 DEADLINE = 30.0
 Write = Callable[..., str]
@@ -228,7 +229,7 @@ def test_this_process_keeps_its_descriptors(starter: Starter) -> None:
 def test_closing_leaves_no_descriptor_open(marked: Any) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     for method in ("fork", "spawn"):
-        with make_starter(method, preload=(), env=marked.env) as starter:
+        with Starter(method, preload=(), env=marked.env) as starter:
             starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
     assert sorted(os.listdir("/proc/self/fd")) == before
 

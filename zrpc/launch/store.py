@@ -13,8 +13,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zrpc.launch.errors import LaunchError
 from zrpc.launch.signals import STOPS, SignalInbox
-from zrpc.launch.starter import LaunchError, Starter
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 
 __all__ = ["StoreAddress", "StoreProcess", "parse_address"]

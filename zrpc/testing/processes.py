@@ -22,8 +22,8 @@ from typing import Any
 
 import cloudpickle
 
-from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import LaunchError
+from zrpc.launch import LaunchError
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 from zrpc.launch.worker import run_secret, without_launcher
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
@@ -106,7 +106,7 @@ class _Shared:
     """
 
     spec: MeshSpec
-    server: ForkServer
+    server: Starter
     home: Path
     run: Path
     by_value: Sequence[str]
