@@ -10,12 +10,9 @@ import contextlib
 import os
 import select
 import socket
-import sys
+import termios
 import threading
 from pathlib import Path
-
-if sys.platform != "win32":
-    import termios
 
 __all__ = ["Terminal", "is_usable", "relay"]
 
@@ -27,13 +24,8 @@ _MAX_WAITING = 128  # more workers than this wait in vain for a free place in th
 def is_usable() -> bool:
     """Returns whether this process has a terminal, and is in its foreground."""
     try:
-        return (
-            os.isatty(_STDIN)
-            and os.isatty(_STDERR)
-            and os.tcgetpgrp(_STDIN) == os.getpgrp()
-            and hasattr(socket, "AF_UNIX")
-        )
-    except (OSError, AttributeError):  # it is another session's terminal, or this is Windows
+        return os.isatty(_STDIN) and os.isatty(_STDERR) and os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:  # it is another session's terminal
         return False
 
 
