@@ -111,7 +111,7 @@ class StoreProcess:
 
         Returns whether the descriptor is readable.
         """
-        seconds = self._ready_seconds()
+        seconds = _READY_SECONDS + self._init_seconds()
         deadline = time.monotonic() + seconds
         while True:
             ready, _, _ = select.select([reading, inbox.fileno()], [], [], seconds)
@@ -119,10 +119,9 @@ class StoreProcess:
                 return reading in ready
             seconds = max(0.0, deadline - time.monotonic())
 
-    def _ready_seconds(self) -> float:
-        """Returns how long to wait for the process."""
+    def _init_seconds(self) -> float:
         try:
             seconds = float(self._env.get(_INIT_TIMEOUT, "") or 0)
         except ValueError:
-            seconds = 0.0  # the process reports that
-        return _READY_SECONDS + (min(seconds, _LONGEST_SECONDS) if seconds > 0 else 0.0)
+            return 0.0  # the process reports that
+        return min(seconds, _LONGEST_SECONDS) if seconds > 0 else 0.0
