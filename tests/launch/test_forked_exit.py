@@ -50,7 +50,7 @@ PROGRAMS = {
     import atexit, library, weakref
     atexit.register(library.watch)
     weakref.finalize(library.shared, print, "a finalizer runs", flush=True)
-    """: ["a finalizer runs", "an exit handler runs True"],
+    """: ["an exit handler runs True", "a finalizer runs"],
     # So does an object of the program, to the end.
     """
     import library, sys
