@@ -73,14 +73,11 @@ def test_workers_ignore_and_block_what_the_launcher_was_told_to(
     assert code == 7
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_launcher_that_was_told_to_block_everything_can_be_stopped(
-    start: Start, write: Write, method: str
+    start: Start, write: Write
 ) -> None:
     state = given(blocked=tuple(signal.valid_signals()))
-    launched = start(
-        write(WAITS.format(before="")), nprocs=2, grace=0.1, start_method=method, popen=state
-    )
+    launched = start(write(WAITS.format(before="")), nprocs=2, grace=0.1, popen=state)
     all_ready(launched, 2)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish()[0] == 143
@@ -234,16 +231,13 @@ def test_a_program_that_only_imports_the_commands_keeps_its_signals(
         assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_signals_are_forwarded_to_the_worker_processes_only(
-    start: Start, write: Write, method: str
-) -> None:
+def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write: Write) -> None:
     before = f"""
     {HANDLES}
     code = "import signal, time; print('child is ready', flush=True); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", code])  # of SIGUSR1 it would die
     """
-    launched = start(write(WAITS.format(before=before)), nprocs=2, start_method=method)
+    launched = start(write(WAITS.format(before=before)), nprocs=2)
     all_ready(launched, 2)
     for rank in range(2):
         launched.read_until(f"[{rank}] child is ready\n")
