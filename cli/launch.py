@@ -61,7 +61,7 @@ def _launch_traced(job: Job, path: Path) -> int:
     return code
 
 
-# The variable, and the function, by which a worker stops at an error; see
+# The variable, and the function, that make a worker stop at an error; see
 # zrpc.services.debugger. By name, since `--help` must not import torch.
 _PDB = "ZRPC_PDB"
 _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"

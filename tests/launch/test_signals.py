@@ -97,7 +97,7 @@ def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(
 
 @pytest.fixture
 def ignored_children() -> Iterator[None]:
-    """Has this process ignore SIGCHLD, so that its children leave no exit code."""
+    """Makes this process ignore SIGCHLD, so that its children leave no exit code."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     yield
     assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN

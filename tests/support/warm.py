@@ -268,7 +268,7 @@ class ForkedServer(Starter):
 
 
 def buffered(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without a variable by which lines of two processes get mixed.
+    """Returns the environment without a variable that mixes the lines of two processes.
 
     With it, `print` writes the end of a line apart.
     """

@@ -87,7 +87,7 @@ def _limit_threads() -> None:
 
 
 def _buffer_output() -> None:
-    """Has children buffer their output, even if the tests don't.
+    """Makes children buffer their output, even if the tests don't.
 
     Without that, `print` writes the end of a line apart, and lines of two processes get mixed.
     """
@@ -97,7 +97,7 @@ def _buffer_output() -> None:
 
 
 def _fork_servers_at(commands: str) -> None:
-    """Has the fork servers of this process forked, too, if they would import torch."""
+    """Makes the fork servers of this process forked ones, too, if they would import torch."""
     start = Starter._start_process
     own = interpreter_variables(os.environ)
 

@@ -196,10 +196,10 @@ def adopt_orphans() -> None:
 
 
 def skip_destructors() -> None:
-    """Has children exit without the destructors of the C++ libraries that are loaded by now.
+    """Lets children exit without the destructors of the C++ libraries that are loaded by now.
 
-    To free an object is to write to it, and so to copy the memory around it, which a child shares
-    with the server. torch's destructors would take it a third of a second of processor time. All
+    Freeing an object writes to it, and so copies the memory around it, which a child shares with
+    the server. torch's destructors would take it a third of a second of processor time. All
     that Python does at its exit comes before; libraries that are loaded later clean up, too.
     """
     libc = ctypes.CDLL(None)
@@ -213,7 +213,7 @@ def skip_destructors() -> None:
 
 
 def skip_teardown(startup_modules: Collection[str]) -> None:
-    """Has children exit without the teardown of the modules that are loaded by now.
+    """Lets children exit without the teardown of the modules that are loaded by now.
 
     Python frees its modules at its exit, object by object, and torch takes each of its operators'
     kernels back. As in `skip_destructors`, each of these is a write: it would take a child a tenth

@@ -208,7 +208,7 @@ def launch(job: Job) -> int:
 
 @dataclass(eq=False)
 class _Run:
-    """The workers of one launch. Used by one thread."""
+    """State of one launch. Not thread-safe."""
 
     _job: Job
     _starter: Starter

@@ -22,7 +22,7 @@ __all__ = ["StoreAddress", "StoreProcess", "parse_address"]
 
 _FIRST_RANK = struct.Struct("=q")
 # How long the process may take besides its wait for the store, for which this variable is its
-# limit. Without a fork server, it imports torch first.
+# limit. If it isn't forked, it imports torch first.
 _READY_SECONDS = 120.0
 _INIT_TIMEOUT = "ZRPC_INIT_TIMEOUT"
 _LONGEST_SECONDS = 1e6  # `select` takes not much more

@@ -39,7 +39,7 @@ def relay(connection: socket.socket, wake: int | None = None) -> bool:
         wake: a descriptor; when it is readable, the session ends.
 
     Returns:
-        True if the worker has ended the session, False if ``wake`` has.
+        True if the worker ended the session, False if ``wake`` did.
     """
     with contextlib.suppress(termios.error):
         termios.tcflush(_STDIN, termios.TCIFLUSH)
@@ -74,7 +74,7 @@ class Terminal:
         directory: a private directory, for its socket.
 
     Attributes:
-        env: the variable by which workers find it.
+        env: the variable that leads workers to it.
     """
 
     def __init__(self, directory: str) -> None:
