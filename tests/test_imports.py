@@ -159,7 +159,6 @@ SURFACE: dict[str, set[str]] = {
         "child",
         "console",
         "descriptors",
-        "forkserver",
         "interpreter",
         "port",
         "starter",
@@ -168,7 +167,7 @@ SURFACE: dict[str, set[str]] = {
         "worker",
     },
     "zrpc.drop_in": {"", "check"},
-    "zrpc.testing": {"", "procfs", "startup", "watchdog"},
+    "zrpc.testing": {"", "procfs", "served", "startup", "watchdog"},
     "zrpc.bench": {
         "library",
         "link",

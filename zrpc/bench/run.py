@@ -21,7 +21,7 @@ from zrpc.bench.row import Group, Row
 from zrpc.bench.rows import WORKLOAD_MODULES
 from zrpc.bench.sampling import Sample
 from zrpc.bench.settings import Settings
-from zrpc.launch import LaunchError, Starter, make_starter
+from zrpc.launch import LaunchError, Starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
 
 __all__ = ["Run", "Watcher", "warm_starter"]
@@ -77,7 +77,7 @@ class Run:
             warm = stack.enter_context(warm_starter())
             fresh = warm
             if any(group.fresh for group in self.groups):
-                fresh = stack.enter_context(make_starter("spawn", env=_environment()))
+                fresh = stack.enter_context(Starter("spawn", env=_environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
                     self._measure(number, group, fresh if group.fresh else warm, watcher)
@@ -126,7 +126,7 @@ class Run:
 
 def warm_starter() -> Starter:
     """Returns a starter whose processes have already imported both libraries."""
-    return make_starter(preload=_PRELOAD, env=_environment())
+    return Starter(preload=_PRELOAD, env=_environment())
 
 
 def _environment() -> dict[str, str]:

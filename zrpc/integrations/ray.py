@@ -258,7 +258,6 @@ def _host_store(
     host = ray.util.get_node_ip_address()
     timeout = options.init_timeout
     with ReservedPort() as port:
-        port.hand_over()
         store = tcp_store(host, port.number, True, time.monotonic() + timeout, timeout)
         place = _MeetingPlace(host, port.number, num_workers, new_secret(), options, restarts)
     return place, store
