@@ -23,7 +23,6 @@ from tests.services.autograd.split_models import (
 from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.membership.failure_detector import Reason
-from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 
@@ -100,25 +99,34 @@ def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> Non
     assert_freed(mesh)
 
 
-def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowDict(dict[Any, Any]):
+    """The messages that a worker has sent, to which one is added slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adding, self.go = threading.Event(), threading.Event()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.adding.set()
+        assert self.go.wait(SOON)
+        super().__setitem__(key, value)
+
+
+def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh) -> None:
     """The caller still waits for the answer, and gets it."""
-    packing, go = threading.Event(), threading.Event()
-    note = Crossing._note_sent
+    sends = SlowDict()
 
-    def note_slowly(self: Any, *args: Any) -> Any:
-        noted = note(self, *args)
-        if noted.to == 0:
-            packing.set()
-            assert go.wait(SOON)
-        return noted
+    def there(x: Any) -> Any:
+        contexts = layers(mesh)[1].contexts
+        contexts.find(contexts.current()).sends = sends
+        return layer(1, x)
 
-    monkeypatch.setattr(Crossing, "_note_sent", note_slowly)
     with mesh.agent(0).as_current():
         with dist_autograd.context():
-            future = zrpc.rpc_async("worker1", here(layer), (1, X))
-            assert packing.wait(SOON)
+            future = zrpc.rpc_async("worker1", here(there), (X,))
+            assert sends.adding.wait(SOON)
         until(lambda: not len(layers(mesh)[1]), "worker1 has no context")
-        go.set()
+        sends.go.set()
         assert torch.equal(future.wait().detach(), layer(1, X).detach())
     assert_freed(mesh)
 
