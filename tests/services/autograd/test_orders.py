@@ -13,6 +13,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     SOON,
+    Held,
     X,
     assert_freed,
     call,
@@ -77,7 +78,14 @@ class SlowSet(set[Any]):
 def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
     """The end must go to that worker, too."""
     contexts = layers(mesh)[1].contexts
-    begin, begun = threading.Event(), threading.Event()
+    begin, begun, ending = threading.Event(), threading.Event(), threading.Event()
+    release = contexts.release
+
+    def note_end(*args: Any, **more: Any) -> None:
+        ending.set()
+        release(*args, **more)
+
+    contexts.release = note_end  # type: ignore[method-assign]
 
     def bring_in(x: Any) -> Any:
         begun.set()
@@ -92,7 +100,7 @@ def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> Non
             state.peers = peers = SlowSet(2, state.peers)
             begin.set()
             assert peers.adding.wait(SOON)
-        until(lambda: contexts._lock._lock.locked() or context_id not in contexts._states)
+        assert ending.wait(SOON)
         peers.go.set()
         future.wait()
     settle(mesh)
@@ -133,13 +141,11 @@ def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh) -> None:
 
 def test_the_end_of_a_context_is_lost(mesh: Mesh) -> None:
     """With a connection that breaks; it is asked for when that is noticed."""
-    agent = mesh.agent(1)
-    release, lost = agent.dispatcher._handlers[Kind.RELEASE], threading.Event()
-    agent.dispatcher._handlers[Kind.RELEASE] = lambda _: lost.set()
+    agent, lost = mesh.agent(1), Held(mesh, Kind.RELEASE, 0, 1)
     with mesh.agent(0).as_current(), dist_autograd.context():
         call("worker1", call, "worker2", max, 1, 2)
-    assert lost.wait(SOON)
-    agent.dispatcher._handlers[Kind.RELEASE] = release
+    assert lost.any.is_set()
+    lost.release(send=False)
     agent.receiver.in_io_thread(lambda: agent.dispatcher.count_missing(0, 0, 0))
     for rank in (1, 2):
         until(lambda r=rank: not len(layers(mesh)[r]), f"worker{rank} is told", within=_IN_TIME)
@@ -194,22 +200,19 @@ def fetch() -> Any:
 
 
 def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -> None:
-    dispatcher, passes = mesh.agent(1).dispatcher, layers(mesh)[1].passes
-    lost = threading.Event()
-    handle, take_part = dispatcher._handlers[Kind.GRADIENT], passes._take_part
+    agent, known = mesh.agent(1), threading.Event()
+    lost, part = Held(mesh, Kind.GRADIENT, 2, 1), Held(mesh, Kind.BACKWARD, 0, 1)
 
-    def lose(message: Any) -> None:
-        dispatcher._handlers[Kind.GRADIENT] = handle
-        agent.receiver.in_io_thread(lost.set)  # when all services know
-        raise OSError("there is no memory for it")
+    def lose() -> None:
+        assert lost.any.wait(SOON)
+        assert part.any.wait(SOON)
+        agent.receiver.in_io_thread(lambda: (agent.dispatcher.count_missing(2, 0, 0), known.set()))
+        assert known.wait(SOON)
+        lost.release(send=False)
+        part.release()
 
-    def take_part_later(request: Any) -> None:
-        assert lost.wait(SOON)
-        take_part(request)
-
-    agent = mesh.agent(1)
-    dispatcher._handlers[Kind.GRADIENT] = lose
-    passes._take_part = take_part_later  # type: ignore[method-assign]
+    loser = threading.Thread(target=lose)
+    loser.start()
 
     def run() -> Any:
         with dist_autograd.context() as context_id:
@@ -220,6 +223,7 @@ def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -
     error = at_once(mesh, run)
     assert isinstance(error, RuntimeError)
     assert "were lost" in str(error)
+    loser.join(SOON)
     assert_freed(mesh)
 
 
