@@ -75,8 +75,8 @@ def type_of_error(use: Any) -> Any:
 
 def entries() -> Any:
     layer = current_agent().service(RRefService)
-    with layer._lock:
-        return len(layer._references), len(layer._values), layer._references.idle
+    with layer.lock:
+        return len(layer.references), len(layer.values), layer.references.idle
 
 
 def until_entries(expected: Any) -> None:

@@ -277,7 +277,7 @@ def test_finalizers_run_anywhere(mesh: Mesh) -> None:
     # Dropped while the lock of the layer is held, as the garbage collector may do it.
     rref = mesh.run(0, lambda: zrpc.RRef(Value("dropped")))
     [layer, _] = layers(mesh)
-    with layer._lock:
+    with layer.lock:
         del rref
     assert is_freed("dropped")
     rest(mesh)

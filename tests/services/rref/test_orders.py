@@ -7,6 +7,7 @@ import errno
 import itertools
 import threading
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -236,8 +237,8 @@ def test_a_call_is_interrupted_when_it_has_been_sent(
 def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
     functions = [
         *(zrpc.RRef.__init__, zrpc.RRef._fill, zrpc.RRef._create.__func__, zrpc.RRef.__del__),
-        *(RRefService.create, RRefService.retain_value, RRefService.release_creation),
-        *(Creation.on_settled, References.retain, References.create),
+        *(RRefService.retain_value, References.retain, References.create),
+        *(value for value in vars(Creation).values() if isinstance(value, FunctionType)),
         *(Caller.call_notify, Caller._submit),
     ]
     with mesh.agent(0).as_current():
@@ -257,21 +258,21 @@ def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
 def test_a_call_fails_as_its_rref_is_made(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """The RRef must know of that."""
     failed = threading.Event()
-    fail, create = zrpc.RRef.fail, RRefService.create
+    fail, start = zrpc.RRef.fail, Creation.start
 
     def fail_and_tell(self: Any, error: Any) -> None:
         fail(self, error)
         failed.set()
 
-    def create_slowly(*args: Any) -> Any:
-        value = create(*args)
+    def start_slowly(*args: Any, **options: Any) -> Any:
+        value = start(*args, **options)
         assert failed.wait(SOON)
         return value
 
     with mesh.agent(0).as_current(), Gate() as gate:
         with monkeypatch.context() as patched:
             patched.setattr(zrpc.RRef, "fail", fail_and_tell)
-            patched.setattr(RRefService, "create", create_slowly)
+            patched.setattr(Creation, "start", start_slowly)
             rref = zrpc.remote("worker1", gate.wait_inside, timeout=0.05)
         with pytest.raises(zrpc.RpcTimeoutError, match="RRef creation"):
             rref.to_here(timeout=0.05)
@@ -326,7 +327,7 @@ def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh
             call = rref.rpc_async(timeout=0).bit_length()
             assert call.cancel()
         until(lambda: len(callee.requests.all()) == 2, "the others are dropped")
-        waiting = service._values[rref._rref_id]._followers
+        waiting = service.values[rref._rref_id]._followers
         assert waiting is not None
         assert len(waiting) < 250
         gate.open()

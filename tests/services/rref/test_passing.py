@@ -250,7 +250,7 @@ def test_the_owner_lists_the_holders(mesh: Mesh) -> None:
         return rref, holders
 
     rref, holders = mesh.run(0, at_owner)
-    owned = layers(mesh)[0]._references._owned[rref._rref_id]
+    owned = layers(mesh)[0].references._owned[rref._rref_id]
     assert sorted(owned.forks.values()) == [1, 2, 2]
     del holders
     until(lambda: not owned.forks, "no holders")

@@ -21,9 +21,9 @@ from tests.services.rref.tracked import (
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import until
-from zrpc.services.rref.messages import GloballyUniqueId
+from zrpc.services.rref.messages import pack_id
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import Kind, Tag
 
 
 def wait_for(name: Any) -> Any:
@@ -164,7 +164,7 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
                 Kind.FETCH,
                 None,
                 SOON,
-                extension=layer.subject_extension(GloballyUniqueId(1, 999)),
+                extension=(Tag.SUBJECT, pack_id(1, 999)),
             )
 
     mesh.run(0, at_user)

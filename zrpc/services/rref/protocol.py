@@ -224,8 +224,8 @@ class References:
         """Notes, once, that the message of `create` never comes to the owner.
 
         The fork may have ended, or have children, which name it as their parent. So the owner must
-        list it all the same: it does on ADD, by which the fork says that it comes from itself. That
-        tells the owner that there will be no value.
+        list it nevertheless. An ADD whose parent is the fork itself means: list it; its value is
+        never made.
         """
         self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
 
