@@ -304,7 +304,7 @@ class References:
     def begin_when_listed(
         self, forks: Iterable[ForkId], begin: Callable[[], None], deadline: float
     ) -> None:
-        """Has a handler begin when the owners have listed these forks, which came with its request.
+        """Adds a handler to `ready` once the owners list these forks, which came with its request.
 
         A message that is lost must not hold it up without limit: see `expire`.
         """
@@ -315,7 +315,7 @@ class References:
             self.ready.append(begin)
 
     def expire(self, now: float) -> None:
-        """Has handlers begin whose deadline has passed, though their forks are not listed."""
+        """Adds handlers to `ready` at their deadline, though their forks are not listed."""
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
             self.ready.append(waiting.begin)
