@@ -304,7 +304,3 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.part(worker, other)
     elif what == "notice" and unaware:
         network.notice(*unaware[first % len(unaware)])
-
-
-def holders(owner: References, rref_id: GloballyUniqueId) -> list[int]:
-    return sorted(owner._owned[rref_id].forks.values())
