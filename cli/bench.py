@@ -54,7 +54,7 @@ _PLOT = click.option(
     metavar="REGEX",
     multiple=True,
     help="Measure only rows with matching names; can be repeated. "
-    "[default: all but the starts of many workers]",
+    "[default: all but the starts of many workers, the skeletons and the steps]",
 )
 @click.option("--list", "only_list", is_flag=True, help="Print the names of the rows and exit.")
 @click.option("--tcp", is_flag=True, help="Measure over loopback TCP, without faster transports.")

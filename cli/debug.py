@@ -66,7 +66,7 @@ def _waiting() -> list[tuple[Path, Snapshot]]:
 def _since(path: Path) -> float:
     try:
         return os.stat(path).st_mtime
-    except OSError:  # it goes on just now
+    except OSError:  # the worker has left its breakpoint meanwhile
         return float("inf")
 
 

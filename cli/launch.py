@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -60,7 +61,7 @@ def _launch_traced(job: Job, path: Path) -> int:
     return code
 
 
-# The variable, and the function, by which a worker stops at an error; see
+# The variable, and the function, that make a worker stop at an error; see
 # zrpc.services.debugger. By name, since `--help` must not import torch.
 _PDB = "ZRPC_PDB"
 _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
@@ -146,7 +147,7 @@ _SECTIONS = {
     "--start-method",
     type=click.Choice(METHODS),
     help="Fork workers from a process that has imported torch, or start a new interpreter for "
-    "each. [default: fork on Linux, spawn elsewhere]",
+    "each. [default: fork]",
 )
 @click.option(
     "--max-restarts",
@@ -194,26 +195,16 @@ _SECTIONS = {
 @click.pass_context
 def command(
     ctx: click.Context,
-    nprocs: int,
-    name_prefix: str,
-    env: dict[str, str],
-    iface: str | None,
-    log_dir: Path | None,
-    trace: Path | None,
-    timeout: float | None,
-    grace: float,
-    start_method: str | None,
-    max_restarts: int,
-    elastic: bool,
-    listen: str | None,
-    join: str | None,
-    drop_in: bool,
-    pdb: bool,
-    metrics_port: str | None,
-    no_python: bool,
-    module: bool,
+    /,
     script: str,
     args: tuple[str, ...],
+    env: dict[str, str],
+    iface: str | None,
+    metrics_port: str | None,
+    trace: Path | None,
+    drop_in: bool,
+    pdb: bool,
+    **others: Any,
 ) -> None:
     """Start N workers of SCRIPT on this machine and watch them until all have exited.
 
@@ -248,24 +239,7 @@ def command(
         env = {**env, "ZRPC_METRICS_PORT": metrics_port}
     if pdb:
         env = {"PYTHONBREAKPOINT": "zrpc.breakpoint", **env, _PDB: "1"}
-    job = Job(
-        script,
-        args,
-        nprocs=nprocs,
-        module=module,
-        no_python=no_python,
-        name_prefix=name_prefix,
-        env=env,
-        log_dir=log_dir,
-        timeout=timeout,
-        grace=grace,
-        start_method=start_method,
-        max_restarts=max_restarts,
-        elastic=elastic,
-        listen=listen,
-        join=join,
-        on_error=_POST_MORTEM if pdb else "",
-    )
+    job = Job(script, args, env=env, on_error=_POST_MORTEM if pdb else "", **others)
     try:
         code = launch(job) if trace is None else _launch_traced(job, trace)
     except (ValueError, FileNotFoundError) as error:

@@ -1,4 +1,4 @@
-"""``zrpc stacks``: shows what the workers of running meshes do and wait for."""
+"""``zrpc stacks``: shows what each running worker is doing and waiting for."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
 
 from tests.support.identity import forget  # noqa: E402
-from zrpc.launch.forkserver import ForkServer  # noqa: E402
 from zrpc.launch.port import ReservedPort  # noqa: E402
+from zrpc.launch.starter import Starter  # noqa: E402
 
 _HERE = Path(__file__).parent
 # Whole folders and files of tests that start processes.
@@ -39,7 +39,7 @@ _SYSTEM_PATHS = (
     "examples",
     "integrations",
     "launch/test_descriptors.py",
-    "launch/test_forkserver.py",
+    "launch/test_server.py",
     "launch/test_program.py",
     "runtime/test_allocator.py",
 )
@@ -118,13 +118,13 @@ def _note_start(event: str, args: tuple[Any, ...]) -> None:
 
 def pytest_configure() -> None:
     sys.addaudithook(_note_start)  # for good: Python has no way to remove one
-    spawn = ForkServer.spawn
+    spawn = Starter.spawn
 
-    def noted(self: ForkServer, *args: Any, **kwargs: Any) -> int:
-        _started.append("ForkServer.spawn")
+    def noted(self: Starter, *args: Any, **kwargs: Any) -> int:
+        _started.append("Starter.spawn")
         return spawn(self, *args, **kwargs)
 
-    ForkServer.spawn = noted  # type: ignore[method-assign]
+    Starter.spawn = noted  # type: ignore[method-assign]
 
 
 @pytest.fixture(autouse=True)
@@ -158,5 +158,4 @@ def _forget() -> Iterator[None]:
 def free_port() -> Iterator[int]:
     """A port that nobody gets who asks for any free one, while the test has it."""
     with ReservedPort() as port:
-        port.hand_over()
         yield port.number

@@ -56,6 +56,7 @@ LEAVES = {
     "zrpc.functions",
     "zrpc.options",
     "zrpc.stand_in",
+    "zrpc.torch_internals",
 }
 # What goes by value in a pickle.
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
@@ -135,6 +136,7 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.agent": {"agent", "current", "service", "stats"},
     "zrpc.services": {
         "autograd.grad_lock",
+        "autograd.passes",
         "autograd.service",
         "collectives",
         "debugger.prompt",
@@ -159,7 +161,6 @@ SURFACE: dict[str, set[str]] = {
         "child",
         "console",
         "descriptors",
-        "forkserver",
         "interpreter",
         "port",
         "starter",
@@ -168,7 +169,7 @@ SURFACE: dict[str, set[str]] = {
         "worker",
     },
     "zrpc.drop_in": {"", "check"},
-    "zrpc.testing": {"", "procfs", "startup", "watchdog"},
+    "zrpc.testing": {"", "procfs", "served", "startup", "watchdog"},
     "zrpc.bench": {
         "library",
         "link",
@@ -194,6 +195,7 @@ SURFACE: dict[str, set[str]] = {
         "functions",
         "options",
         "stand_in",
+        "torch_internals",
     },
 }
 # zrpc itself loads its names when they are used, so that it stands in no layer.

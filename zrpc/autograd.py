@@ -28,6 +28,7 @@ from torch.distributed import is_available as is_distributed_available
 
 from zrpc.agent.current import current_agent
 from zrpc.services.autograd.service import AutogradService
+from zrpc.torch_internals import is_profiling
 
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
@@ -95,7 +96,7 @@ def backward(
     if not isinstance(context_id, int) and roots is None:
         roots = context_id
         context_id = _service().contexts.current()
-    with _shown() if profiler._is_profiler_enabled else nullcontext():
+    with _shown() if is_profiling() else nullcontext():
         _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 

@@ -276,7 +276,7 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], number: int) 
         expected = OSError if number == errno.EMFILE else MemoryError
         with pytest.raises(expected, match="the call can't be sent"):
             rpc.rpc_async(0, repr, (rref,))
-        assert not rref._service._references._owned[rref._rref_id].forks
+        assert not rref._service.references._owned[rref._rref_id].forks
         gate.open()
         assert other.wait() == "done"
         assert rpc.rpc_sync(0, max, (1, 2)) == 2

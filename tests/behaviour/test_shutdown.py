@@ -144,7 +144,7 @@ def test_what_is_freed_after_the_end_of_all_work_is_told_to_nobody(
     agent.receiver.in_io_thread(lambda: None)  # has it look
     references = agent.service(RRefService)
     until(lambda: not references.dropped)
-    until(lambda: not references._references.outgoing)
+    until(lambda: not references.references.outgoing)
     may_close.set()
     ends[0].result(SOON)
     assert agent.network.sent([1]) == sent

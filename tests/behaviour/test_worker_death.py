@@ -104,8 +104,8 @@ def what_is_left() -> tuple[int, ...]:
     gc.collect()
     agent = current_agent()
     layer = agent.service(RRefService)
-    with layer._lock:
-        references = len(layer._references), len(layer._values)
+    with layer.lock:
+        references = len(layer.references), len(layer.values)
     return (*references, len(agent.service(AutogradService)), len(agent.caller.calls))
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.support.warm import ForkedServer
 from zrpc.bench import run
 from zrpc.bench.sampling import Sampling
-from zrpc.launch import Starter, make_starter
+from zrpc.launch import Starter
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_starters() -> Iterator[None]:
     """Has the starters of the benchmark in this process forked, instead of importing torch."""
 
-    def make(
-        wanted: str | None = None,
-        *,
-        preload: Sequence[str] = (),
-        env: Mapping[str, str] | None = None,
-    ) -> Starter:
-        return make_starter(wanted, env=env) if wanted else ForkedServer(preload=preload, env=env)
+    def make(method: str = "fork", **options: Any) -> Starter:
+        return (ForkedServer if method == "fork" else Starter)(method, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "make_starter", make)
+        patch.setattr(run, "Starter", make)
         yield
 
 

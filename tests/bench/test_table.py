@@ -55,8 +55,8 @@ def test_quantities_have_three_digits(value: float, unit: Unit, text: str) -> No
 
 def test_the_table() -> None:
     lines = as_text(a_run()).splitlines()
-    assert " ".join(lines[0].split()) == "row torch zrpc times faster min to max limit"
-    assert " ".join(lines[2].split()) == "call 420 µs 105 µs 4.00 4.00 to 4.00 50.0 µs ZeroMQ"
+    assert " ".join(lines[0].split()) == "row torch zrpc times faster min to max limit times limit"
+    assert " ".join(lines[2].split()) == "call 420 µs 105 µs 4.00 4.00 to 4.00 50.0 µs ZeroMQ 2.00"
     assert lines[3].startswith("per second  failed: no result within 60…  105 /s")
     assert lines[-1] == ("* per second: torch failed in 2 of 2 rounds: no result within 60 s")
 
@@ -65,13 +65,19 @@ def test_the_table_without_another_library() -> None:
     run = a_run(None)
     run.results[1].outcomes.pop("torch")
     lines = as_text(run).splitlines()
-    assert lines[0].split() == ["row", "zrpc", "limit"]
+    assert lines[0].split() == ["row", "zrpc", "limit", "times", "limit"]
     assert len(lines) == 4
 
 
 def test_a_row_that_was_not_measured_is_empty() -> None:
     run = Run([Group("group", (Row("call", "m:f"),))], Settings())
     assert as_text(run).splitlines()[-1].split() == ["call", "-", "-", "-"]
+
+
+def test_other_counts_of_a_row_are_shown() -> None:
+    run = Run([Group("group", (Row("steps", "m:f", unit=Unit.COUNT),))], Settings(against=None))
+    run.results[0].add("zrpc", Sample(92.0, 92.0, 200, {"modules": 31.0, "lines": 450.0}))
+    assert as_text(run).splitlines()[-1] == "steps  92.0, 31 modules, 450 lines"
 
 
 def test_failures_in_some_rounds_are_marked() -> None:
@@ -96,6 +102,7 @@ def test_the_data_is_json_and_contains_every_round() -> None:
     call, rate = data["rows"]
     assert [each["value"] for each in call["rounds"]["zrpc"]] == pytest.approx([1e-4, 1.1e-4])
     assert call["times_faster"]["median"] == pytest.approx(4.0)
+    assert call["times_limit"]["median"] == pytest.approx(2.0)
     assert call["limit"] == "ZeroMQ"
     assert rate["rounds"]["torch"] == [{"failed": "no result within 60 s"}] * 2
     assert rate["times_faster"] is None

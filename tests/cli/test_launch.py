@@ -20,15 +20,23 @@ from zrpc.cli.launch import command
 from tests.support.warm import warm_commands
 from zrpc.launch import Job
 
+ZRPC = str(Path(sys.executable).with_name("zrpc"))
+
 
 def run(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None, python: str | None = None
+    *arguments: str, cwd: Path, env: dict[str, str] | None = None, forked: bool = False
 ) -> tuple[int, str, str]:
-    """Runs a command, by default in a process that has imported torch."""
+    """Runs the installed command. Its workers are new interpreters, unless a test says otherwise.
+
+    With `forked`, the command is forked from a process that has imported torch, and so are its
+    workers: for tests whose workers need torch, and that are about these.
+    """
+    command = [warm_commands().python, "-m", "zrpc.cli"] if forked else [ZRPC]
+    method = {} if forked else {"ZRPC_START_METHOD": "spawn"}
     done = subprocess.run(
-        [python or warm_commands().python, "-m", "zrpc.cli", *arguments],
+        [*command, *arguments],
         cwd=cwd,
-        env={**os.environ, **(env or {})},
+        env={**os.environ, **method, **(env or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -41,20 +49,11 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path) == (0, f"zrpc, version {version('torch-zrpc')}\n", "")
 
 
-def test_console_script_is_installed(tmp_path: Path) -> None:
-    script = Path(sys.executable).with_name("zrpc")
-    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"zrpc, version {version('torch-zrpc')}\n"
-
-
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
 def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
     code = f"""
 import sys
 from zrpc.cli import main
-from zrpc.cli.launch import command
-
-from tests.support.warm import warm_commands
 main({arguments!r}, standalone_mode=False)
 assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
 """
@@ -176,7 +175,7 @@ def test_a_worker_that_waits_only_for_zrpc_exits_when_a_peer_has_failed(
     """Even if it ignores SIGTERM."""
     (tmp_path / "waits.py").write_text(dedent(WAITS_FOR_ZRPC))
     options = ["-n", "2", "--grace", "3600", "--max-restarts", str(restarts)]
-    code, _, err = run("launch", *options, "waits.py", what, cwd=tmp_path)
+    code, _, err = run("launch", *options, "waits.py", what, cwd=tmp_path, forked=True)
     assert code == 3, err
 
 
@@ -210,7 +209,7 @@ def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(dedent(script))
     code, out, err = run(
         *("launch", "--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"),
-        *("--log-dir", "logs", "--timeout", "60", "--start-method", "spawn"),
+        *("--log-dir", "logs", "--timeout", "60"),
         *("s.py", "--nprocs", "3", "-m", "--", "--help"),
         cwd=tmp_path,
     )
@@ -222,7 +221,7 @@ def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
 
 def test_module_can_be_launched_and_its_exit_code_is_returned(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:]); sys.exit(9)")
-    code, out, _ = run("launch", "--start-method", "spawn", "-m", "tool", "-n", "4", cwd=tmp_path)
+    code, out, _ = run("launch", "-m", "tool", "-n", "4", cwd=tmp_path)
     assert (code, out) == (9, "[0] ['-n', '4']\n")
 
 
@@ -252,8 +251,8 @@ def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path:
         print(os.getppid(), "torch" in sys.modules)
     """
     (tmp_path / "s.py").write_text(dedent(script))
-    command = ("launch", "--nprocs", "16", "s.py")
-    code, out, err = run(*command, cwd=tmp_path, python=sys.executable)
+    command = ("launch", "--start-method", "fork", "--nprocs", "16", "s.py")
+    code, out, err = run(*command, cwd=tmp_path)
     assert code == 0, err
     rows = [line.split() for line in out.splitlines()]
     assert {int(row[0][1:-1]) for row in rows} == set(range(16))
@@ -288,7 +287,9 @@ def test_a_trace_of_the_whole_run(tmp_path: Path, by_launcher: bool) -> None:
     folder = tmp_path / "traces"
     options = ["--trace", "trace.json"] if by_launcher else []
     env = {} if by_launcher else {"ZRPC_TRACE": str(folder)}
-    code, _, err = run("launch", "-n", "2", *options, "calling.py", cwd=tmp_path, env=env)
+    code, _, err = run(
+        *("launch", "-n", "2", *options, "calling.py"), cwd=tmp_path, env=env, forked=True
+    )
     assert code == 0, err
     workers, did = traced((tmp_path if by_launcher else folder) / "trace.json")
     assert workers == {"worker0", "worker1"}
@@ -367,7 +368,9 @@ def test_a_trace_for_which_the_disk_is_full(
 
 def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(dedent(KILLED))
-    code, _, err = run("launch", "-n", "3", "--trace", "trace.json", "killed.py", cwd=tmp_path)
+    code, _, err = run(
+        *("launch", "-n", "3", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
+    )
     assert code == 128 + 9, err
     workers, did = traced(tmp_path / "trace.json")
     assert workers == {"worker0", "worker1", "worker2"}

@@ -63,7 +63,7 @@ def test_the_version_equals_the_one_in_pyproject() -> None:
     declared = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
     assert declared is not None
     assert version("torch-zrpc") == declared[1]
-    assert declared[1] in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{declared[1]}] - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.system

@@ -69,7 +69,6 @@ def _without_repeats(shown: Sequence[Block]) -> list[Block]:
 
 def _run_session(where: str, block: Block, directory: Path, forked: bool) -> None:
     with ReservedPort() as port:  # the one that the pages name may be taken on this machine
-        port.hand_over()
         commands = "\n".join(block.commands).replace("29500", str(port.number))
         output = _run(where, ["bash", "-c", commands], directory, forked)
     lines = output.splitlines()

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import pytest
 
@@ -24,9 +23,8 @@ def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
+def test_names_are_found_by_what_a_file_calls_them() -> None:
+    for source, names in (
         ("import torch.distributed.rpc as rpc\nrpc.rpc_sync", [f"{RPC}.rpc_sync"]),
         ("import torch\ntorch.distributed.rpc.RRef(1).owner()", [f"{RPC}.RRef"]),
         (
@@ -56,10 +54,8 @@ def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
         ("import torch.distributed.rpc", []),
         ("from torch.distributed.rpc import *", []),
         ("import torch.distributed rpc", []),
-    ],
-)
-def test_names_are_found_by_what_a_file_calls_them(source: Any, names: Any) -> None:
-    assert sorted({use.name for use in uses_in_source(source, "a.py")}) == names
+    ):
+        assert sorted({use.name for use in uses_in_source(source, "a.py")}) == names
 
 
 def test_imports_are_followed_without_running_anything(write: Write, tmp_path: Path) -> None:

@@ -188,7 +188,6 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
     directory = tmp_path_factory.mktemp("training")
     (directory / "program.py").write_text(dedent(TRAINING))
     with ReservedPort() as port:
-        port.hand_over()
         return run_python(directory, *RUN, "program.py", str(port.number), str(directory / "store"))
 
 
@@ -261,7 +260,6 @@ COMPILED = """
 def test_compiled_code_calls_by_torchs_names(write: Write, quick_commands: Commands) -> None:
     write("program.py", COMPILED)
     with ReservedPort() as port:
-        port.hand_over()
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         ended = quick_commands(*RUN, "program.py", **where)
     assert ended.stdout == "[6.0, 6.0] 5\n", ended.stderr

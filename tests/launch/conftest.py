@@ -148,7 +148,5 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 @pytest.fixture(params=["fork", "spawn"])
 def starter(request: pytest.FixtureRequest, marked: Marked) -> Iterator[Starter]:
     """Runs each kind of starter in turn, without preloaded modules."""
-    from zrpc.launch import make_starter
-
-    with make_starter(request.param, preload=(), env=marked.env) as running:
+    with Starter(request.param, preload=(), env=marked.env) as running:
         yield running

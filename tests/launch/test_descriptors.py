@@ -24,7 +24,7 @@ Path(sys.argv[1], os.environ["RANK"]).touch()
 _START_PROCESS = """
 import sys, zrpc.launch as launch
 
-with launch.make_starter(sys.argv[1], preload=()) as starter:
+with launch.Starter(sys.argv[1], preload=()) as starter:
     pid = starter.spawn(launch.Task.script(sys.argv[2], sys.argv[3:]))
     assert starter.wait(pid, timeout=30) == 0
 """

@@ -17,7 +17,6 @@ def listen(address: str, port: int, *, reuse: bool) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_worker_0_can_listen_on_the_reserved_port(address: str) -> None:
     with ReservedPort() as port:
-        port.hand_over()
         listen(address, port.number, reuse=True)
 
 

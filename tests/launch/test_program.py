@@ -169,14 +169,17 @@ def place(tmp_path: Path, write: Write) -> Path:
     return tmp_path / "work"
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_script_behaves_as_under_python(
-    starter: Starter, write: Write, place: Path, marked: Any, name: str
-) -> None:
-    write(SCRIPTS[name], "work/script.py")
-    expected = under_python(["script.py", "a", "--b=1"], place, marked.env)
+def test_script_behaves_as_under_python(write: Write, place: Path, marked: Any) -> None:
     task = Task.script("script.py", ["a", "--b=1"])
-    assert under_starter(starter, task, place) == expected
+    with (
+        Starter("fork", preload=(), env=marked.env) as forks,
+        Starter("spawn", env=marked.env) as spawns,
+    ):
+        for name, source in SCRIPTS.items():
+            write(source, "work/script.py")
+            expected = under_python(["script.py", "a", "--b=1"], place, marked.env)
+            for starter in forks, spawns:
+                assert under_starter(starter, task, place) == expected, name
 
 
 def test_link_to_a_script_finds_modules_beside_the_script(
@@ -232,17 +235,17 @@ MODULE = """
     """
 
 
-@pytest.mark.parametrize("module", ["pack.tool", "pack", "pack.no_such", "no_such", "pack.broken"])
 def test_module_behaves_as_under_python(
-    starter: Starter, write: Write, place: Path, marked: Any, module: str
+    starter: Starter, write: Write, place: Path, marked: Any
 ) -> None:
     write("", "work/pack/__init__.py")
     write("", "work/pack/part.py")
     write("import no_such_thing", "work/pack/broken.py")
     write(MODULE, "work/pack/tool.py")
     write(MODULE, "work/pack/__main__.py")
-    expected = under_python(["-m", module, "a", "-m"], place, marked.env)
-    assert under_starter(starter, Task.module(module, ["a", "-m"]), place) == expected
+    for module in "pack.tool", "pack", "pack.no_such", "no_such", "pack.broken":
+        expected = under_python(["-m", module, "a", "-m"], place, marked.env)
+        assert under_starter(starter, Task.module(module, ["a", "-m"]), place) == expected
 
 
 def test_error_in_a_function_shows_no_frames_of_zrpc(starter: Starter, place: Path) -> None:
@@ -263,23 +266,9 @@ def test_lines_are_written_at_once_if_line_buffered(starter: Starter, write: Wri
         assert output.readline() == "now\n"
 
 
-def test_unbuffered_interpreter_stays_unbuffered(marked: Any, write: Write) -> None:
-    from zrpc.launch import make_starter
-
-    script = write("import time; print('now', end=''); time.sleep(1000)")
-    reading, writing = os.pipe()
-    with make_starter("fork", preload=(), env={**marked.env, "PYTHONUNBUFFERED": "1"}) as starter:
-        starter.spawn(Task.script(script), stdout=writing)
-        os.close(writing)
-        assert os.read(reading, 100) == b"now"
-    os.close(reading)
-
-
 def test_unbuffered_streams_are_as_under_python(write: Write, place: Path, marked: Any) -> None:
-    from zrpc.launch import make_starter
-
     write(SCRIPTS["streams"], "work/script.py")
     env = {**marked.env, "PYTHONUNBUFFERED": "1"}
     expected = under_python(["script.py"], place, env)
-    with make_starter("fork", preload=(), env=env) as starter:
+    with Starter("fork", preload=(), env=env) as starter:
         assert under_starter(starter, Task.script("script.py"), place) == expected

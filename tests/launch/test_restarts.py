@@ -19,8 +19,9 @@ import pytest
 
 from tests.support.waiting import SOON
 from zrpc.launch import Job, LaunchError, Starter, Task, launch, launcher
+from zrpc.launch.channel import EXIT_RECORD
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
-from zrpc.launch.starter import DEFAULT_PRELOAD, EXIT_RECORD
+from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
 from zrpc.launch.worker import EnvironmentTemplate
 from zrpc.membership.store_server import serve
@@ -83,12 +84,12 @@ class OneProcessId(Starter):
     """Gives all processes the same id, one after the other; each exits with 0 at once."""
 
     def start(self) -> None:
-        self._exit_socket, self._exits = socket.socketpair()
+        self._exits, self._writing = socket.socketpair(type=socket.SOCK_SEQPACKET)
 
-    def _spawn(self, task: Task, streams: Any, pass_fds: Sequence[int]) -> int:
+    def spawn(self, task: Task, *, pass_fds: Sequence[int] = (), **streams: Any) -> int:
         for fd in pass_fds:
             os.write(fd, struct.pack("=q", 2))  # as the store's process, which reserves ranks
-        self._exits.send(EXIT_RECORD.pack(4711, 0))
+        self._writing.send(EXIT_RECORD.pack(4711, 0))
         return 4711
 
     def send_signal(self, pid: int, number: int, *, group: bool = False) -> bool:
@@ -99,14 +100,14 @@ class OneProcessId(Starter):
 
     def close(self, timeout: float = 10.0) -> None:
         self._exits.close()
-        self._require_exit_socket().close()
+        self._writing.close()
 
 
 def test_a_worker_with_the_process_id_of_the_store_that_has_exited(
     write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with --join, where that process only asks for ranks, and a worker starts much later."""
-    monkeypatch.setattr(launcher, "make_starter", lambda *_, **__: OneProcessId())
+    monkeypatch.setattr(launcher, "Starter", lambda *_, **__: OneProcessId())
     monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.1)
     env = {"ZRPC_SECRET_FILE": "/nowhere"}
     job = Job(write(""), elastic=True, join="127.0.0.1:1", env=env, timeout=SOON, grace=0.1)

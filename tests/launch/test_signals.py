@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from zrpc.launch import Task
-from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import SignalInbox
-from zrpc.launch.spawner import SpawnServer
+from zrpc.launch.starter import Starter
 from zrpc.testing.procfs import children, state_of
 
 Write = Callable[..., str]
@@ -74,14 +73,11 @@ def test_workers_ignore_and_block_what_the_launcher_was_told_to(
     assert code == 7
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_launcher_that_was_told_to_block_everything_can_be_stopped(
-    start: Start, write: Write, method: str
+    start: Start, write: Write
 ) -> None:
     state = given(blocked=tuple(signal.valid_signals()))
-    launched = start(
-        write(WAITS.format(before="")), nprocs=2, grace=0.1, start_method=method, popen=state
-    )
+    launched = start(write(WAITS.format(before="")), nprocs=2, grace=0.1, popen=state)
     all_ready(launched, 2)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish()[0] == 143
@@ -101,7 +97,7 @@ def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(
 
 @pytest.fixture
 def ignored_children() -> Iterator[None]:
-    """Has this process ignore SIGCHLD, so that its children leave no exit code."""
+    """Makes this process ignore SIGCHLD, so that its children leave no exit code."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     yield
     assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN
@@ -111,9 +107,7 @@ def ignored_children() -> Iterator[None]:
 def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
     ignored_children: None, marked: Any
 ) -> None:
-    with SpawnServer(env=marked.env) as spawner:
-        assert spawner.wait(spawner.spawn(Task.function("os:getpid")), 30) == 0
-    with ForkServer(preload=[], env=marked.env) as server:
+    with Starter(preload=[], env=marked.env) as server:
         pid = server.spawn(Task.function("signal:getsignal", signal.SIGCHLD))
         assert server.wait(pid, 30) == signal.SIG_IGN
         pid = server.spawn(Task.function("time:sleep", 1000))
@@ -237,16 +231,13 @@ def test_a_program_that_only_imports_the_commands_keeps_its_signals(
         assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_signals_are_forwarded_to_the_worker_processes_only(
-    start: Start, write: Write, method: str
-) -> None:
+def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write: Write) -> None:
     before = f"""
     {HANDLES}
     code = "import signal, time; print('child is ready', flush=True); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", code])  # of SIGUSR1 it would die
     """
-    launched = start(write(WAITS.format(before=before)), nprocs=2, start_method=method)
+    launched = start(write(WAITS.format(before=before)), nprocs=2)
     all_ready(launched, 2)
     for rank in range(2):
         launched.read_until(f"[{rank}] child is ready\n")
@@ -254,12 +245,8 @@ def test_signals_are_forwarded_to_the_worker_processes_only(
         launched.process.send_signal(getattr(signal, name))
         for rank in range(2):
             launched.read_until(f"[{rank}] got {name}\n")
-    if method == "fork":
-        (server,) = children(launched.process.pid)
-        workers = children(server)
-    else:
-        workers = children(launched.process.pid)
-    for worker in workers:
+    (server,) = children(launched.process.pid)
+    for worker in children(server):
         assert [state_of(child) in "SR" for child in children(worker)] == [True]  # it lives
     launched.process.send_signal(signal.SIGTERM)
     assert launched.finish()[0] == 143

@@ -1,10 +1,9 @@
-"""Behaviour that the fork server and its substitute share."""
+"""What a starter promises, whether its processes are forked or new interpreters."""
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from zrpc.launch import LaunchError, Starter, Task, make_starter, start_method
+from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.starter import start_method
 
 DEADLINE = 30.0
 Write = Callable[..., str]
@@ -26,25 +26,11 @@ def run(starter: Starter, task: Task, tmp_path: Path, **options: Any) -> tuple[i
         return code, file.read().decode()
 
 
-@pytest.mark.parametrize(
-    ("source", "code"),
-    [("", 0), ("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)],
-)
-def test_exit_code_is_as_in_subprocess(
-    starter: Starter, write: Write, source: str, code: int
-) -> None:
-    pid = starter.spawn(Task.script(write(source)))
-    assert starter.wait(pid, DEADLINE) == code
-
-
 def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter) -> None:
-    pid = starter.spawn(Task.function("builtins:int", "101", base=2))
-    assert starter.wait(pid, DEADLINE) == 5
-
-
-def test_function_can_be_an_attribute_of_a_class(starter: Starter) -> None:
-    pid = starter.spawn(Task.function("builtins:int.bit_length", 7))
-    assert starter.wait(pid, DEADLINE) == 3
+    first = starter.spawn(Task.function("builtins:int", "101", base=2))
+    second = starter.spawn(Task.function("builtins:int.bit_length", 7))
+    # The exit of the first is kept meanwhile.
+    assert [starter.wait(pid, DEADLINE) for pid in (second, first)] == [3, 5]
 
 
 def test_function_must_be_given_with_its_module() -> None:
@@ -75,19 +61,18 @@ def test_task_environment_replaces_the_servers(
     assert argv == [script, "a", "--b"]
 
 
-def test_process_uses_the_given_streams(starter: Starter, write: Write, tmp_path: Path) -> None:
-    script = write("import sys; print(sys.stdin.read().upper()); print('err', file=sys.stderr)")
+def test_process_uses_the_given_streams_and_by_default_has_no_input(
+    starter: Starter, write: Write, tmp_path: Path
+) -> None:
+    script = write("import sys; print(repr(sys.stdin.read())); print('err', file=sys.stderr)")
+    code, output = run(starter, Task.script(script), tmp_path)
+    assert (code, sorted(output.splitlines())) == (0, ["''", "err"])
     source, out, err = tmp_path / "in", tmp_path / "out", tmp_path / "err"
     source.write_text("hello")
     with open(source) as stdin, open(out, "w") as stdout, open(err, "w") as stderr:
         fds = {"stdin": stdin.fileno(), "stdout": stdout.fileno(), "stderr": stderr.fileno()}
         assert starter.wait(starter.spawn(Task.script(script), **fds), DEADLINE) == 0
-    assert (out.read_text(), err.read_text()) == ("HELLO\n", "err\n")
-
-
-def test_standard_input_is_empty_by_default(starter: Starter, write: Write, tmp_path: Path) -> None:
-    script = write("import sys; print(repr(sys.stdin.read()))")
-    assert run(starter, Task.script(script), tmp_path) == (0, "''\n")
+    assert (out.read_text(), err.read_text()) == ("'hello'\n", "err\n")
 
 
 def test_only_descriptors_passed_on_are_open(
@@ -98,102 +83,56 @@ def test_only_descriptors_passed_on_are_open(
         import os
         fds = {int(fd) for fd in os.listdir("/proc/self/fd")}
         print(sorted(fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")))
+        for fd in fds & set(range(70, 100)): os.write(fd, fd.to_bytes())
         """
     )
-    reading, writing = os.pipe()
-    os.set_inheritable(reading, True)  # must not leak, although inheritable
-    passed = os.dup2(writing, 77)
+    pairs = [os.pipe() for _ in range(3)]
+    os.set_inheritable(pairs[0][0], True)  # must not leak, although inheritable
+    # Each has a number that another one may have had on its way.
+    passed = [os.dup2(writing, 77 + i) for i, (_, writing) in enumerate(pairs)]
     try:
-        code, output = run(starter, Task.script(script), tmp_path, pass_fds=[passed])
+        assert run(starter, Task.script(script), tmp_path, pass_fds=passed) == (
+            0,
+            "[0, 1, 2, 77, 78, 79]\n",
+        )
+        assert [os.read(reading, 9) for reading, _ in pairs] == [bytes([fd]) for fd in passed]
     finally:
-        for fd in (reading, writing, passed):
+        for fd in (*passed, *(fd for pair in pairs for fd in pair)):
             os.close(fd)
-    assert (code, output) == (0, "[0, 1, 2, 77]\n")
 
 
-def test_descriptor_passed_on_works(starter: Starter, write: Write, tmp_path: Path) -> None:
-    script = write("import os, sys; os.write(int(sys.argv[1]), b'through')")
-    reading, writing = os.pipe()
-    try:
-        run(starter, Task.script(script, [str(writing)]), tmp_path, pass_fds=[writing])
-        assert os.read(reading, 100) == b"through"
-    finally:
-        os.close(reading)
-        os.close(writing)
-
-
-def test_exits_can_be_awaited_in_a_selector(starter: Starter) -> None:
-    pids = {starter.spawn(Task.function("builtins:int", code)): code for code in (1, 2)}
-    found = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(starter, selectors.EVENT_READ)
-        while len(found) < 2:
-            assert selector.select(DEADLINE)
-            found.update({each.pid: each.returncode for each in starter.exits()})
-    assert found == pids
-
-
-def test_waiting_for_one_keeps_the_exit_of_another(starter: Starter) -> None:
-    first = starter.spawn(Task.function("builtins:int", 1))
-    second = starter.spawn(Task.function("builtins:int", 2))
-    codes = starter.wait(second, DEADLINE), starter.wait(first, DEADLINE)
-    assert codes == (2, 1)
-
-
-def test_wait_has_a_timeout(starter: Starter) -> None:
+def test_wait_has_a_timeout_and_signals_reach_only_a_running_process(starter: Starter) -> None:
+    for group in (False, True):
+        pid = starter.spawn(Task.function("time:sleep", 1000))
+        assert starter.send_signal(pid, signal.SIGTERM, group=group)  # even right after the start
+        assert starter.wait(pid, DEADLINE) == -signal.SIGTERM
+        assert not starter.send_signal(pid, signal.SIGTERM, group=group)
     pid = starter.spawn(Task.function("time:sleep", 1000))
     with pytest.raises(TimeoutError, match="is still running after"):
         starter.wait(pid, 0.01)
 
 
-def test_signals_reach_only_a_running_process(starter: Starter) -> None:
-    pid = starter.spawn(Task.function("time:sleep", 1000))
-    assert starter.send_signal(pid, signal.SIGKILL)
-    assert starter.wait(pid, DEADLINE) == -signal.SIGKILL
-    assert not starter.send_signal(pid, signal.SIGKILL)
-
-
-def test_group_can_be_signalled_right_after_the_start(starter: Starter) -> None:
-    pids = [starter.spawn(Task.function("time:sleep", 1000)) for _ in range(5)]
-    for pid in pids:
-        assert starter.send_signal(pid, signal.SIGTERM, group=True)
-        assert starter.wait(pid, DEADLINE) == -signal.SIGTERM
-
-
-def test_process_leads_its_own_session(starter: Starter, write: Write, tmp_path: Path) -> None:
-    script = write("import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())")
-    assert run(starter, Task.script(script), tmp_path) == (0, "True\n")
-
-
-def test_signal_state_is_that_of_a_fresh_interpreter(
-    starter: Starter, write: Write, tmp_path: Path
-) -> None:
-    script = write(
-        """
-        import signal
-        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
-        print({signal.getsignal(n).name for n in (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)})
-        print(signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.set_wakeup_fd(-1))
-        """
-    )
-    assert run(starter, Task.script(script), tmp_path) == (0, "True\n{'SIG_DFL'}\nset() -1\n")
-
-
 def test_closing_kills_processes_and_what_they_started(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
-    # The fixture `marked` fails if a process is left.
+    """The fixture `marked` fails if a process is left."""
     script = write(
         """
         import subprocess, sys, time
-        child = subprocess.Popen([sys.executable, "-c", "input('started')"], stdin=-1)
-        time.sleep(1000)
+        command = [sys.executable, "-c", "input('started')"]
+        for own_session in False, True:
+            child = subprocess.Popen(command, stdin=-1, start_new_session=own_session)
+            child.stdin.detach()  # so that it reads on
+        time.sleep(float(sys.argv[1]))
         """
     )
     reading, writing = os.pipe()
-    starter.spawn(Task.script(script), stdout=writing)
+    for seconds in "0", "1000":
+        starter.spawn(Task.script(script, [seconds]), stdout=writing)
     os.close(writing)
-    assert os.read(reading, 7) == b"started"
+    text = b""
+    while len(text) < 4 * len("started"):
+        text += os.read(reading, 100)
     starter.close()
     assert os.read(reading, 1) == b""  # no process has the other end open
     os.close(reading)
@@ -217,19 +156,14 @@ def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -
         starter.exits()
 
 
-def test_this_process_keeps_its_descriptors(starter: Starter) -> None:
-    starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
-    before = sorted(os.listdir("/proc/self/fd"))
-    starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
 @pytest.mark.system
-def test_closing_leaves_no_descriptor_open(marked: Any) -> None:
+def test_this_process_keeps_its_descriptors(marked: Any) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     for method in ("fork", "spawn"):
-        with make_starter(method, preload=(), env=marked.env) as starter:
+        with Starter(method, preload=(), env=marked.env) as starter:
+            running = sorted(os.listdir("/proc/self/fd"))
             starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
+            assert sorted(os.listdir("/proc/self/fd")) == running
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,15 +22,13 @@ pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 # Making it.
 
 
-@pytest.mark.parametrize(
-    ("place", "on"), [("worker1", "worker1"), ("worker1/cpu", "worker1"), ("rank:1", 1)]
-)
-def test_the_place_names_worker_and_device(caller: Mesh, place: str, on: str | int) -> None:
+def test_the_place_names_worker_and_device(caller: Mesh) -> None:
     """`on` is as in the place, as in torch: programs build places from it."""
-    module = RemoteModule(place, Scale)
-    assert module.on == on
-    assert module.device == "cpu"
-    assert module.module_rref.rpc_sync().where() == "worker1"
+    for place, on in (("worker1", "worker1"), ("worker1/cpu", "worker1"), ("rank:1", 1)):
+        module = RemoteModule(place, Scale)
+        assert module.on == on
+        assert module.device == "cpu"
+        assert module.module_rref.rpc_sync().where() == "worker1"
 
 
 def test_a_module_can_be_on_this_worker(caller: Mesh) -> None:
@@ -57,16 +54,16 @@ def test_a_remote_module_is_a_module(module: RemoteModule) -> None:
     assert module.get_module_rref() is module.module_rref
 
 
-@pytest.mark.parametrize("place", ["nobody", "nobody/cpu", "rank:9", "rank:9/cpu"])
-def test_an_unknown_worker_is_refused(caller: Mesh, place: str) -> None:
-    with pytest.raises(RuntimeError, match="could not find destination"):
-        RemoteModule(place, Scale)
+def test_an_unknown_worker_is_refused(caller: Mesh) -> None:
+    for place in ("nobody", "nobody/cpu", "rank:9", "rank:9/cpu"):
+        with pytest.raises(RuntimeError, match="could not find destination"):
+            RemoteModule(place, Scale)
 
 
-@pytest.mark.parametrize("place", ["", "worker1/cpu/0", "worker1/nothing", "rank:x/cpu"])
-def test_an_invalid_place_is_refused(caller: Mesh, place: str) -> None:
-    with pytest.raises((RuntimeError, ValueError)):
-        RemoteModule(place, Scale)
+def test_an_invalid_place_is_refused(caller: Mesh) -> None:
+    for place in ("", "worker1/cpu/0", "worker1/nothing", "rank:x/cpu"):
+        with pytest.raises((RuntimeError, ValueError)):
+            RemoteModule(place, Scale)
 
 
 def test_an_object_that_is_not_a_module_is_refused(caller: Mesh) -> None:
@@ -222,15 +219,15 @@ def run_and_name(module: RemoteModule, x: torch.Tensor) -> tuple[torch.Tensor, s
     return module(x), module.on, module.get_module_rref().is_owner()
 
 
-@pytest.mark.parametrize("to", [0, 1, 2])
-@pytest.mark.parametrize(("place", "on"), [("worker1", "worker1"), ("rank:1", 1)])
-def test_it_can_be_passed_to_a_worker(caller: Mesh, to: int, place: str, on: str | int) -> None:
-    module = RemoteModule(place, Scale, args=(2.0,))
-    found, there, owner = zrpc.rpc_sync(f"worker{to}", run_and_name, (module, X))
-    torch.testing.assert_close(found, Scale(2.0)(X))
-    assert there == on
-    assert owner == (to == 1)
-    assert value(module).calls == 1
+def test_it_can_be_passed_to_a_worker(caller: Mesh) -> None:
+    for place, on in (("worker1", "worker1"), ("rank:1", 1)):
+        for to in (0, 1, 2):
+            module = RemoteModule(place, Scale, args=(2.0,))
+            found, there, owner = zrpc.rpc_sync(f"worker{to}", run_and_name, (module, X))
+            torch.testing.assert_close(found, Scale(2.0)(X))
+            assert there == on
+            assert owner == (to == 1)
+            assert value(module).calls == 1
 
 
 def make_there() -> RemoteModule:
@@ -289,14 +286,10 @@ def run_both(both: Both, x: torch.Tensor) -> torch.Tensor:
     return both(x)
 
 
-@pytest.mark.parametrize(
-    "how", [pickle.dumps, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())]
-)
-def test_it_can_be_pickled_in_calls_only(
-    module: RemoteModule, how: Callable[[RemoteModule], object]
-) -> None:
-    with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler"):
-        how(module)
+def test_it_can_be_pickled_in_calls_only(module: RemoteModule) -> None:
+    for how in (pickle.dumps, copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler"):
+            how(module)
 
 
 def test_the_repr_names_worker_and_device(module: RemoteModule) -> None:

@@ -41,30 +41,25 @@ def test_a_mode_that_the_module_refuses_is_not_set(module: RemoteModule) -> None
     assert module.training is True
 
 
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [
+def test_casts_change_the_parameters(module: RemoteModule) -> None:
+    for method, dtype in (
         ("double", torch.float64),
         ("half", torch.float16),
         ("bfloat16", torch.bfloat16),
         ("float", torch.float32),
-    ],
-)
-def test_casts_change_the_parameters(module: RemoteModule, method: str, dtype: torch.dtype) -> None:
-    assert getattr(module, method)() is module
-    assert value(module).linear.weight.dtype == dtype
-    assert module(X.to(dtype)).dtype == dtype
+    ):
+        assert getattr(module, method)() is module
+        assert value(module).linear.weight.dtype == dtype
+        assert module(X.to(dtype)).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    "args", [(torch.float64,), ("cpu", torch.float64), (torch.ones(1).double(),)]
-)
-def test_to_casts_the_module(module: RemoteModule, args: tuple[Any, ...]) -> None:
-    assert module.to(*args) is module
-    assert value(module).linear.weight.dtype == torch.float64
-    assert module.device == "cpu"
-    assert module.to(dtype=torch.float32) is module
-    assert value(module).linear.weight.dtype == torch.float32
+def test_to_casts_the_module(module: RemoteModule) -> None:
+    for args in ((torch.float64,), ("cpu", torch.float64), (torch.ones(1).double(),)):
+        assert module.to(*args) is module
+        assert value(module).linear.weight.dtype == torch.float64
+        assert module.device == "cpu"
+        assert module.to(dtype=torch.float32) is module
+        assert value(module).linear.weight.dtype == torch.float32
 
 
 def test_to_moves_the_module_to_a_device(module: RemoteModule) -> None:
@@ -193,10 +188,10 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
-def test_unsupported_methods_raise(module: RemoteModule, name: str) -> None:
-    with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
-        getattr(module, name)(*NOT_SUPPORTED[name])
+def test_unsupported_methods_raise(module: RemoteModule) -> None:
+    for name in NOT_SUPPORTED:
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(module, name)(*NOT_SUPPORTED[name])
 
 
 def test_the_error_of_parameters_names_the_alternative(module: RemoteModule) -> None:

@@ -39,7 +39,7 @@ class Forked:
     ) -> int:
         """Starts a script that appends to these files, to one if `err` is None; its process id."""
         task = Task.script(str(script), arguments).within(
-            cwd=None if cwd is None else str(cwd), env=env, line_buffered=True
+            cwd=None if cwd is None else str(cwd), env=dict(env), line_buffered=True
         )
         with ExitStack() as files:
             stdout = files.enter_context(out.open("ab")).fileno()

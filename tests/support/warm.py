@@ -32,8 +32,8 @@ from tests.support.warm_program import (
     interpreter_variables,
 )
 from zrpc.launch.channel import Channel
-from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import LaunchError
+from zrpc.launch.errors import LaunchError
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 from zrpc.testing.leaks import lasting
 from zrpc.testing.server import warm_server
@@ -185,10 +185,8 @@ class WarmCommands:
                     pid = self._run(task, cwd, env, foreground, lifted)
                     self._commands[connection] = pid
                     self._selector.register(connection, selectors.EVENT_READ)
-                case ("serve", owner, preload, cwd, env):
-                    connection.sendall(
-                        REPLY.pack(self._fork_server(owner, preload, cwd, env, lifted))
-                    )
+                case ("serve", owner, cwd, env):
+                    connection.sendall(REPLY.pack(self._fork_server(owner, cwd, env, lifted)))
                     connection.close()
         except (LaunchError, OSError) as error:
             os.write(lifted[2], f"the command could not be forked: {error}\n".encode())
@@ -206,13 +204,10 @@ class WarmCommands:
         stdin, stdout, stderr = fds
         return self._server.spawn(outer, stdin=stdin, stdout=stdout, stderr=stderr)
 
-    def _fork_server(
-        self, owner: int, preload: list[str], cwd: str, env: dict[str, str], fds: list[int]
-    ) -> int:
+    def _fork_server(self, owner: int, cwd: str, env: dict[str, str], fds: list[int]) -> int:
         requests, exits, stdout, stderr = fds
         task = Task.function(
-            *("tests.support.warm_program:serve", requests, exits, owner, preload),
-            self._startup_modules,
+            *("tests.support.warm_program:serve", requests, exits, owner, self._startup_modules),
         ).within(cwd=cwd, env=env, sys_path=self._sys_path)
         return self._server.spawn(task, stdout=stdout, stderr=stderr, pass_fds=[requests, exits])
 
@@ -249,7 +244,7 @@ _PASSED_ON = (
 )
 
 
-class ForkedServer(ForkServer):
+class ForkedServer(Starter):
     """A fork server that is forked from `warm_server`, which has imported torch.
 
     Its directory, and what it imports, are those of a server that starts afresh.
@@ -259,11 +254,7 @@ class ForkedServer(ForkServer):
         sys_path, startup_modules = _fresh_interpreter()
         lifted = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _FIRST_FD) for fd in fds]
         task = Task.function(
-            "tests.support.warm_program:serve",
-            *lifted,
-            os.getpid(),
-            self._preload,
-            startup_modules,
+            "tests.support.warm_program:serve", *lifted, os.getpid(), startup_modules
         ).within(
             cwd=os.getcwd(),
             env=buffered(os.environ if self._env is None else self._env),
@@ -277,7 +268,7 @@ class ForkedServer(ForkServer):
 
 
 def buffered(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment without a variable by which lines of two processes get mixed.
+    """Returns the environment without a variable that mixes the lines of two processes.
 
     With it, `print` writes the end of a line apart.
     """

@@ -16,8 +16,8 @@ from typing import Any
 
 from zrpc.launch import child
 from zrpc.launch.channel import Channel
-from zrpc.launch.forkserver import ForkServer
 from zrpc.launch.server import serve as serve_requests
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 
 REPLY = struct.Struct("=q")
@@ -33,7 +33,7 @@ def interpreter_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkedProcess:
-    """A process that another one has forked, with what `ForkServer` needs of a ``Popen``."""
+    """A process that another one has forked, with what `Starter` needs of a ``Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -72,14 +72,12 @@ def run(task: Task, startup_modules: Collection[str], commands: str, foreground:
     child.become(task, startup_modules)
 
 
-def serve(
-    requests: int, exits: int, owner: int, preload: Sequence[str], startup_modules: Collection[str]
-) -> None:
+def serve(requests: int, exits: int, owner: int, startup_modules: Collection[str]) -> None:
     """Is a fork server, which has torch already."""
     _limit_threads()
     if "PYTHONUNBUFFERED" not in os.environ:
         _buffer_output()
-    serve_requests(requests, exits, owner, preload, startup_modules)()
+    serve_requests(requests, exits, owner, startup_modules)()
 
 
 def _limit_threads() -> None:
@@ -89,7 +87,7 @@ def _limit_threads() -> None:
 
 
 def _buffer_output() -> None:
-    """Has children buffer their output, even if the tests don't.
+    """Makes children buffer their output, even if the tests don't.
 
     Without that, `print` writes the end of a line apart, and lines of two processes get mixed.
     """
@@ -99,20 +97,20 @@ def _buffer_output() -> None:
 
 
 def _fork_servers_at(commands: str) -> None:
-    """Has the fork servers of this process forked, too, if they would import torch."""
-    start = ForkServer._start_process
+    """Makes the fork servers of this process forked ones, too, if they would import torch."""
+    start = Starter._start_process
     own = interpreter_variables(os.environ)
 
-    def start_process(self: ForkServer, fds: Sequence[int]) -> Any:
+    def start_process(self: Starter, fds: Sequence[int]) -> Any:
         env = os.environ if self._env is None else self._env
-        if "torch" not in self._preload or interpreter_variables(env) != own:
+        if not (self._forks and "torch" in self._preload) or interpreter_variables(env) != own:
             return start(self, fds)
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(REPLY_SECONDS)
             sock.connect(commands)
-            request = ("serve", os.getpid(), self._preload, os.getcwd(), dict(env))
+            request = ("serve", os.getpid(), os.getcwd(), dict(env))
             Channel(sock).send(request, [*fds, 1, 2])
             (pid,) = REPLY.unpack(sock.recv(REPLY.size))
         return ForkedProcess(pid)
 
-    ForkServer._start_process = start_process  # type: ignore[method-assign]
+    Starter._start_process = start_process  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ from zrpc.testing import (
     WorkerExited,
     WorkerFailed,
     local_mesh,
-    processes,
+    served,
 )
 from zrpc.testing.plugin import MakeMesh
 from zrpc.testing.procfs import children
@@ -310,7 +310,7 @@ def test_an_interrupt_as_a_process_is_started_leaves_none(
         (interrupt if thread.name.endswith("-reader") else start)(thread)
 
     if point == "its socket":
-        monkeypatch.setattr(processes, "Connection", interrupt)
+        monkeypatch.setattr(served, "Connection", interrupt)
     else:
         monkeypatch.setattr(threading.Thread, "start", start_thread)
     with pytest.raises(KeyboardInterrupt), local_mesh(2, processes=True):

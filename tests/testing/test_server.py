@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
@@ -11,7 +10,7 @@ import sys
 
 import pytest
 
-from zrpc.launch.forkserver import ForkServer
+from zrpc.launch.channel import Channel
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.testing import server
 from zrpc.testing.plugin import MakeMesh
@@ -41,26 +40,17 @@ def test_a_dead_server_is_replaced(monkeypatch: pytest.MonkeyPatch, make_mesh: M
 
 
 @pytest.mark.system
-def test_a_server_that_is_about_to_exit_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_takes_no_more_requests_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_server", None)
     monkeypatch.setattr(server, "_PRELOAD", ())
     first = warm_server()
-
-    def resume_and_close() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(first.pid, signal.SIGCONT)
-        ForkServer.close(first)
-
-    monkeypatch.setattr(first, "close", resume_and_close)
+    with monkeypatch.context() as patched:
+        patched.setattr(Channel, "receive", lambda _: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            first.make_directory()
     try:
-        os.kill(first.pid, signal.SIGSTOP)  # or it may have exited by then
-        with monkeypatch.context() as patched:
-            patched.setattr(ForkServer, "_reply", lambda *_: signal.raise_signal(signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                first.make_directory()
         assert os.path.isdir(warm_server().make_directory())
     finally:
-        first.close()
         warm_server().close()
 
 

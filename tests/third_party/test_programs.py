@@ -24,7 +24,6 @@ DEADLINE = 240.0  # the libraries take seconds to import, in each of several pro
 def run(*arguments: str) -> tuple[str, str]:
     """Runs a Python command, which must succeed; returns its standard output and error."""
     with ReservedPort() as port:
-        port.hand_over()
         done = subprocess.run(
             [sys.executable, *arguments, str(port.number)],
             env={key: value for key, value in os.environ.items() if key != "RANK"},

@@ -180,7 +180,7 @@ def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> Non
                 zrpc.rpc_sync(1, read, (rref, bytes(LARGE)))
             assert mesh.agent(0).service(RRefService).idle()
             assert zrpc.rpc_sync(1, read, (rref, b"")) == rref.to_here()
-        until(lambda: not here._service._references._owned[here._rref_id].forks)
+        until(lambda: not here._service.references._owned[here._rref_id].forks)
 
 
 def test_messages_received_before_a_break_are_read_after_it(

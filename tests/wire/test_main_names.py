@@ -145,21 +145,16 @@ def test_what_a_lambda_uses_is_named(scripts: Scripts) -> None:
         assert scripts.travel(f"lambda: {name}")() is eval(name, vars(scripts.theirs)), name
 
 
-@pytest.mark.parametrize(
-    ("expression", "find"),
-    [
+def test_what_carries_a_function_without_a_name_names_the_rest(scripts: Scripts) -> None:
+    for expression, find in (
         ("collections.defaultdict(lambda: 0, a=Thing)", lambda found: found["a"]),
         ("functools.partial(lambda x: x, Thing)", lambda found: found()),
         ("(lambda kept: lambda: kept)(Thing)", lambda found: found()),
         ("lambda kept=Thing: kept", lambda found: found()),
         ("Data([Thing, lambda: 0])", lambda found: found.a[0]),
         ("logged(lambda: Thing)", lambda found: found()),
-    ],
-)
-def test_what_carries_a_function_without_a_name_names_the_rest(
-    scripts: Scripts, expression: str, find: Callable[[Any], Any]
-) -> None:
-    assert find(scripts.travel(expression)) is scripts.theirs.Thing
+    ):
+        assert find(scripts.travel(expression)) is scripts.theirs.Thing
 
 
 def test_the_class_of_an_instance_is_named(scripts: Scripts) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -86,27 +84,21 @@ def test_tensors_that_share_storage_share_it_on_arrival() -> None:
     assert second.tolist() == [-1, 5, 6, 7]
 
 
-def test_a_tensor_sent_twice_arrives_as_one() -> None:
-    tensor = torch.zeros(3)
-    first, second = there([tensor, tensor])
-    assert first is second
+def test_received_tensors_are_writable() -> None:
+    for size in (3, INLINE_BYTES):
+        tensor = there(torch.zeros(size))
+        tensor += 1
+        assert tensor.sum() == size
 
 
-@pytest.mark.parametrize("size", [3, INLINE_BYTES])
-def test_received_tensors_are_writable(size: int) -> None:
-    tensor = there(torch.zeros(size))
-    tensor += 1
-    assert tensor.sum() == size
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_requires_grad_and_parameters_survive(requires_grad: bool) -> None:
-    tensor = there(torch.ones(2, requires_grad=requires_grad))
-    assert type(tensor) is torch.Tensor
-    assert tensor.requires_grad is requires_grad
-    parameter = there(torch.nn.Parameter(torch.ones(2), requires_grad=requires_grad))
-    assert type(parameter) is torch.nn.Parameter
-    assert parameter.requires_grad is requires_grad
+def test_requires_grad_and_parameters_survive() -> None:
+    for requires_grad in (True, False):
+        tensor = there(torch.ones(2, requires_grad=requires_grad))
+        assert type(tensor) is torch.Tensor
+        assert tensor.requires_grad is requires_grad
+        parameter = there(torch.nn.Parameter(torch.ones(2), requires_grad=requires_grad))
+        assert type(parameter) is torch.nn.Parameter
+        assert parameter.requires_grad is requires_grad
 
 
 def test_a_result_with_history_arrives_as_a_leaf() -> None:
@@ -116,10 +108,9 @@ def test_a_result_with_history_arrives_as_a_leaf() -> None:
     assert result.tolist() == [2, 2]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # beta, deprecated: torch's own words
-@pytest.mark.parametrize(
-    "make",
-    [
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_of_all_kinds_arrive_equal() -> None:
+    for make in (
         lambda: torch.tensor([1 + 2j, 3 - 1j]).conj(),
         lambda: torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
         lambda: torch._neg_view(torch.tensor([1.0, -2.0])),
@@ -133,22 +124,20 @@ def test_a_result_with_history_arrives_as_a_leaf() -> None:
         lambda: torch.randn(4, 4).to_sparse_csc(),
         lambda: torch.randn(4, 4).to_sparse_bsr((2, 2)),
         lambda: torch._empty_affine_quantized([3], scale=0.1, zero_point=1, dtype=torch.qint8),
-    ],
-)
-def test_tensors_of_all_kinds_arrive_equal(make: Callable[..., Any]) -> None:
-    tensor = make()
-    copy = there(tensor)
-    assert copy.layout == tensor.layout
-    assert copy.dtype == tensor.dtype
-    assert copy.shape == tensor.shape
-    assert copy.is_conj() == tensor.is_conj()
-    assert copy.is_neg() == tensor.is_neg()
-    assert copy.is_quantized == tensor.is_quantized
-    if tensor.is_quantized:
-        assert torch.equal(copy.int_repr(), tensor.int_repr())
-        assert copy.q_scale() == tensor.q_scale()
-        return
-    assert torch.equal(copy.to_dense(), tensor.to_dense())
+    ):
+        tensor = make()
+        copy = there(tensor)
+        assert copy.layout == tensor.layout
+        assert copy.dtype == tensor.dtype
+        assert copy.shape == tensor.shape
+        assert copy.is_conj() == tensor.is_conj()
+        assert copy.is_neg() == tensor.is_neg()
+        assert copy.is_quantized == tensor.is_quantized
+        if tensor.is_quantized:
+            assert torch.equal(copy.int_repr(), tensor.int_repr())
+            assert copy.q_scale() == tensor.q_scale()
+            return
+        assert torch.equal(copy.to_dense(), tensor.to_dense())
 
 
 def test_a_meta_tensor_has_a_shape_and_nothing_else() -> None:
@@ -185,30 +174,30 @@ def test_device_memory_is_refused() -> None:
         TensorWriter().add(on_device)
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (2, 3), (300, 100), (INLINE_BYTES,)])
-def test_received_tensors_are_not_views(shape: tuple[int, ...], requires_grad: bool) -> None:
-    copy = there(torch.ones(shape, requires_grad=requires_grad))
-    assert copy.shape == shape
-    assert copy.requires_grad == requires_grad
-    assert copy._base is None
-    copy.detach_().add_(1)  # the first is refused for views
-    assert torch.equal(copy, torch.full(shape, 2.0))
+def test_received_tensors_are_not_views() -> None:
+    for shape in ((), (1,), (5,), (2, 3), (300, 100), (INLINE_BYTES,)):
+        for requires_grad in (False, True):
+            copy = there(torch.ones(shape, requires_grad=requires_grad))
+            assert copy.shape == shape
+            assert copy.requires_grad == requires_grad
+            assert copy._base is None
+            copy.detach_().add_(1)  # the first is refused for views
+            assert torch.equal(copy, torch.full(shape, 2.0))
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), ()])
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_a_shape_that_does_not_fit_the_bytes_is_refused(shape: tuple[int, ...], kind: Any) -> None:
-    with pytest.raises(ProtocolError, match="expected the bytes of a tensor"):
-        make_plain(0, shape, kind(12))
+def test_a_shape_that_does_not_fit_the_bytes_is_refused() -> None:
+    for kind in (bytes, bytearray):
+        for shape in ((2,), (4,), (2, 2), ()):
+            with pytest.raises(ProtocolError, match="expected the bytes of a tensor"):
+                make_plain(0, shape, kind(12))
 
 
-@pytest.mark.parametrize("size", [3, INLINE_BYTES])
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_zeros_without_memory_arrive_as_zeros(size: int, requires_grad: bool) -> None:
+def test_zeros_without_memory_arrive_as_zeros() -> None:
     """torch makes such tensors if a derivative is zero."""
-    zeros = torch._efficientzerotensor((size,)).requires_grad_(requires_grad)
-    assert torch.equal(there(zeros), torch.zeros(size))
+    for requires_grad in (False, True):
+        for size in (3, INLINE_BYTES):
+            zeros = torch._efficientzerotensor((size,)).requires_grad_(requires_grad)
+            assert torch.equal(there(zeros), torch.zeros(size))
 
 
 def shrink(tensor: torch.Tensor, size: int = 0) -> torch.Tensor:
@@ -217,26 +206,24 @@ def shrink(tensor: torch.Tensor, size: int = 0) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: shrink(torch.ones(n)),
-        lambda n: shrink(torch.ones(n), 4 * n - 1),
-        lambda n: shrink(torch.ones(n)[1:], 4 * n - 1),
-        lambda n: shrink(torch.ones(n, requires_grad=True)),
-        lambda n: shrink(torch.ones(2, n).t()),
-        lambda n: [shrink(torch.ones(n, dtype=torch.complex64).conj())] * 2,
-        lambda n: torch.sparse_coo_tensor(
-            torch.zeros(1, n), shrink(torch.ones(n)), (n,), check_invariants=False
-        ),
-    ],
-    ids=["freed", "shorter", "view", "grad", "transposed", "conjugate", "sparse"],
-)
-@pytest.mark.parametrize("count", [10, INLINE_BYTES])
-def test_a_tensor_whose_memory_was_freed_is_refused(make: Callable[..., Any], count: int) -> None:
-    tensor = make(count)
-    with pytest.raises(SerializationError, match=r"expected a storage of .* it was resized"):
-        sent(tensor)
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    for count in (10, INLINE_BYTES):
+        for make in (
+            lambda n: shrink(torch.ones(n)),
+            lambda n: shrink(torch.ones(n), 4 * n - 1),
+            lambda n: shrink(torch.ones(n)[1:], 4 * n - 1),
+            lambda n: shrink(torch.ones(n, requires_grad=True)),
+            lambda n: shrink(torch.ones(2, n).t()),
+            lambda n: [shrink(torch.ones(n, dtype=torch.complex64).conj())] * 2,
+            lambda n: torch.sparse_coo_tensor(
+                torch.zeros(1, n), shrink(torch.ones(n)), (n,), check_invariants=False
+            ),
+        ):
+            tensor = make(count)
+            with pytest.raises(
+                SerializationError, match=r"expected a storage of .* it was resized"
+            ):
+                sent(tensor)
 
 
 def test_all_of_a_storage_that_was_cut_to_a_tensor_arrives() -> None:
@@ -250,27 +237,21 @@ def fake() -> torch.Tensor:
         return torch.ones(3)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    for make, words in (
         (lambda: torch.ones(3, 3).to_mkldnn(), r"_mkldnn: send tensor\.to_dense\(\)"),
         (fake, "a FakeTensor, which has a shape only"),
-    ],
-)
-def test_a_tensor_without_memory_of_its_own_is_refused(
-    make: Callable[..., Any], words: str
-) -> None:
-    with pytest.raises(SerializationError, match=words):
-        sent([make()])
+    ):
+        with pytest.raises(SerializationError, match=words):
+            sent([make()])
 
 
-@pytest.mark.parametrize(
-    "transform", [torch.vmap, torch.func.grad, torch.func.functionalize, torch.func.jacrev]
-)
-def test_a_tensor_inside_of_a_transform_is_refused(transform: Callable[..., Any]) -> None:
-    def send(x: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(SerializationError, match=r"inside of a transform of torch\.func"):
-            sent(x)
-        return x.sum()
+def test_a_tensor_inside_of_a_transform_is_refused() -> None:
+    for transform in (torch.vmap, torch.func.grad, torch.func.functionalize, torch.func.jacrev):
 
-    transform(send)(torch.ones(2, 3))
+        def send(x: torch.Tensor) -> torch.Tensor:
+            with pytest.raises(SerializationError, match=r"inside of a transform of torch\.func"):
+                sent(x)
+            return x.sum()
+
+        transform(send)(torch.ones(2, 3))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from zrpc.bench import targets
 from zrpc.bench.library import Library
@@ -22,28 +23,22 @@ __all__ = ["ActorLibrary", "start"]
 class Peer:
     """An actor. Its methods are named as the functions and methods that the workloads call."""
 
-    def reset(self) -> None:
-        """Makes the counter of `increment`."""
+    def reset(self) -> None:  # makes the counter of `increment`
         self._counter = targets.Counter()
 
     def nothing(self) -> None:
-        """See `zrpc.bench.targets.nothing`."""
         targets.nothing()
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See `zrpc.bench.targets.add`."""
         return targets.add(one, other)
 
     def echo(self, value: Any) -> Any:
-        """See `zrpc.bench.targets.echo`."""
         return targets.echo(value)
 
     def take(self, tensor: torch.Tensor) -> float:
-        """See `zrpc.bench.targets.take`."""
         return targets.take(tensor)
 
     def increment(self) -> int:
-        """See `zrpc.bench.targets.Counter.increment`."""
         return self._counter.increment()
 
 
@@ -115,7 +110,7 @@ class _Future:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Refers to an actor, as an RRef does to an object."""
+    """A reference to an actor, as an RRef is one to an object."""
 
     _rpc: _Rpc
     _peer: str
@@ -150,8 +145,8 @@ class ActorLibrary(Library):
 
     _actors: _Actors = field(repr=False)
 
+    @override
     def leave(self) -> None:
-        """Stops all actors."""
         self._actors.stop()
 
 

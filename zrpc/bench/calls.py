@@ -17,6 +17,7 @@ from zrpc.bench.session import PEER, Session
 __all__ = [
     "each_peer",
     "empty",
+    "in_flight",
     "nested",
     "peer_busy",
     "pipelined",
@@ -78,14 +79,18 @@ def nested(session: Session, hops: int) -> Sample:
 
 def pipelined(session: Session) -> Sample:
     """Makes many empty calls from one thread before it waits for them."""
-    rpc_async = session.rpc.rpc_async
     count = session.sampling.scaled(_CALLS_PER_BATCH)
+    return session.sampling.rate(lambda: _call_at_once(session, count), count)
 
-    def batch() -> None:
-        for future in [rpc_async(PEER, targets.nothing) for _ in range(count)]:
-            future.wait()
 
-    return session.sampling.rate(batch, count)
+def in_flight(session: Session, count: int) -> Sample:
+    """Makes ``count`` empty calls before it waits for them; the time of each."""
+    return session.sampling.time(lambda: _call_at_once(session, count)).divided(count)
+
+
+def _call_at_once(session: Session, count: int) -> None:
+    for future in [session.rpc.rpc_async(PEER, targets.nothing) for _ in range(count)]:
+        future.wait()
 
 
 def threads(session: Session, number: int) -> Sample:

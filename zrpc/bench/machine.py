@@ -7,7 +7,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 
-__all__ = ["Machine", "load_average"]
+__all__ = ["Machine", "load_average", "read_field", "read_kib"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Machine:
         import zmq
 
         return cls(
-            processor=_read_field("/proc/cpuinfo", "model name")
+            processor=read_field("/proc/cpuinfo", "model name")
             or platform.processor()
             or "unknown",
             cores=len(os.sched_getaffinity(0)),
@@ -55,7 +55,14 @@ class Machine:
         return f"{self.cores} cores of {self.processor}, {memory}, {self.system}\n{versions}"
 
 
-def _read_field(path: str, name: str) -> str | None:
+def read_kib(path: str, *names: str) -> int:
+    """Returns the sum of fields of a file of /proc, in bytes; the file has them in KiB."""
+    fields = [read_field(path, name) for name in names]
+    return sum(int(field.split()[0]) * 1024 for field in fields if field is not None)
+
+
+def read_field(path: str, name: str) -> str | None:
+    """Returns the first field of that name in a file of /proc, or None if there is none."""
     try:
         with open(path) as file:
             for line in file:

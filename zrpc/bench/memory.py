@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from zrpc.bench import targets
+from zrpc.bench.machine import read_kib
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
@@ -20,7 +21,7 @@ def after_start(session: Session) -> Sample:
 
 
 def after_calls(session: Session, count: int) -> Sample:
-    """Measures it after ``count`` empty calls, of which at most 100 are in flight."""
+    """Measures it after ``count`` empty calls, at most 100 of them in flight."""
     count = session.sampling.scaled(count)
     for start in range(0, count, _MAX_IN_FLIGHT):
         number = min(_MAX_IN_FLIGHT, count - start)
@@ -31,21 +32,20 @@ def after_calls(session: Session, count: int) -> Sample:
 
 def descriptors(session: Session) -> Sample:
     """Counts the open descriptors of worker 0."""
-    count = len(os.listdir("/proc/self/fd"))
-    return Sample(count, count, 1)
+    return _entries_of("/proc/self/fd")
 
 
 def threads(session: Session) -> Sample:
     """Counts the threads of worker 0, those of ZeroMQ included."""
-    count = len(os.listdir("/proc/self/task"))
+    return _entries_of("/proc/self/task")
+
+
+def _entries_of(directory: str) -> Sample:
+    count = len(os.listdir(directory))
     return Sample(count, count, 1)
 
 
 def private_memory(session: Session) -> Sample:
     """Measures the memory that worker 0 shares with no other process, in bytes."""
-    size = 0
-    with open("/proc/self/smaps_rollup") as file:
-        for line in file:
-            if line.startswith(("Private_Clean:", "Private_Dirty:")):
-                size += int(line.split()[1]) * 1024
+    size = read_kib("/proc/self/smaps_rollup", "Private_Clean", "Private_Dirty")
     return Sample(size, size, 1)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -22,14 +21,13 @@ from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
+from zrpc.testing.served import send_request, start_serving
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["HungError", "Mesh", "MeshError"]
 
-# Above all descriptors that a preloaded module may have open in the fork server.
-_MIN_SOCKET_FD = 200
 _EXIT_SECONDS = 5.0
 
 
@@ -145,7 +143,7 @@ class Mesh:
             HungError: the deadline passed.
             MeshError: it failed, or a worker died.
         """
-        self._send(self._processes[0], "measure", workload, arguments, sampling)
+        send_request(self._processes[0].connection, "measure", workload, arguments, sampling)
         sample: Sample = self._receive_replies(self._processes[:1], deadline, "no result")[0]
         return sample
 
@@ -177,13 +175,8 @@ class Mesh:
 
     def _request_all(self, processes: list[_Process], request: str) -> None:
         for process in processes:
-            self._send(process, request)
+            send_request(process.connection, request)
         self._receive_replies(processes, self._timeout, f"the workers did not {request}")
-
-    def _send(self, process: _Process, *request: Any) -> None:
-        # If the process is dead, the wait for its reply reports that.
-        with contextlib.suppress(OSError):
-            process.connection.send(request)
 
     def _receive_replies(
         self, processes: list[_Process], deadline: float, failed: str
@@ -199,7 +192,7 @@ class Mesh:
                 raise HungError(f"{failed} within {deadline:g} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
-                process = by_connection.pop(connection)  # after its reply to "leave" it may exit
+                process = by_connection.pop(connection)
                 replies[process.rank] = self._receive(process)
         return [replies[process.rank] for process in processes]
 
@@ -222,17 +215,11 @@ class Mesh:
         return f"worker{process.rank} {how}" + (f": {lines[-1].strip()}" if lines else "")
 
     def _start_process(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
         output = self._directory / f"worker{rank}.output"
-        with ours, theirs, output.open("wb") as log:
-            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _MIN_SOCKET_FD)
-            try:
-                pid = self._starter.spawn(
-                    self._task(rank, fd), stdout=log.fileno(), stderr=log.fileno(), pass_fds=[fd]
-                )
-            finally:
-                os.close(fd)
-            self._processes.append(_Process(rank, pid, Connection(ours.detach()), output))
+        with output.open("wb") as log:
+            task = partial(self._task, rank)
+            pid, connection = start_serving(self._starter, task, log.fileno(), log.fileno())
+        self._processes.append(_Process(rank, pid, connection, output))
 
     def _task(self, rank: int, fd: int) -> Task:
         settings = WorkerSettings(
@@ -267,6 +254,8 @@ class Mesh:
 
     def _wait_for_exits(self) -> None:
         end = time.monotonic() + self._timeout
+        for process in self._processes:
+            send_request(process.connection, "exit")
         try:
             for process in self._processes:
                 self._starter.wait(process.pid, max(0.0, end - time.monotonic()))

@@ -20,7 +20,7 @@ _LINK_CHECK_SECONDS = 0.01
 
 
 class NamespaceError(Exception):
-    """This user or this system can't make network namespaces."""
+    """The error if this user or this system can't make network namespaces."""
 
 
 @contextlib.contextmanager

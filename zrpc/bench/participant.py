@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Self
 
 from zrpc.bench.mesh import Mesh, MeshError
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.settings import LIMIT, Settings
 from zrpc.launch import LaunchError, Starter
-
-if TYPE_CHECKING:
-    from typing import Self
 
 __all__ = ["Participant"]
 
@@ -38,7 +35,7 @@ class Participant:
         self._start_failed: MeshError | LaunchError | None = None
 
     def can_measure(self, row: Row) -> bool:
-        """Whether there is a workload for this row."""
+        """Returns whether there is a workload for this row."""
         return self._row_or_limit(row) is not None
 
     def measure(self, row: Row, sampling: Sampling) -> Sample:

@@ -9,15 +9,36 @@ from typing import Any
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.run import Run
 
-__all__ = ["can_plot", "plot"]
+__all__ = ["can_plot", "new_figure", "plot", "save"]
 
 _FASTER = "#2a7f62"
 _SLOWER = "#b5483a"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def new_figure(height: float) -> Any:
+    """Returns an empty figure of the common width; heights are in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, caption: str, path: Path) -> None:
+    """Writes a figure to a file, with a caption; the suffix decides the format.
+
+    Raises:
+        ValueError: matplotlib can't write such a file.
+        OSError: the file can't be written.
+    """
+    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
 
 
 def plot(run: Run, caption: str, path: Path) -> None:
@@ -32,15 +53,11 @@ def plot(run: Run, caption: str, path: Path) -> None:
         ValueError: matplotlib can't write such a file.
         OSError: the file can't be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     against = run.settings.against
     assert against is not None
     rows = [(result, result.times_faster(against)) for result in run.results]
-    figure = Figure(figsize=(9, 2.4 + 0.3 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes: Any = figure.add_subplot()
+    figure = new_figure(2.4 + 0.3 * len(rows))
+    axes = figure.add_subplot()
     for place, (result, spread) in enumerate(rows):
         _draw(axes, place, result, spread, against)
     axes.set_yticks(range(len(rows)), [result.row.name for result, _ in rows])
@@ -53,8 +70,7 @@ def plot(run: Run, caption: str, path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(f"zrpc, times faster than {against} (median, min to max)", loc="left")
-    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    save(figure, caption, path)
 
 
 def _draw(axes: Any, place: int, result: RowResult, spread: Spread | None, against: str) -> None:

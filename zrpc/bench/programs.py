@@ -84,7 +84,10 @@ def pipeline(session: Session) -> Sample:
 
 
 def reinforcement(session: Session) -> Sample:
-    """Has all other workers ask an agent for each action, as ``examples/reinforce_cartpole.py``."""
+    """Plays episodes on all other workers, which ask the agent for each action.
+
+    ``examples/reinforce_cartpole.py`` does the same.
+    """
     agent = _Agent()
     reference = session.rpc.RRef(agent)
     steps = session.sampling.scaled(_PLAYED_STEPS)
@@ -142,7 +145,7 @@ class _ParameterServer:
 
 
 def _train(server: Any, updates: int) -> None:
-    """On a trainer: pulls parameters and pushes gradients."""
+    """Pulls parameters and pushes gradients, on a trainer."""
     network = _network()
     parameters = list(network.parameters())
     for _ in range(updates):
@@ -211,7 +214,7 @@ class _Agent:
 
 
 def _play(agent: Any, steps: int) -> None:
-    """On an observer: plays an episode in which the agent chooses each action."""
+    """Plays an episode in which the agent chooses each action, on an observer."""
     state = torch.zeros(_STATE)
     for _ in range(steps):
         action = agent.rpc_sync().select_action(state)

@@ -60,6 +60,11 @@ class RowResult:
         """Returns the spread over the rounds in which a participant succeeded, or None."""
         return Spread.of(value for value in self._values(participant) if value is not None)
 
+    def more(self, participant: str) -> dict[str, float]:
+        """Returns the other counts of a participant's last success."""
+        outcomes = self.outcomes.get(participant, [])
+        return next((each.more for each in outcomes[::-1] if isinstance(each, Sample)), {})
+
     def failures(self, participant: str) -> list[Failure]:
         """Returns the failures of a participant."""
         return [each for each in self.outcomes.get(participant, []) if isinstance(each, Failure)]

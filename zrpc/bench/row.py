@@ -70,7 +70,7 @@ class Row:
     deadline: float | None = None
 
     def measured_by(self, library: str) -> bool:
-        """Whether the library of that name can measure it."""
+        """Returns whether the library of that name can measure it."""
         if self.only is not None:
             return library == self.only
         return self.actors or library not in ACTOR_LIBRARIES

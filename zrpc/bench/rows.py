@@ -9,7 +9,7 @@ from dataclasses import replace
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.row import Group, Limit, Row, Unit
 
-__all__ = ["GROUPS", "all_rows", "select"]
+__all__ = ["GROUPS", "WORKLOAD_MODULES", "all_rows", "select"]
 
 _KIB = 1024
 _MIB = 1024 * 1024
@@ -40,27 +40,14 @@ _RATE = Limit("ZeroMQ", "baselines:pipelined")
 def _tensor_rows() -> tuple[Row, ...]:
     rows = []
     for name, size in _SIZES.items():
-        by_copy = size >= _MIN_SHARED_BYTES
         one_way = Limit("ZeroMQ", "baselines:one_way", (size,))
-        round_trip = _zmq(size)
-        rows += [
-            Row(
-                f"one way, {name}",
-                "tensors:one_way",
-                (size,),
-                limit=_copies(size, 1) if by_copy else one_way,
-                tcp_limit=one_way,
-                actors=True,
-            ),
-            Row(
-                f"echo, {name}",
-                "tensors:echo",
-                (size,),
-                limit=_copies(size, 2) if by_copy else round_trip,
-                tcp_limit=round_trip,
-                actors=True,
-            ),
-        ]
+        for way, workload, copies, raw in (
+            ("one way", "tensors:one_way", 1, one_way),
+            ("echo", "tensors:echo", 2, _zmq(size)),
+        ):
+            limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
+            row = Row(f"{way}, {name}", workload, (size,), limit=limit, tcp_limit=raw, actors=True)
+            rows.append(row)
     rows.append(
         Row(
             "echo, 100 tensors of 1 KiB",
@@ -84,25 +71,59 @@ def _cost_rows() -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _start_rows() -> tuple[Row, ...]:
-    joining = [
+def _skeleton_rows() -> tuple[Row, ...]:
+    """Returns rows with two workloads each: zrpc's, and that of the skeleton as its limit."""
+    both = [
+        ("plain call", "calls:empty", "empty", ()),
+        ("tensor of 2 elements, and back", "tensors:echo", "echo", (8,)),
+        ("each of 200 in flight", "calls:in_flight", "in_flight", (200,)),
+        ("1 MiB one way", "tensors:one_way", "one_way", (_MIB,)),
+        ("16 MiB one way", "tensors:one_way", "one_way", (16 * _MIB,)),
+        ("step of width 16", "autograd:step", "step", (16,)),
+        ("step of width 512", "autograd:step", "step", (512,)),
+    ]
+    return tuple(
         Row(
-            f"start and stop of {count} workers",
-            "startup:start_and_stop",
-            (count,),
+            f"skeleton: {name}",
+            workload,
+            arguments,
+            limit=Limit("skeleton", f"skeleton:{skeleton}", arguments),
             default=False,
-            deadline=_START_DEADLINE_SECONDS,
+            only="zrpc",
         )
+        for name, workload, skeleton, arguments in both
+    )
+
+
+def _step_rows() -> tuple[Row, ...]:
+    return tuple(
+        Row(f"steps at the {end}", f"steps:{end}", unit=Unit.COUNT, default=False, only="zrpc")
+        for end in ("caller", "callee")
+    )
+
+
+def _start_rows() -> tuple[Row, ...]:
+    rows = [
+        (f"start and stop of {count} workers", "startup:start_and_stop", count)
         for count in (2, 8, 32)
     ]
-    bare = Row(
-        "launch of 32 processes that import torch",
-        "startup:launch_bare",
-        (32,),
-        default=False,
-        deadline=_START_DEADLINE_SECONDS,
+    rows.append(("launch of 32 processes that import torch", "startup:launch_bare", 32))
+    return tuple(
+        Row(name, workload, (count,), default=False, deadline=_START_DEADLINE_SECONDS)
+        for name, workload, count in rows
     )
-    return (*joining, bare)
+
+
+def _memory_rows() -> tuple[Row, ...]:
+    workloads: tuple[tuple[str, str, tuple[float, ...]], ...] = (
+        ("memory after start", "memory:after_start", ()),
+        ("memory after 10,000 calls", "memory:after_calls", (10_000,)),
+    )
+    limit = Limit("import torch", "baselines:memory")
+    return tuple(
+        Row(name, workload, arguments, Unit.BYTES, limit, above_limit=True)
+        for name, workload, arguments in workloads
+    )
 
 
 GROUPS: tuple[Group, ...] = (
@@ -208,28 +229,9 @@ GROUPS: tuple[Group, ...] = (
         workers=4,
     ),
     Group("costs", _cost_rows()),
-    Group(
-        "memory",
-        (
-            Row(
-                "memory after start",
-                "memory:after_start",
-                unit=Unit.BYTES,
-                limit=Limit("import torch", "baselines:memory"),
-                above_limit=True,
-            ),
-            Row(
-                "memory after 10,000 calls",
-                "memory:after_calls",
-                (10_000,),
-                unit=Unit.BYTES,
-                limit=Limit("import torch", "baselines:memory"),
-                above_limit=True,
-            ),
-        ),
-        fresh=True,
-        turns=1,
-    ),
+    Group("memory", _memory_rows(), fresh=True, turns=1),
+    Group("skeleton", _skeleton_rows()),
+    Group("steps", _step_rows(), turns=1),
     Group("start", _start_rows(), workers=1, forms_mesh=False, turns=1),
 )
 
@@ -237,6 +239,14 @@ GROUPS: tuple[Group, ...] = (
 def all_rows() -> list[Row]:
     """Returns all rows, in the order of the table."""
     return [row for group in GROUPS for row in group.rows]
+
+
+WORKLOAD_MODULES = {
+    f"zrpc.bench.{each.workload.partition(':')[0]}"
+    for row in all_rows()
+    for each in (row, row.limit)
+    if each is not None
+}
 
 
 def select(patterns: Collection[str] = (), against: str | None = None) -> list[Group]:

@@ -18,9 +18,10 @@ from zrpc.bench.mesh import HungError, MeshError
 from zrpc.bench.participant import Participant
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Row
+from zrpc.bench.rows import WORKLOAD_MODULES
 from zrpc.bench.sampling import Sample
 from zrpc.bench.settings import Settings
-from zrpc.launch import LaunchError, Starter, make_starter
+from zrpc.launch import LaunchError, Starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
 
 __all__ = ["Run", "Watcher", "warm_starter"]
@@ -30,24 +31,20 @@ _PRELOAD = (
     "torch.distributed.rpc",
     "torch.distributed.autograd",
     "zrpc.autograd",
-    "zrpc.bench.calls",
-    "zrpc.bench.baselines",
-    "zrpc.bench.programs",
     "zrpc.bench.worker",
     "zrpc.bench.raw_zmq",
-    "zrpc.bench.references",
-    "zrpc.bench.tensors",
+    *sorted(WORKLOAD_MODULES),
 )
 
 
 class Watcher(Protocol):
-    """Is notified of the progress of a run."""
+    """An observer of a run's progress."""
 
     def row_started(self, number: int, group: Group, row: Row) -> None:
-        """Called before a row is measured in the round with this number."""
+        """Takes note that a row is about to be measured in the round with this number."""
 
     def row_finished(self) -> None:
-        """Called after the row was measured."""
+        """Takes note that the row was measured."""
 
 
 @dataclass
@@ -80,7 +77,7 @@ class Run:
             warm = stack.enter_context(warm_starter())
             fresh = warm
             if any(group.fresh for group in self.groups):
-                fresh = stack.enter_context(make_starter("spawn", env=_environment()))
+                fresh = stack.enter_context(Starter("spawn", env=_environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
                     self._measure(number, group, fresh if group.fresh else warm, watcher)
@@ -129,7 +126,7 @@ class Run:
 
 def warm_starter() -> Starter:
     """Returns a starter whose processes have already imported both libraries."""
-    return make_starter(preload=_PRELOAD, env=_environment())
+    return Starter(preload=_PRELOAD, env=_environment())
 
 
 def _environment() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Sample", "Sampling"]
 
@@ -19,11 +19,13 @@ class Sample:
             the median of their medians.
         worst: the worst repeat.
         repeats: the number of repeats.
+        more: other counts of the same repeats, by name.
     """
 
     value: float
     worst: float
     repeats: int
+    more: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def merged(cls, samples: Sequence[Sample], more_is_better: bool) -> Sample:
@@ -33,6 +35,7 @@ class Sample:
             statistics.median(sample.value for sample in samples),
             worst(sample.worst for sample in samples),
             sum(sample.repeats for sample in samples),
+            samples[-1].more,
         )
 
     def divided(self, number: int) -> Sample:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.plot import new_figure, save
 from zrpc.bench.row import Unit
 from zrpc.bench.run import warm_starter
 from zrpc.bench.sampling import Sampling
@@ -27,22 +27,14 @@ MEASURES = {
     "push": "1 MiB from all others at once to worker 0, and back; for each of them",
     "all-to-all": "1 MiB from each worker to each other one; for each of these tensors",
 }
+# The units; those of the plots, and how large they are. Others are plain numbers.
 _UNITS = {
-    "init": Unit.SECONDS,
-    "call": Unit.SECONDS,
-    "in turn": Unit.SECONDS,
-    "memory": Unit.BYTES,
-    "push": Unit.SECONDS,
-    "all-to-all": Unit.SECONDS,
-}
-# The units of the plots, and their sizes.
-_SCALES = {
-    "init": (1, "s"),
-    "call": (1e-6, "µs"),
-    "in turn": (1e-6, "µs"),
-    "memory": (2**20, "MiB"),
-    "push": (1e-6, "µs"),
-    "all-to-all": (1e-6, "µs"),
+    "init": (Unit.SECONDS, "s", 1.0),
+    "call": (Unit.SECONDS, "µs", 1e-6),
+    "in turn": (Unit.SECONDS, "µs", 1e-6),
+    "memory": (Unit.BYTES, "MiB", 2.0**20),
+    "push": (Unit.SECONDS, "µs", 1e-6),
+    "all-to-all": (Unit.SECONDS, "µs", 1e-6),
 }
 _MIB = 2**20
 # These depend on the number of processors.
@@ -131,10 +123,9 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
     """Returns points for larger meshes, computed from those measured.
 
     What worker 0 uses grows by the same amount with each peer, so a straight line is drawn through
-    the two largest meshes of a library. The start of all workers on this machine, of which each
-    meets all others, is taken to grow with the square of their number. Calls and tensors are left
-    out, as they depend on the number of processors. A library with less than two meshes has no
-    points.
+    the two largest meshes of a library. At the start each worker meets each other one, so its
+    time is taken to grow with the square of their number. Calls and tensors are left out, as they
+    depend on the number of processors. A library with less than two meshes has no points.
     """
     found = []
     for library in dict.fromkeys(point.library for point in points):
@@ -184,11 +175,11 @@ def as_text(points: Sequence[Point]) -> str:
 def _cells(point: Point) -> list[str]:
     cells = []
     for name in MEASURES:
-        value, unit = point.values.get(name), _UNITS.get(name)
+        value = point.values.get(name)
         if value is None:
             cells.append("failed" if point.failed else "-")
         else:
-            cells.append(quantity(value, unit) if unit else f"{value:.0f}")
+            cells.append(quantity(value, _UNITS[name][0]) if name in _UNITS else f"{value:.0f}")
     return cells
 
 
@@ -198,16 +189,12 @@ def plot(points: Sequence[Point], caption: str, path: Path) -> None:
     Raises:
         OSError: the file can't be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid: Any = figure.subplots(3, 3)
+    figure = new_figure(9.0)
+    grid = figure.subplots(3, 3)
     for axes in grid.flat[len(MEASURES) :]:
         axes.set_visible(False)
     for axes, (name, meaning) in zip(grid.flat, MEASURES.items(), strict=False):
-        factor, unit = _SCALES.get(name, (1, ""))
+        _, unit, factor = _UNITS.get(name, (None, "", 1.0))
         for library in dict.fromkeys(point.library for point in points):
             found = [p for p in points if p.library == library and name in p.values]
             x = [point.workers for point in found]
@@ -219,5 +206,4 @@ def plot(points: Sequence[Point], caption: str, path: Path) -> None:
         axes.grid(color="0.9")
         axes.spines[["top", "right"]].set_visible(False)
     grid.flat[0].legend(frameon=False)
-    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
-    figure.savefig(path, dpi=150)
+    save(figure, caption, path)

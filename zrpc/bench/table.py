@@ -53,7 +53,7 @@ def as_text(run: Run) -> str:
     """Returns the table, and below it the failures with their reasons."""
     against = run.settings.against
     head = ["row", *([against] if against else []), "zrpc"]
-    head += (["times faster", "min to max"] if against else []) + ["limit"]
+    head += (["times faster", "min to max"] if against else []) + ["limit", "times limit"]
     lines = [head, *(_row_cells(result, run.settings) for result in run.results)]
     return align_columns(lines) + _footnotes(run)
 
@@ -66,7 +66,7 @@ def _row_cells(result: RowResult, settings: Settings) -> list[str]:
     cells.append(_cell(result, "zrpc"))
     if against:
         cells += _faster(result.times_faster(against))
-    return [*cells, _limit(result, settings.tcp)]
+    return [*cells, _limit(result, settings.tcp), _times_limit(result)]
 
 
 def _limit(result: RowResult, tcp: bool) -> str:
@@ -76,12 +76,19 @@ def _limit(result: RowResult, tcp: bool) -> str:
     return f"{quantity(spread.median, result.row.unit)} {limit.name}"
 
 
+def _times_limit(result: RowResult) -> str:
+    """Returns how many times the limit zrpc takes, if that can be said."""
+    spread = None if result.row.above_limit else result.times_faster("zrpc", than=LIMIT)
+    return f"{spread.median:.2f}" if spread else ""
+
+
 def _cell(result: RowResult, participant: str) -> str:
     spread = result.spread(participant)
     failures = result.failures(participant)
     if spread is None:
         return f"failed: {_short(failures[0].reason)}" if failures else "-"
-    return quantity(spread.median, result.row.unit) + ("*" if failures else "")
+    more = "".join(f", {value:.0f} {name}" for name, value in result.more(participant).items())
+    return quantity(spread.median, result.row.unit) + more + ("*" if failures else "")
 
 
 def _faster(spread: Spread | None) -> list[str]:
@@ -131,32 +138,16 @@ def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, 
     return {
         "machine": asdict(machine),
         "load_average": {"before": load[0], "after": load[1]},
-        "settings": _settings_data(settings),
+        "settings": asdict(settings),
         "rows": [_row_data(result, settings) for result in run.results],
         "notes": run.notes,
-    }
-
-
-def _settings_data(settings: Settings) -> dict[str, Any]:
-    """Returns the settings under the keys of all earlier files, so that files stay comparable."""
-    sampling = settings.sampling
-    return {
-        "against": settings.against,
-        "rounds": settings.rounds,
-        "tcp": settings.tcp,
-        "effort": {
-            "seconds": sampling.seconds,
-            "least": sampling.min_repeats,
-            "scale": sampling.scale,
-        },
-        "deadline": settings.deadline,
-        "patience": settings.mesh_timeout,
     }
 
 
 def _row_data(result: RowResult, settings: Settings) -> dict[str, Any]:
     limit = result.row.limit_of(settings.tcp)
     faster = result.times_faster(settings.against) if settings.against else None
+    times_limit = result.times_faster("zrpc", than=LIMIT)
     return {
         "row": result.row.name,
         "unit": result.row.unit.value,
@@ -174,4 +165,5 @@ def _row_data(result: RowResult, settings: Settings) -> dict[str, Any]:
             if (spread := result.spread(participant)) is not None
         },
         "times_faster": asdict(faster) if faster else None,
+        "times_limit": asdict(times_limit) if times_limit else None,
     }

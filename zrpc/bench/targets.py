@@ -11,6 +11,7 @@ import torch
 
 from zrpc.agent.current import current_agent
 from zrpc.bench import library
+from zrpc.bench.machine import read_kib
 
 __all__ = [
     "Counter",
@@ -104,7 +105,7 @@ def accumulate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_to_others(rank: int, workers: int, count: int) -> int:
-    """On that worker: sends a tensor of that many elements to each other one; how many arrived.
+    """Sends a tensor of that many elements to each other worker; returns how many arrived.
 
     All workers do this at once, and each begins with the next one.
     """
@@ -135,7 +136,7 @@ def burn() -> None:
 
 
 def burning() -> bool:
-    """Whether `burn` is running."""
+    """Returns whether `burn` is running."""
     return _burning.is_set()
 
 
@@ -201,8 +202,6 @@ def gradient_sum(context_id: int, width: int) -> float:
 
 def resident() -> int:
     """Returns the resident memory of this process, in bytes."""
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("expected VmRSS in /proc/self/status; memory is measured on Linux only")
+    if not (size := read_kib("/proc/self/status", "VmRSS")):
+        raise RuntimeError("expected VmRSS in /proc/self/status; memory is measured on Linux only")
+    return size

@@ -70,7 +70,7 @@ def fan_out(session: Session, size: int) -> Sample:
 
 
 def first_large(session: Session, size: int) -> Sample:
-    """Has all other workers send one tensor each to worker 0, and get one of that size back.
+    """Pushes one tensor from each other worker to worker 0, and one of that size back.
 
     It is measured once, in a mesh that has not sent anything large.
     """
@@ -92,7 +92,7 @@ def many_clients(session: Session, size: int) -> Sample:
 
 
 def all_to_all(session: Session, size: int) -> Sample:
-    """Has each worker send a tensor to each other one; the time of each tensor."""
+    """Sends a tensor from each worker to each other one; the time of each tensor."""
     count, workers = session.sampling.scaled(size // 4), session.workers
 
     def once() -> None:

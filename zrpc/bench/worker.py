@@ -4,7 +4,7 @@ The requests:
 
     ("join",)                                     join the mesh, if there is one
     ("measure", workload, arguments, sampling)    the value is a `Sample`
-    ("leave",)                                    leave the mesh and exit
+    ("leave",)                                    leave the mesh
 
 Each gets one of these replies:
 
@@ -14,18 +14,18 @@ Each gets one of these replies:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
+import pickle
 import sys
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zrpc.bench.library import ACTOR_LIBRARIES, LIBRARIES, Library, load
 from zrpc.bench.sampling import Sample, Sampling
 from zrpc.bench.session import Session
+from zrpc.testing.served import serve
 
 if TYPE_CHECKING:
     from zrpc.bench.raw_zmq import RawPeer
@@ -61,19 +61,8 @@ class WorkerSettings:
 
 
 def main(settings: WorkerSettings) -> NoReturn:
-    """Serves requests until one says to leave, or until the benchmark's process is gone."""
-    worker = _Worker(settings)
-    connection = Connection(settings.socket)
-    with contextlib.suppress(EOFError, ConnectionError):
-        leaving = False
-        while not leaving:
-            request, *arguments = connection.recv()
-            leaving = request == "leave"
-            try:
-                reply: tuple[bool, Any] = True, getattr(worker, request)(*arguments)
-            except BaseException as error:
-                reply = False, one_line(error)
-            connection.send(reply)
+    """Serves requests until one says to exit, or until the benchmark's process is gone."""
+    serve(settings.socket, _Worker(settings).do)
     sys.stdout.flush()
     sys.stderr.flush()
     # A regular exit would free torch, and so copy memory that is shared with the fork server.
@@ -92,6 +81,12 @@ class _Worker:
         self._library: Library | None = None
         self._raw: RawPeer | None = None
         self._echo: Any = None
+
+    def do(self, request: str, *arguments: Any) -> bytes:
+        try:
+            return pickle.dumps((True, getattr(self, request)(*arguments)))
+        except BaseException as error:
+            return pickle.dumps((False, one_line(error)))
 
     def join(self) -> None:
         settings = self._settings

@@ -11,7 +11,7 @@ _STARTUP_DIRECTORY = str(Path(__file__).parent / "startup")
 
 
 def child_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns ``env`` with a ``PYTHONPATH`` by which Python processes install the drop-in.
+    """Returns ``env`` whose ``PYTHONPATH`` makes Python processes install the drop-in.
 
     Their own Python children inherit it. It has no effect on Python started with ``-I``, ``-E`` or
     ``-S``, nor on an interpreter that doesn't have zrpc.

@@ -25,7 +25,7 @@ _keepers = ["torch.nn.parallel.distributed"]
 
 
 def replace_names(module: ModuleType) -> None:
-    """Replaces the names of one of torch's modules. Does nothing if that has been done."""
+    """Replaces the names of one of torch's modules. Idempotent."""
     if module.__name__ in _removed:
         return
     names = vars(module)
@@ -50,7 +50,7 @@ def replace_names(module: ModuleType) -> None:
 
 
 def replace_waits(futures: ModuleType) -> None:
-    """Has functions of ``torch.futures`` end with the first error of zrpc's futures, too.
+    """Makes functions of ``torch.futures`` raise the first error of zrpc's futures, too.
 
     Python code can't report an error to torch's own functions, which are in C++. They still get
     calls without zrpc's futures.

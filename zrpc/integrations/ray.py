@@ -77,7 +77,7 @@ def start_mesh(
     ends it. Then the actors are stopped.
 
     Args:
-        num_workers: the number of actors, each of which is one worker.
+        num_workers: the number of actors; each is one worker.
         resources_per_worker: what Ray reserves for each, as ``{"CPU": 2, "GPU": 1}``. Default: one
             CPU.
         placement: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``, as in
@@ -229,8 +229,8 @@ def _place(
         raise RendezvousError(
             f"expected Ray to place {num_workers} workers with {dict(resources)} each within "
             f"{timeout:g} s, as {group.bundle_specs and placement!r}; its nodes have "
-            f"{_amounts(ray.cluster_resources())}, of which {_amounts(ray.available_resources())} "
-            "are free: ask for less, add nodes, wait for other jobs to end, or raise init_timeout"
+            f"{_amounts(ray.cluster_resources())}, with {_amounts(ray.available_resources())} "
+            "free: ask for less, add nodes, wait for other jobs to end, or raise init_timeout"
         )
     return group
 
@@ -258,7 +258,6 @@ def _host_store(
     host = ray.util.get_node_ip_address()
     timeout = options.init_timeout
     with ReservedPort() as port:
-        port.hand_over()
         store = tcp_store(host, port.number, True, time.monotonic() + timeout, timeout)
         place = _MeetingPlace(host, port.number, num_workers, new_secret(), options, restarts)
     return place, store
@@ -293,7 +292,7 @@ def _raise_failure(ref: Any, what: str) -> None:
 
 
 def _join_with(actors: Sequence[Any], place: _MeetingPlace, store: Store) -> Agent:
-    """Has all actors join, and joins with them; returns the driver's agent."""
+    """Joins with all actors at once; returns the driver's agent."""
     joins = [actor.join.remote() for actor in actors]
     try:
         return place.join(DRIVER, place.num_workers, store, 0)
@@ -313,8 +312,8 @@ def _serve(agent: Agent, mesh: RayMesh, timeout: float) -> Iterator[RayMesh]:
         agent.close()
         raise
     agent.shutdown(timeout=timeout)
-    # They leave at the same time. Let them close their sockets; an actor that Ray starts again just
-    # now refuses the question, and is killed at once.
+    # They leave at the same time. Let them close their sockets. An actor that Ray is starting again
+    # refuses the question, and is killed at once.
     ray.wait(
         [actor.left.remote() for actor in mesh.actors],
         num_returns=len(mesh.actors),

@@ -1,4 +1,4 @@
-"""Messages, with open descriptors attached, over a Unix stream socket."""
+"""What a starter and its server send each other: messages with open descriptors, and exits."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 _LENGTH = struct.Struct("=Q")
 MAX_DESCRIPTORS = 250  # the kernel's limit for one message is 253
+EXIT_RECORD = struct.Struct("=qq")  # process id, exit code
+EXITS_BYTES = 256 * EXIT_RECORD.size  # the most that are sent at once
 
 
 class Channel:

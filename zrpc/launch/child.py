@@ -7,19 +7,24 @@ import ctypes
 import importlib.machinery
 import io
 import os
+import pickle
 import signal
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from zrpc.launch import program
+from zrpc.launch.descriptors import move_descriptors
 from zrpc.launch.interpreter import interpreter_options
 from zrpc.launch.script import find_program
+from zrpc.launch.signal_state import SignalState
 from zrpc.launch.task import Task
+from zrpc.launch.terminal_input import RelayedInput
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,12 +49,31 @@ def become(task: Task, startup_modules: Collection[str]) -> None:
     program.run(task)
 
 
+def load_task(
+    fd: int,
+    parent: int,
+    moved: Mapping[int, int],
+    startup_modules: Collection[str],
+    given: SignalState,
+) -> Callable[[], None]:
+    """Prepares a new interpreter, started by `parent`, for the task in an open file.
+
+    Returns the program, to be called at the bottom of the stack. The keys of `moved` are
+    descriptors, and the values their numbers in the program.
+    """
+    given.restore()
+    die_with_parent(parent)
+    with open(fd, "rb") as file:
+        task = pickle.load(file)
+    move_descriptors(list(moved), list(moved.values()))
+    return partial(become, task, startup_modules)
+
+
 def _set_environment(task: Task) -> None:
     if task.env is not None and task.env != dict(os.environ):
         os.environ.clear()
         os.environ.update(task.env)
-        if hasattr(time, "tzset"):
-            time.tzset()
+        time.tzset()
     if task.cwd is not None:
         os.chdir(task.cwd)
     if task.sys_path is not None:
@@ -62,9 +86,8 @@ def _set_environment(task: Task) -> None:
 
 def _execute(task: Task) -> NoReturn:
     """Replaces this process by the program; if that is not possible, exits as a shell does."""
-    for name in ("SIGPIPE", "SIGXFSZ", "SIGXFZ"):  # Python ignores these from its start on
-        if (number := getattr(signal, name, None)) is not None:
-            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these from its start on
+        signal.signal(number, signal.SIG_DFL)
     try:
         command = find_program(task.target)
         os.execv(command[0], [*command, *task.argv])
@@ -79,7 +102,7 @@ def _hidden_modules(task: Task, startup_modules: Collection[str]) -> list[str]:
     A script's directory comes first on ``sys.path``: with a ``queue.py`` beside it, ``import
     queue`` means that file, for torch too. An import can't be undone once it has run.
     """
-    if task.kind == "function" or getattr(sys.flags, "safe_path", False):
+    if task.kind == "function" or sys.flags.safe_path:
         return []
     directory = program.script_directory(task.target) if task.kind == "script" else os.getcwd()
     try:
@@ -129,8 +152,6 @@ def _text_stream(fd: int, model: TextIO | None, task: Task) -> TextIO:
     buffering = 0 if write_through and not is_input else -1
     raw: Any
     if is_input and task.relayed_input:
-        from zrpc.launch.terminal_input import RelayedInput  # only importable on Unix
-
         raw = io.BufferedReader(RelayedInput(fd, mode, closefd=False))
     else:
         raw = open(fd, mode, buffering, closefd=False)  # noqa: SIM115
@@ -164,8 +185,6 @@ def die_with_parent(parent: int) -> None:
 
     If that parent is already gone, its death signal was missed, so this process exits here.
     """
-    if sys.platform != "linux":
-        return
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
@@ -177,10 +196,10 @@ def adopt_orphans() -> None:
 
 
 def skip_destructors() -> None:
-    """Has children exit without the destructors of the C++ libraries that are loaded by now.
+    """Lets children exit without the destructors of the C++ libraries that are loaded by now.
 
-    To free an object is to write to it, and so to copy the memory around it, which a child shares
-    with the server. torch's destructors would take it a third of a second of processor time. All
+    Freeing an object writes to it, and so copies the memory around it, which a child shares with
+    the server. torch's destructors would take it a third of a second of processor time. All
     that Python does at its exit comes before; libraries that are loaded later clean up, too.
     """
     libc = ctypes.CDLL(None)
@@ -194,7 +213,7 @@ def skip_destructors() -> None:
 
 
 def skip_teardown(startup_modules: Collection[str]) -> None:
-    """Has children exit without the teardown of the modules that are loaded by now.
+    """Lets children exit without the teardown of the modules that are loaded by now.
 
     Python frees its modules at its exit, object by object, and torch takes each of its operators'
     kernels back. As in `skip_destructors`, each of these is a write: it would take a child a tenth

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import select
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -89,7 +88,7 @@ def _wants_colour(fd: int) -> bool:
         terminal = os.isatty(fd)
     except OSError:
         return False
-    return terminal and not refuses_colours() and sys.platform != "win32"
+    return terminal and not refuses_colours()
 
 
 def refuses_colours() -> bool:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-
-if sys.platform != "win32":
-    import fcntl
 
 __all__ = ["is_open", "move_descriptors", "open_standard_descriptors", "output_of_child"]
 
@@ -28,7 +26,7 @@ def output_of_child(fd: int, given: int | None = None) -> int | None:
     Without a given descriptor, that is this process's own, unless its standard stream was closed.
     A file opened later may then have the number, but isn't inherited: use the null device instead.
     """
-    inherited = is_open(fd) and (sys.platform == "win32" or os.get_inheritable(fd))
+    inherited = is_open(fd) and os.get_inheritable(fd)
     return subprocess.DEVNULL if given is None and not inherited else given
 
 

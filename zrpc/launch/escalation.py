@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 _INTERRUPT_SECONDS = 3.0  # from SIGINT to SIGTERM
-_KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has only one way
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def terminate(grace: float) -> list[Step]:
 
 def kill() -> list[Step]:
     """Kills at once."""
-    return [Step(0.0, _KILL, True)]
+    return [Step(0.0, signal.SIGKILL, True)]
 
 
 def _after(seconds: float, steps: list[Step]) -> list[Step]:

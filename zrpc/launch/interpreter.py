@@ -1,4 +1,4 @@
-"""The options with which this interpreter was started, for another one."""
+"""Command lines that start an interpreter like this one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,36 @@ import os
 import subprocess
 import sys
 
-__all__ = ["interpreter_options"]
+from zrpc.launch.errors import LaunchError
+
+__all__ = ["interpreter_options", "python_command"]
+
+# The first code of a new process, before any import. It makes this package importable. Neither the
+# working directory nor this package's own imports affect the program that runs later there.
+_BOOTSTRAP = """\
+import sys
+startup_modules = frozenset(sys.modules)
+if sys.path and not sys.path[0]:
+    del sys.path[0]
+from importlib.util import find_spec
+if find_spec("zrpc") is None:
+    sys.path.append({root!r})
+{main}
+"""
+
+
+def python_command(main: str) -> list[str]:
+    """Returns the command that runs the code ``main`` in an interpreter with the same options.
+
+    The code finds the modules of a fresh interpreter in ``startup_modules``.
+
+    Raises:
+        LaunchError: This process doesn't know its interpreter, as when Python is embedded.
+    """
+    if not sys.executable:
+        raise LaunchError("sys.executable is empty: there is no interpreter to start")
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
 
 
 def interpreter_options() -> list[str]:

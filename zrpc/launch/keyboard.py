@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 
 from zrpc.launch.terminal import Terminal
-
-if sys.platform == "linux":
-    from zrpc.launch.terminal_input import TerminalInput, may_read_directly, must_relay
-else:
-    from typing import Any as TerminalInput
+from zrpc.launch.terminal_input import TerminalInput, may_read_directly, must_relay
 
 _WAITING = "zrpc launch: a worker reads the terminal; it waits until you continue this by fg"
 
@@ -32,8 +27,6 @@ class Keyboard:
     def __init__(self, terminal: Terminal | None, notice: Callable[[str], None]) -> None:
         self.fd: int | None = 0
         self._relay: TerminalInput | None = None
-        if sys.platform != "linux":
-            return
         if must_relay():
             with contextlib.suppress(OSError):  # without pseudo-terminals it reads directly
                 self._relay = TerminalInput(

@@ -17,6 +17,7 @@ from pathlib import Path
 from zrpc.launch import escalation
 from zrpc.launch.console import Console
 from zrpc.launch.descriptors import open_standard_descriptors
+from zrpc.launch.errors import LaunchError
 from zrpc.launch.escalation import Escalation, Step
 from zrpc.launch.keyboard import Keyboard
 from zrpc.launch.output import Output
@@ -24,7 +25,7 @@ from zrpc.launch.port import ReservedPort
 from zrpc.launch.script import check_script, find_program
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
-from zrpc.launch.starter import DEFAULT_PRELOAD, LaunchError, Starter, make_starter
+from zrpc.launch.starter import DEFAULT_PRELOAD, Starter, start_method
 from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
 from zrpc.launch.task import Task
 from zrpc.launch.terminal import Terminal, is_usable
@@ -168,8 +169,8 @@ def launch(job: Job) -> int:
             base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
         console = Console(on_closed=inbox.wake)
         output = Output(console, None if job.log_dir is None else Path(job.log_dir))
-        starter = make_starter(
-            job.start_method,
+        starter = Starter(
+            start_method(job.start_method),
             preload=() if job.no_python else job.preload,
             env=base,
             given=given,
@@ -195,7 +196,6 @@ def launch(job: Job) -> int:
             address = parse_address(text)
         else:
             port = stack.enter_context(ReservedPort())
-            port.hand_over()
             address = StoreAddress(port=port.number)
         run.start(address)
         code = run.watch()
@@ -208,7 +208,7 @@ def launch(job: Job) -> int:
 
 @dataclass(eq=False)
 class _Run:
-    """The workers of one launch. Used by one thread."""
+    """State of one launch. Not thread-safe."""
 
     _job: Job
     _starter: Starter

@@ -244,7 +244,7 @@ class LineSplitter:
         self._enter(self._row + rows)
 
     def _go_elsewhere(self) -> None:
-        """Goes to a row of which nothing is known, and which counts as a new one."""
+        """Goes to an unknown row, which counts as a new one."""
         if self._is_new() or self._state:
             self._move(self._bottom + 1 - self._row)
 

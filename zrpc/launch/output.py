@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import select
-import sys
 import threading
 import time
 from collections import deque
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zrpc.launch.console import Console
+from zrpc.launch.errors import LaunchError
 from zrpc.launch.line_splitter import LineSplitter
-from zrpc.launch.starter import LaunchError
 
 # Of each worker's standard error, kept for a report of its failure; the last line always is.
 _MAX_TAIL_LINES = 400
@@ -195,8 +194,6 @@ class _Stream(threading.Thread):
 
     def _next(self) -> bytes:
         """Waits for output, and shows meanwhile what is due; returns nothing at the end."""
-        if sys.platform == "win32":  # nothing there waits for a pipe or something else
-            return os.read(self._fd, 65536)
         poll = select.poll()  # not `select`: a launch of many workers has many descriptors
         poll.register(self._fd, select.POLLIN)
         poll.register(self._finished, select.POLLIN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-import sys
+from typing import Self
 
 
 class ReservedPort:
@@ -12,8 +12,7 @@ class ReservedPort:
     The port is bound, but nothing listens on it. Both sides set ``SO_REUSEADDR``, as TCPStore
     does, so Linux still lets worker 0 bind it and listen on it. But Linux never assigns it to a
     socket that asks for any free port, so no other process can take it by chance between the
-    choice and the use of it. Other systems don't allow the second bind; there the port must be
-    released just before the workers start.
+    choice and the use of it.
 
     Attributes:
         number: The port.
@@ -28,16 +27,11 @@ class ReservedPort:
         self._sock = _bind_anywhere()
         self.number: int = self._sock.getsockname()[1]
 
-    def hand_over(self) -> None:
-        """Releases the port if the system doesn't let workers share it."""
-        if sys.platform != "linux":
-            self.close()
-
     def close(self) -> None:
         """Releases the port."""
         self._sock.close()
 
-    def __enter__(self) -> ReservedPort:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -54,8 +48,7 @@ def _bind_anywhere() -> socket.socket:
         try:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            if sys.platform != "win32":  # on Windows it means something else
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind((address, 0))
         except OSError:
             sock.close()

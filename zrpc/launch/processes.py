@@ -75,7 +75,6 @@ def spawn(
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
     port = ReservedPort()
-    port.hand_over()
     template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]

@@ -47,7 +47,7 @@ def _run_script(task: Task) -> None:
         sys.path.insert(0, os.path.abspath(path))
         runpy._run_module_as_main("__main__", False)  # type: ignore[attr-defined]
         return
-    if not getattr(sys.flags, "safe_path", False):
+    if not sys.flags.safe_path:
         sys.path.insert(0, script_directory(path))
     main = ModuleType("__main__")
     absolute = os.path.abspath(path)
@@ -62,7 +62,7 @@ def _run_script(task: Task) -> None:
 
 def _run_module(task: Task) -> None:
     _set_arguments("-m", task.argv, ["-m", task.target])  # runpy replaces "-m" by the path
-    if not getattr(sys.flags, "safe_path", False):
+    if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     _set_main(ModuleType("__main__"))
     runpy._run_module_as_main(task.target)  # type: ignore[attr-defined]

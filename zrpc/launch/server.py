@@ -1,12 +1,11 @@
 """The fork server's own process: a single thread that forks, reaps and reports.
 
 It starts as ``python -c``, imports the modules to preload, then answers its owner's requests until
-the owner closes the connection or dies. Every child is a copy of this process; in the child,
-`serve` returns, so that the child's program runs at the bottom of the stack and the interpreter
-exits in its normal way.
+the owner closes the connection or dies. A child that is forked is a copy of this process; in the
+child, `serve` returns, so that the child's program runs at the bottom of the stack and the
+interpreter exits in its normal way.
 
-Requests and replies go over one socket, exits over another, so that the owner can wait for exits
-in a selector and none is hidden in a buffer:
+The requests after the first:
 
     ("spawn", task, streams, passed)   fds: those for the streams (of 0 to 2), then those passed on
     ("signal", pid, number, group)
@@ -20,6 +19,7 @@ import contextlib
 import gc
 import importlib
 import os
+import pickle
 import select
 import selectors
 import shutil
@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -35,13 +36,12 @@ from functools import partial
 from typing import Any
 
 from zrpc.launch import child
-from zrpc.launch.channel import Channel
+from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, Channel
 from zrpc.launch.descriptors import is_open, move_descriptors
+from zrpc.launch.interpreter import python_command
 from zrpc.launch.short_directory import short_directory
-from zrpc.launch.signal_state import FRESH, SignalState, blocked, receive_signals
+from zrpc.launch.signal_state import SignalState, blocked, receive_signals
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
-from zrpc.launch.spawner import code_for
-from zrpc.launch.starter import EXIT_RECORD, python_command
 from zrpc.launch.task import Task
 
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
@@ -51,22 +51,19 @@ _POLL_SECONDS = 0.02
 # the owner, too, which gives the workers time to stop.
 _COLLECTED = STOPS | FORWARDED | {signal.SIGCHLD}
 _Program = Callable[[], None]
+_LOAD_TASK = """\
+from zrpc.launch.child import load_task
+from zrpc.launch.signal_state import SignalState
+load_task({}, {}, {}, startup_modules, {})()
+"""
 
 
-def serve(
-    requests: int,
-    exits: int,
-    owner: int,
-    preload: Sequence[str],
-    startup_modules: Collection[str],
-    given: SignalState = FRESH,
-    spare_detached: bool = False,
-) -> _Program:
+def serve(requests: int, exits: int, owner: int, startup_modules: Collection[str]) -> _Program:
     """Answers requests until the owner is gone; then exits. Returns, in a child, its program.
 
-    The first two are descriptors of sockets, and ``owner`` is the owner's process id. The modules
-    in ``preload`` are imported before the first fork; a fresh interpreter has the startup modules.
-    Children get the state of signals that is given. With ``spare_detached``, processes that have
+    The first two are descriptors of sockets, and ``owner`` is the owner's process id. A fresh
+    interpreter has the startup modules. The first request says whether to fork children, which
+    modules to import before, which state of signals children get, and whether processes that have
     left the sessions of the children outlive the server.
 
     A process with several threads can't be forked safely: another thread may hold a lock, which
@@ -77,12 +74,30 @@ def serve(
     inbox.__enter__()
     receive_signals()  # the owner has blocked them, so that none comes before the handlers
     channel = Channel(socket.socket(fileno=requests))
+    try:
+        (forks, preload, given, spare_detached), _ = channel.receive()
+    except EOFError:
+        sys.exit()  # the owner is gone already
+    threads = _get_ready_to_fork(preload, startup_modules) if forks else []
+    exits_socket = socket.socket(fileno=exits)
+    forks = forks and not threads
+    server = _Server(channel, exits_socket, owner, inbox, given, spare_detached, forks)
+    with contextlib.suppress(ConnectionError):  # the owner is gone: `run` notices it, and exits
+        channel.send(("done", threads))
+    return partial(child.become, server.run(), startup_modules)
+
+
+def _get_ready_to_fork(preload: Sequence[str], startup_modules: Collection[str]) -> list[str]:
+    """Imports modules, unless other threads run. Returns the names of those threads."""
     # While torch is imported, the collector would pass over its objects again and again: for 6 % of
     # the import's processor time, and for a sixth if torch._dynamo is imported, too.
     gc.disable()
     if not (threads := _other_threads()):
         for name in preload:
-            _import(name)
+            # One that can't be imported is left to the workers: one that needs it shows the error
+            # with its own traceback, and the others are not affected.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
         threads = _other_threads()
     child.skip_destructors()
     child.skip_teardown(startup_modules)
@@ -91,16 +106,7 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    exits_socket = socket.socket(fileno=exits)
-    server = _Server(channel, exits_socket, owner, inbox, given, spare_detached, not threads)
-    _reply(channel, "done", threads)
-    return partial(child.become, server.run(), startup_modules)
-
-
-def _reply(channel: Channel, kind: str, value: object) -> None:
-    # If the owner exited during the imports, that is no error: `run` notices it, and exits.
-    with contextlib.suppress(ConnectionError):
-        channel.send((kind, value))
+    return threads
 
 
 def _other_threads() -> list[str]:
@@ -117,13 +123,6 @@ def _other_threads() -> list[str]:
     if (unnamed := count - 1 - len(names)) > 0:
         names.append(f"{unnamed} without a name")
     return names
-
-
-def _import(name: str) -> None:
-    # A module that can't be imported is left to the workers: one that needs it shows the error
-    # with its own traceback, and the others are not affected.
-    with contextlib.suppress(Exception):
-        importlib.import_module(name)
 
 
 class _Server:
@@ -187,7 +186,7 @@ class _Server:
         with contextlib.suppress(BlockingIOError):
             try:
                 while self._unsent:
-                    del self._unsent[: self._exits.send(self._unsent)]
+                    del self._unsent[: self._exits.send(self._unsent[:EXITS_BYTES])]
             except ConnectionError:
                 self._unsent.clear()  # the owner is gone; `_on_request` notices
         registered = self._exits in self._selector.get_map()
@@ -211,6 +210,8 @@ class _Server:
                         pid = self._start_interpreter(task, fds, streams, passed)
                     elif (pid := self._fork(fds, streams, passed)) == 0:
                         return task
+                    self._running.add(pid)
+                    self._sessions.add(pid)
                     reply = ("done", pid)
                 case ("signal", pid, number, group):
                     reply = ("done", self._signal(pid, number, group))
@@ -256,9 +257,6 @@ class _Server:
             pid = os.fork()
             if pid == 0:
                 self._become_child(server, fds, [*streams, *passed])
-            else:
-                self._running.add(pid)
-                self._sessions.add(pid)
         if pid == 0:
             self._given.restore()
         return pid
@@ -267,23 +265,25 @@ class _Server:
         self, task: Task, fds: list[int], streams: list[int], passed: list[int]
     ) -> int:
         """Starts a child that shares nothing with this process."""
-        if self._task_directory is None:
-            self._task_directory = self._make_directory()
         given = dict(zip(streams, fds, strict=False))
         moved = dict(zip(fds[len(streams) :], passed, strict=True))
-        process = subprocess.Popen(
-            python_command(code_for(task, self._task_directory, self._given, moved)),
-            stdin=given.get(0),
-            stdout=given.get(1),
-            stderr=given.get(2),
-            cwd=task.cwd,
-            env=task.env,
-            pass_fds=list(moved),
-            start_new_session=True,
-        )
+        if self._task_directory is None:
+            self._task_directory = self._make_directory()
+        with tempfile.TemporaryFile(dir=self._task_directory) as file:
+            pickle.dump(task, file)
+            file.seek(0)
+            code = _LOAD_TASK.format(file.fileno(), os.getpid(), moved, self._given)
+            process = subprocess.Popen(
+                python_command(code),
+                stdin=given.get(0),
+                stdout=given.get(1),
+                stderr=given.get(2),
+                cwd=task.cwd,
+                env=task.env,
+                pass_fds=[file.fileno(), *moved],
+                start_new_session=True,
+            )
         process.returncode = 0  # or Python would reap it some time
-        self._running.add(process.pid)
-        self._sessions.add(process.pid)
         return process.pid
 
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
@@ -365,7 +365,3 @@ def _session_of(pid: int) -> int:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
-
-
-if sys.platform != "linux":  # pragma: no cover
-    raise ImportError("the fork server needs Linux; use zrpc.launch.spawner elsewhere")

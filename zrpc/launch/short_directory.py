@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 
 __all__ = ["short_directory"]
@@ -14,7 +13,7 @@ _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 _PREFIX = "zrpc-"
 _LONGEST_END = f"/{_PREFIX}xxxxxxxx/zrpc-inbox-xxxxxxxx/direct"
 # Without the zero at its end.
-_LONGEST_SOCKET = 107 if sys.platform == "linux" else 103
+_LONGEST_SOCKET = 107
 _OTHERS = ("/tmp", "/dev/shm")
 
 

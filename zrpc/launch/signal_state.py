@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
 # The interpreter itself ignores these, and nobody can see what it was given.
-_OF_PYTHON = {getattr(signal, name, 0) for name in ("SIGPIPE", "SIGXFSZ")}
+_OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 class SignalState(NamedTuple):
@@ -27,8 +26,6 @@ class SignalState(NamedTuple):
     @classmethod
     def current(cls) -> SignalState:
         """Returns this process's state; what is blocked is blocked in this thread."""
-        if sys.platform == "win32":
-            return cls()
         ignored = [
             int(number)
             for number in signal.valid_signals() - _OF_PYTHON
@@ -45,8 +42,7 @@ class SignalState(NamedTuple):
     def restore(self) -> None:
         """Makes this the state of this process. For the main thread."""
         self.ignore()
-        if sys.platform != "win32":
-            signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -54,7 +50,7 @@ class SignalState(NamedTuple):
 
         Ignored signals stay ignored, such as SIGHUP under nohup, except for SIGCHLD.
         """
-        if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
         receive_signals()
@@ -64,21 +60,18 @@ class SignalState(NamedTuple):
             self.restore()
 
 
-FRESH = SignalState()
+def receive_signals() -> None:
+    """Gives SIGCHLD its usual effect, and unblocks all signals. For the main thread."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-if sys.platform != "win32":
 
-    def receive_signals() -> None:
-        """Gives SIGCHLD its usual effect, and unblocks all signals. For the main thread."""
-        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-    @contextlib.contextmanager
-    def blocked() -> Iterator[None]:
-        """Blocks all signals in this thread, and in processes that it starts in the block."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Blocks all signals in this thread, and in processes that it starts in the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -10,18 +10,12 @@ from collections.abc import Iterator, Set
 from types import FrameType
 from typing import Any
 
-
-def numbers_of(*names: str) -> frozenset[int]:
-    """Returns the numbers of those of the named signals that this system has."""
-    return frozenset(int(getattr(signal, name)) for name in names if hasattr(signal, name))
-
-
 # Each stops all workers.
-STOPS = numbers_of("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM")
+STOPS: Set[int] = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM}
 # Each is passed on to the workers.
-FORWARDED = numbers_of("SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+FORWARDED: Set[int] = {signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGWINCH}
 # Each suspends the launcher and all workers, until they are continued.
-SUSPENDS = numbers_of("SIGTSTP", "SIGTTIN", "SIGTTOU")
+SUSPENDS: Set[int] = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 _WAKE = 0  # written by `wake`; not a signal's number
 
 

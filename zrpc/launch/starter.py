@@ -1,68 +1,40 @@
-"""Starts processes: the interface that the fork server and its substitute share."""
+"""Starts processes by a server, which forks them or starts interpreters."""
 
 from __future__ import annotations
 
-import abc
+import contextlib
+import fcntl
 import os
-import selectors
+import select
+import shutil
+import signal
 import socket
-import struct
-import sys
+import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Self
 
-from zrpc.launch.interpreter import interpreter_options
-from zrpc.launch.signal_state import SignalState
+from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, MAX_DESCRIPTORS, Channel
+from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.errors import LaunchError, ServerDied
+from zrpc.launch.interpreter import python_command
+from zrpc.launch.signal_state import SignalState, blocked
 from zrpc.launch.task import Task
 
-if TYPE_CHECKING:
-    from typing import Self
-
 DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent.agent")
-Streams = tuple[int | None, int | None, int | None]  # standard input, output and error
 METHODS = ("fork", "spawn")
 _METHOD_VARIABLE = "ZRPC_START_METHOD"
-EXIT_RECORD = struct.Struct("=qq")  # process id, exit code
+_REPLY_SECONDS = 120.0  # the first reply takes long, since the server imports modules
+_NOT_RUNNING = "the fork server isn't running; use it in a with statement"
+_KILLED = "the fork server has exited; was it killed?"
 
-
-class LaunchError(RuntimeError):
-    """Workers could not be started, watched or stopped.
-
-    Not raised when a worker fails: its exit code is the result of the launch.
-    """
-
-
-class ServerDied(LaunchError):
-    """The fork server exited while it was still needed, and its children with it."""
-
-
-# The first code of a new process, before any import. It makes this package importable. Neither the
-# working directory nor this package's own imports affect the program that runs later there.
-_BOOTSTRAP = """\
-import sys
-startup_modules = frozenset(sys.modules)
-if sys.path and not sys.path[0]:
-    del sys.path[0]
-from importlib.util import find_spec
-if find_spec("zrpc") is None:
-    sys.path.append({root!r})
-{main}
+_SERVE = """\
+from zrpc.launch.server import serve
+serve({}, {}, {owner}, startup_modules)()
 """
-
-
-def python_command(main: str) -> list[str]:
-    """Returns the command that runs the code ``main`` in an interpreter with the same options.
-
-    Raises:
-        LaunchError: This process doesn't know its interpreter, as when Python is embedded.
-    """
-    if not sys.executable:
-        raise LaunchError("sys.executable is empty: there is no interpreter to start")
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
 
 
 @dataclass(frozen=True)
@@ -73,24 +45,66 @@ class Exit:
     returncode: int  # or minus the number of the signal that killed it, as in `subprocess`
 
 
-class Starter(abc.ABC):
+class Starter:
     """Starts processes, reports their exits, and lets none of them outlive itself.
 
-    It is a context manager: entering starts it, leaving kills every process still running.
+    A server does that: a fresh interpreter with a single thread, so that forking it is safe
+    whatever threads its owner runs. It imports the heavy modules once, and forks each process in
+    milliseconds. It exits when its owner closes it or dies, and kills all its descendants first.
 
+    If the method is ``spawn``, or if a tool starts a thread in each interpreter, so that the server
+    can't be forked, each process is a new interpreter, and nothing is imported before.
+
+    It is a context manager: entering starts the server, leaving kills every process still running.
     To wait for exits and other events at once, put the starter into a selector (it has a `fileno`)
     and call `exits` when it is readable. Only one thread at a time may wait for exits; requests
     are serialized by a lock.
 
+    Args:
+        method: ``fork`` or ``spawn``.
+        preload: Modules to import before forking. One that can't be imported is skipped: the
+            process that needs it gets the error.
+        env: Environment of the server and the default for its processes; None for a copy of this
+            process's. Variables that libraries read when they are loaded, such as
+            ``OMP_NUM_THREADS``, must be set here.
+        given: The signals that the processes ignore and block; None for those that the thread
+            which starts the server does.
+        spare_detached: Whether processes that have left the sessions of those it has started
+            outlive it.
+
     Attributes:
+        pid: The server's process id, once it has started.
         threads: The threads, by name, that keep it from forking. It starts interpreters instead.
+
+    Example:
+        >>> with Starter(preload=["json"]) as starter:
+        ...     pid = starter.spawn(Task.function("json:dumps", 1))
+        ...     _ = starter.wait(pid, timeout=10)
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        method: str = "fork",
+        *,
+        preload: Sequence[str] = DEFAULT_PRELOAD,
+        env: Mapping[str, str] | None = None,
+        given: SignalState | None = None,
+        spare_detached: bool = False,
+    ) -> None:
+        self.pid = 0
         self.threads: list[str] = []
-        self._exit_socket: socket.socket | None = None
-        self._unparsed = bytearray()
+        self._forks = method == "fork"
+        self._preload = list(preload)
+        self._env = None if env is None else dict(env)
+        self._given = given
+        self._spare_detached = spare_detached
         self._unclaimed: deque[Exit] = deque()  # read by `wait` while it waited for another
+        self._lock = threading.RLock()  # guards everything below
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: Channel | None = None
+        self._exits: socket.socket | None = None
+        self._running: set[int] = set()
+        self._directories: list[str] = []
 
     @property
     def note(self) -> str:
@@ -103,13 +117,58 @@ class Starter(abc.ABC):
             "to start"
         )
 
-    @abc.abstractmethod
     def start(self) -> None:
-        """Gets ready to start processes. Returns at once if that has been done.
+        """Starts the server and waits until its imports are done, unless it has been started.
 
         Raises:
-            LaunchError: The starter could not get ready, or not in time.
+            LaunchError: The server could not be started, or not in time.
         """
+        with self._lock:
+            if self._process is not None:
+                return
+            self._launch()
+            given = SignalState.current() if self._given is None else self._given
+            settings = self._forks, self._preload, given, self._spare_detached
+            try:
+                self.threads = self._ask(settings)
+            except BaseException:
+                self.close(timeout=0)
+                raise
+
+    def _launch(self) -> None:
+        # Requests and replies go over one socket, exits over another, so that the owner can wait
+        # for exits in a selector and none is hidden in a buffer.
+        requests = socket.socketpair()
+        exits = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        # Numbers above those of the standard streams, which may be closed in this process.
+        server_fds = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
+        try:
+            self._process = self._start_process(server_fds)
+        except OSError as error:
+            for sock in (requests[0], exits[0]):
+                sock.close()
+            raise LaunchError(f"could not start the fork server: {error}") from error
+        finally:
+            for fd in server_fds:
+                os.close(fd)
+            for sock in (requests[1], exits[1]):
+                sock.close()
+        requests[0].settimeout(_REPLY_SECONDS)
+        self.pid = self._process.pid
+        self._channel, self._exits = Channel(requests[0]), exits[0]
+
+    def _start_process(self, fds: Sequence[int]) -> subprocess.Popen[bytes]:
+        """Starts the server's process, which serves requests and reports exits at these sockets."""
+        with blocked():
+            return subprocess.Popen(
+                python_command(_SERVE.format(*fds, owner=os.getpid())),
+                stdin=subprocess.DEVNULL,
+                stdout=output_of_child(1),
+                stderr=output_of_child(2),
+                env=self._env,
+                pass_fds=fds,
+                start_new_session=True,  # the owner handles a Ctrl-C at the terminal
+            )
 
     def spawn(
         self,
@@ -137,37 +196,74 @@ class Starter(abc.ABC):
             LaunchError: The process could not be started.
             ServerDied: The server that should start it is gone.
         """
-        return self._spawn(task, (stdin, stdout, stderr), pass_fds)
+        if len(pass_fds) > MAX_DESCRIPTORS - 3 or any(fd < 3 for fd in pass_fds):
+            raise ValueError(
+                f"expected at most {MAX_DESCRIPTORS - 3} descriptors above 2 as pass_fds, but got "
+                f"{pass_fds}"
+            )
+        if task.cwd is not None and not os.path.isdir(task.cwd):
+            raise LaunchError(f"expected a directory to work in, but got {task.cwd!r}")
+        streams = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
+        fds = [*streams.values(), *pass_fds]
+        with self._lock:
+            pid: int = self._ask(("spawn", task, list(streams), list(pass_fds)), fds)
+            self._running.add(pid)
+        return pid
 
-    @abc.abstractmethod
-    def _spawn(self, task: Task, streams: Streams, pass_fds: Sequence[int]) -> int:
-        """Starts a process; see `spawn`."""
-
-    @abc.abstractmethod
     def send_signal(self, pid: int, number: int, *, group: bool = False) -> bool:
         """Sends a signal to a process started here, never to a later one with the same pid.
 
         With `group`, its children in the same process group get the signal too. Returns False if
         the process has already exited.
         """
+        return bool(self._ask(("signal", pid, int(number), group)))
 
-    @abc.abstractmethod
     def make_directory(self) -> str:
         """Makes a private directory with a short path that is removed with this starter.
 
-        The fork server also removes it if this process is killed.
+        The server also removes it if this process is killed.
         """
+        path: str = self._ask(("directory",))
+        self._directories.append(path)
+        return path
 
-    @abc.abstractmethod
-    def close(self, timeout: float = 10.0) -> None:
-        """Kills every process still running and releases everything. Idempotent.
+    @property
+    def broken(self) -> bool:
+        """Whether it takes no more requests, since one of them was broken off."""
+        channel = self._channel
+        return channel is not None and channel.fileno() < 0
 
-        After `timeout` seconds, the server itself is killed.
-        """
+    def _ask(self, request: tuple[Any, ...], fds: Sequence[int] = ()) -> Any:
+        with self._lock:
+            channel = self._channel
+            if channel is None:
+                raise LaunchError(_NOT_RUNNING)
+            if channel.fileno() < 0:
+                raise ServerDied("the fork server was stopped, as a request to it was broken off")
+            try:
+                channel.send(request, fds)
+                (kind, value), _ = channel.receive()
+            except ConnectionError as error:
+                raise ServerDied(_KILLED) from error
+            except EOFError as error:
+                text = "the fork server has exited; its own output may show why"
+                raise ServerDied(text) from error
+            except TimeoutError as error:
+                channel.close()  # or the reply would be taken for that to the next request
+                text = f"the fork server did not answer within {_REPLY_SECONDS:g} s"
+                raise LaunchError(text) from error
+            except OSError:
+                raise  # a descriptor is wrong: nothing was sent
+            except BaseException:
+                channel.close()
+                raise
+        if kind == "failed":
+            raise LaunchError(f"the fork server could not carry out a request: {value}")
+        return value
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there are exits to report."""
-        return self._require_exit_socket().fileno()
+        return self._exit_socket().fileno()
 
     def exits(self, timeout: float = 0.0) -> list[Exit]:
         """Returns the exits since the last call, in the order in which they were noticed.
@@ -203,31 +299,55 @@ class Starter(abc.ABC):
             if not exits and left <= 0:
                 raise TimeoutError(f"process {pid} is still running after {timeout:g} s")
 
-    def _require_exit_socket(self) -> socket.socket:
-        if self._exit_socket is None:
-            raise LaunchError(f"{type(self).__name__} isn't running; use it in a with statement")
-        return self._exit_socket
+    def _exit_socket(self) -> socket.socket:
+        if self._exits is None:
+            raise LaunchError(_NOT_RUNNING)
+        return self._exits
 
     def _read_exits(self, timeout: float) -> list[Exit]:
-        sock = self._require_exit_socket()
-        deadline = time.monotonic() + timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(sock, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                try:
-                    data = sock.recv(65536)
-                except ConnectionError:
-                    data = b""
-                if not data:
-                    raise ServerDied(f"the {type(self).__name__} has exited; was it killed?")
-                self._unparsed += data
-                size = len(self._unparsed) // EXIT_RECORD.size * EXIT_RECORD.size
-                if size:
-                    records = EXIT_RECORD.iter_unpack(self._unparsed[:size])
-                    exits = [Exit(pid, returncode) for pid, returncode in records]
-                    del self._unparsed[:size]
-                    return exits
-        return []
+        sock = self._exit_socket()
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            return []
+        data = sock.recv(EXITS_BYTES)
+        if not data:
+            raise ServerDied(_KILLED)
+        exits = [Exit(pid, code) for pid, code in EXIT_RECORD.iter_unpack(data)]
+        with self._lock:
+            self._running.difference_update(found.pid for found in exits)
+        return exits
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Kills every process still running and releases everything. Idempotent.
+
+        After `timeout` seconds, the server itself is killed.
+        """
+        with self._lock:
+            process, self._process = self._process, None
+            if process is None:
+                return
+            assert self._channel is not None
+            assert self._exits is not None
+            self._channel.close()
+            self._exits.close()
+            self._channel = self._exits = None
+            try:
+                process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.returncode != 0:
+                self._clean_up_after_server()
+            self._running.clear()
+
+    def _clean_up_after_server(self) -> None:
+        # The children died with the server; the processes that they had started did not.
+        for pid in self._running:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        for directory in self._directories:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         self.start()
@@ -242,40 +362,12 @@ def start_method(wanted: str | None = None) -> str:
 
     Args:
         wanted: ``fork`` or ``spawn``; None for the value of the environment variable
-            ``ZRPC_START_METHOD``. Without either it is fork on Linux and spawn elsewhere
-            (Windows has no fork, and macOS's system libraries don't survive it).
+            ``ZRPC_START_METHOD``, and without it ``fork``.
 
     Raises:
-        ValueError: There is no such method, or not on this system.
+        ValueError: There is no such method.
     """
-    method = (
-        wanted
-        or os.environ.get(_METHOD_VARIABLE)
-        or ("fork" if sys.platform == "linux" else "spawn")
-    )
+    method = wanted or os.environ.get(_METHOD_VARIABLE) or "fork"
     if method not in METHODS:
         raise ValueError(f"expected one of {METHODS} as the start method, but got {method!r}")
-    if method == "fork" and sys.platform != "linux":
-        raise ValueError(f"the start method 'fork' needs Linux, but this is {sys.platform}")
     return method
-
-
-def make_starter(
-    wanted: str | None = None,
-    *,
-    preload: Sequence[str] = DEFAULT_PRELOAD,
-    env: Mapping[str, str] | None = None,
-    given: SignalState | None = None,
-    spare_detached: bool = False,
-) -> Starter:
-    """Makes a starter that uses the method `wanted` (see `start_method`). Enter it to start it.
-
-    For the other arguments see `ForkServer`.
-    """
-    if start_method(wanted) == "fork":
-        from zrpc.launch.forkserver import ForkServer  # only importable on Linux
-
-        return ForkServer(preload=preload, env=env, given=given, spare_detached=spare_detached)
-    from zrpc.launch.spawner import SpawnServer
-
-    return SpawnServer(env=env, given=given)

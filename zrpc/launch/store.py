@@ -13,15 +13,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from zrpc.launch.errors import LaunchError
 from zrpc.launch.signals import STOPS, SignalInbox
-from zrpc.launch.starter import LaunchError, Starter
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 
 __all__ = ["StoreAddress", "StoreProcess", "parse_address"]
 
 _FIRST_RANK = struct.Struct("=q")
 # How long the process may take besides its wait for the store, for which this variable is its
-# limit. Without a fork server, it imports torch first.
+# limit. If it isn't forked, it imports torch first.
 _READY_SECONDS = 120.0
 _INIT_TIMEOUT = "ZRPC_INIT_TIMEOUT"
 _LONGEST_SECONDS = 1e6  # `select` takes not much more
@@ -110,7 +111,7 @@ class StoreProcess:
 
         Returns whether the descriptor is readable.
         """
-        seconds = self._ready_seconds()
+        seconds = _READY_SECONDS + self._init_seconds()
         deadline = time.monotonic() + seconds
         while True:
             ready, _, _ = select.select([reading, inbox.fileno()], [], [], seconds)
@@ -118,10 +119,9 @@ class StoreProcess:
                 return reading in ready
             seconds = max(0.0, deadline - time.monotonic())
 
-    def _ready_seconds(self) -> float:
-        """Returns how long to wait for the process."""
+    def _init_seconds(self) -> float:
         try:
             seconds = float(self._env.get(_INIT_TIMEOUT, "") or 0)
         except ValueError:
-            seconds = 0.0  # the process reports that
-        return _READY_SECONDS + (min(seconds, _LONGEST_SECONDS) if seconds > 0 else 0.0)
+            return 0.0  # the process reports that
+        return min(seconds, _LONGEST_SECONDS) if seconds > 0 else 0.0

@@ -38,8 +38,8 @@ class Task:
     argv: tuple[str, ...] = ()
     payload: bytes = b""
     cwd: str | None = None
-    env: dict[str, str] | None = None
-    sys_path: tuple[str, ...] | None = None
+    env: Mapping[str, str] | None = None
+    sys_path: Sequence[str] | None = None
     line_buffered: bool = False
     on_error: str = ""
     relayed_input: bool = False
@@ -77,23 +77,6 @@ class Task:
         """Makes a task that runs another program than Python, found as a shell finds it."""
         return cls("program", name, tuple(argv))
 
-    def within(
-        self,
-        *,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        sys_path: Sequence[str] | None = None,
-        line_buffered: bool = False,
-        on_error: str = "",
-        relayed_input: bool = False,
-    ) -> Task:
-        """Returns the same program in another environment; see the class for the arguments."""
-        return replace(
-            self,
-            cwd=cwd,
-            env=None if env is None else dict(env),
-            sys_path=None if sys_path is None else tuple(sys_path),
-            line_buffered=line_buffered,
-            on_error=on_error,
-            relayed_input=relayed_input,
-        )
+    def within(self, **environment: Any) -> Task:
+        """Returns the same program in another environment: with some of the other attributes."""
+        return replace(self, **environment)

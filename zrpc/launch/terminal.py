@@ -10,12 +10,9 @@ import contextlib
 import os
 import select
 import socket
-import sys
+import termios
 import threading
 from pathlib import Path
-
-if sys.platform != "win32":
-    import termios
 
 __all__ = ["Terminal", "is_usable", "relay"]
 
@@ -27,13 +24,8 @@ _MAX_WAITING = 128  # more workers than this wait in vain for a free place in th
 def is_usable() -> bool:
     """Returns whether this process has a terminal, and is in its foreground."""
     try:
-        return (
-            os.isatty(_STDIN)
-            and os.isatty(_STDERR)
-            and os.tcgetpgrp(_STDIN) == os.getpgrp()
-            and hasattr(socket, "AF_UNIX")
-        )
-    except (OSError, AttributeError):  # it is another session's terminal, or this is Windows
+        return os.isatty(_STDIN) and os.isatty(_STDERR) and os.tcgetpgrp(_STDIN) == os.getpgrp()
+    except OSError:  # it is another session's terminal
         return False
 
 
@@ -47,7 +39,7 @@ def relay(connection: socket.socket, wake: int | None = None) -> bool:
         wake: a descriptor; when it is readable, the session ends.
 
     Returns:
-        True if the worker has ended the session, False if ``wake`` has.
+        True if the worker ended the session, False if ``wake`` did.
     """
     with contextlib.suppress(termios.error):
         termios.tcflush(_STDIN, termios.TCIFLUSH)
@@ -82,7 +74,7 @@ class Terminal:
         directory: a private directory, for its socket.
 
     Attributes:
-        env: the variable by which workers find it.
+        env: the variable that leads workers to it.
     """
 
     def __init__(self, directory: str) -> None:

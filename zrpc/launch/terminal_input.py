@@ -20,7 +20,6 @@ import io
 import os
 import platform
 import select
-import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
@@ -42,7 +41,7 @@ _READ_CALLS = {"x86_64": "0", "aarch64": "63"}  # the number of the system call
 def must_relay() -> bool:
     """Returns whether standard input is the terminal of this process's session."""
     try:
-        return sys.platform == "linux" and os.tcgetpgrp(_STDIN) >= 0
+        return os.tcgetpgrp(_STDIN) >= 0
     except OSError:
         return False
 
@@ -52,7 +51,7 @@ def may_read_directly() -> bool:
 
     It may unless that is the terminal of another session, whose shell reads it: see setsid(1).
     """
-    if sys.platform != "linux" or not os.isatty(_STDIN):
+    if not os.isatty(_STDIN):
         return True
     device = os.fstat(_STDIN).st_rdev
     # /dev/tty is the terminal of the session in which it was opened, and that isn't this one.

@@ -35,7 +35,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.launch_stop import stop_error
-from zrpc.membership.missing_ranks import describe_hosts, describe_places, rank_ranges
+from zrpc.membership.missing_ranks import describe_hosts, describe_places, describe_refused
 from zrpc.membership.peer_record import PeerRecord, claimed_token
 from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
@@ -205,7 +205,7 @@ class _Rendezvous:
             return len(records) == len(self._keys)
 
         try:
-            if not self._wait_for(complete):
+            if not wait_for(complete, self._deadline):
                 raise self._incomplete()
         except DistNetworkError as error:
             why = self._mismatch
@@ -214,8 +214,7 @@ class _Rendezvous:
             if why is None and self._came and missing:
                 why = f"{self._expected} but {self._same_rank.describe(missing)}"
             if why is None and self._refused:
-                # The author may have refused this worker's record too, and have left.
-                raise AuthenticationError(f"{self._refusal()}; then the store was lost") from error
+                why = self._refusal()
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
@@ -287,19 +286,14 @@ class _Rendezvous:
             if token:
                 self._entries.set(_protest_key(token, self._record.token), "refused")
         if token and self._entries.check([_protest_key(self._record.token, token)]):
-            self._await_reader_of_protest(token)
+            # For the other worker to read the protest too: this one may be the host.
+            self._shorten_deadline(self._timing.failure_read_seconds)
+            heard = [f"heard/{token}/{self._record.token}"]
+            _announce(self._entries, f"heard/{self._record.token}/{token}", heard, self._deadline)
             raise AuthenticationError(
                 f"worker {self._record.name} (rank {self._record.rank}) and the worker of rank "
                 f"{rank} refuse each other: {error}"
             )
-
-    def _await_reader_of_protest(self, token: str) -> None:
-        """Waits a moment for the other worker to read the protest too: this one may be the host."""
-        heard = f"heard/{token}/{self._record.token}"
-        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: both have heard it
-            self._entries.set(f"heard/{self._record.token}/{token}", "heard")
-            self._shorten_deadline(self._timing.failure_read_seconds)
-            self._wait_for(lambda: self._entries.check([heard]))
 
     def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
         """Confirms these records after rank 0, and waits until all have.
@@ -342,7 +336,9 @@ class _Rendezvous:
 
     def _await_change(self, records: list[PeerRecord]) -> None:
         """Waits until a record is replaced, after others have abandoned these."""
-        if not self._wait_for(lambda: self._may_read() and self._read_records() != records):
+        if not wait_for(
+            lambda: self._may_read() and self._read_records() != records, self._deadline
+        ):
             raise RendezvousError(
                 f"{self._expected} but some of them left again, or are from an earlier run"
                 f"{self._maybe_another_mesh}: start them again"
@@ -359,7 +355,7 @@ class _Rendezvous:
             replaced = self._may_read() and self._read_records() != records
             return replaced
 
-        if self._wait_for(seen):
+        if wait_for(seen, self._deadline):
             if not replaced:
                 # It refuses a confirmation that its rank has not written.
                 self._entries.get_all(list(keys))
@@ -385,19 +381,11 @@ class _Rendezvous:
         )
 
     def _refusal(self) -> str:
-        """Returns which records were refused, and why the first of them was."""
-        rank, (_, error) = next(iter(self._refused.items()))
-        ranks = f"rank{'s' if len(self._refused) > 1 else ''} {rank_ranges(self._refused)}"
-        return (
-            f"{self._expected} but what claims to be {ranks} was "
-            f"refused{self._maybe_another_mesh}. Rank {rank}: {error}"
-        )
+        errors = {rank: error for rank, (_, error) in self._refused.items()}
+        return f"{self._expected} but {describe_refused(errors, self._maybe_another_mesh)}"
 
     def _shorten_deadline(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
-
-    def _wait_for(self, done: Callable[[], bool]) -> bool:
-        return wait_for(done, self._deadline)
 
 
 def wait_for(done: Callable[[], bool], deadline: float) -> bool:
@@ -448,7 +436,11 @@ def await_readers(
     """
     digest = digest_of(records)
     keys = [f"{digest}/{record.rank}/refused" for record in records]
-    with contextlib.suppress(RuntimeError, OSError):  # the store is gone: nobody can wait
-        entries.set(keys[own_rank], "1")
-        if own_rank == 0:
-            wait_for(lambda: entries.check(keys), deadline)
+    _announce(entries, keys[own_rank], () if own_rank else keys, deadline)
+
+
+def _announce(entries: SignedStore, key: str, awaited: Sequence[str], deadline: float) -> None:
+    """Writes an entry; then waits until there are others, unless the store is gone."""
+    with contextlib.suppress(RuntimeError, OSError):
+        entries.set(key, "1")
+        wait_for(lambda: not awaited or entries.check(awaited), deadline)

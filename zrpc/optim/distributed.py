@@ -16,6 +16,7 @@ from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.services.autograd.passes import context_of_hook
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.rref import RRef
 
@@ -128,7 +129,7 @@ class DistributedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad`` of the parameters. Autograd contexts do not use it."""
-        self._at_owners("zero_grad", set_to_none, _autograd().passes.context_of_thread())
+        self._at_owners("zero_grad", set_to_none, context_of_hook())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all owners' optimizers.

@@ -4,7 +4,7 @@ pytest loads the plugin `zrpc.testing.plugin` automatically. It provides the fix
 ``make_mesh`` and ``no_leaks``, and the marker ``zrpc``. Outside of pytest, use `local_mesh`.
 
 Importing this package imports neither torch nor zmq; its names are imported when first used.
-Other rooms may import these names, `startup`, `watchdog`, `procfs` and `faults`.
+Other rooms may import these names, `startup`, `watchdog`, `procfs`, `served` and `faults`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ The requests, and the replies in the order of the requests:
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copyreg
 import faulthandler
 import os
@@ -27,12 +26,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
+from zrpc.testing.served import serve
 from zrpc.wire.pickling import dumps
 
 __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
@@ -66,12 +65,7 @@ class WorkerSettings:
 
 def main(settings: WorkerSettings) -> NoReturn:
     """Runs a worker process, until the test is over or the test's process is dead."""
-    worker = _WorkerProcess(settings)
-    connection = Connection(settings.socket)
-    with contextlib.suppress(EOFError, ConnectionError):
-        while (request := pickle.loads(connection.recv_bytes()))[0] != "exit":
-            connection.send_bytes(worker.do(*request))
-            del request  # otherwise it would live until the next one
+    serve(settings.socket, _WorkerProcess(settings).do)
     _exit()
 
 

@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pickle
 import re
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
-from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import LaunchError
+from zrpc.launch import LaunchError
+from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 from zrpc.launch.worker import run_secret, without_launcher
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
 from zrpc.testing.procfs import command_of, read_text, session_members, state_of
+from zrpc.testing.served import send_request, start_serving
 from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Worker, name_of
@@ -37,8 +36,6 @@ from zrpc.wire.pickling import dumps
 
 __all__ = ["ProcessWorker", "process_workers"]
 
-# Above the descriptor numbers that a preloaded module could have open in the server.
-_FIRST_SOCKET_FD = 200
 # Variables that tell a worker whether it may be restarted, and how often it was.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
@@ -106,7 +103,7 @@ class _Shared:
     """
 
     spec: MeshSpec
-    server: ForkServer
+    server: Starter
     home: Path
     run: Path
     by_value: Sequence[str]
@@ -168,21 +165,13 @@ class ProcessWorker(Worker):
 
     def start(self) -> Future[Any]:
         """Forks the process and makes it join the mesh."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs, self._streams() as streams:
-            fd = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_SOCKET_FD)
-            try:
-                pid = self._shared.server.spawn(
-                    self._task(fd), stdout=streams[0], stderr=streams[1], pass_fds=[fd]
-                )
-            finally:
-                os.close(fd)
-            try:
-                self._process = os.pidfd_open(pid)
-            except ProcessLookupError:
-                raise WorkerExited(f"{self.name} (pid {pid}) exited as it was started") from None
-            self._connection = Connection(ours.detach())
-            self._pid = pid
+        with self._streams() as streams:
+            pid, self._connection = start_serving(self._shared.server, self._task, *streams)
+        try:
+            self._process = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise WorkerExited(f"{self.name} (pid {pid}) exited as it was started") from None
+        self._pid = pid
         self._reader.start()
         return self._request("starts", "start")
 
@@ -254,8 +243,8 @@ class ProcessWorker(Worker):
     def stop_when_idle(self) -> None:
         """Tells the process to exit after the work submitted so far."""
         if self._pid is not None:
-            with contextlib.suppress(OSError), self._sending:
-                self._connection.send_bytes(pickle.dumps(("exit",)))
+            with self._sending:
+                send_request(self._connection, "exit")
 
     def close(self, timeout: float) -> list[str]:
         """Waits until the process exits, and kills it after ``timeout`` seconds.
@@ -328,9 +317,7 @@ class ProcessWorker(Worker):
         with self._sending:
             future = self._new_future(what)
             if not future.done():
-                # If the process is dead, the reader fails the future.
-                with contextlib.suppress(OSError):
-                    self._connection.send_bytes(pickle.dumps(request))
+                send_request(self._connection, *request)
         return future
 
     def _read(self) -> None:

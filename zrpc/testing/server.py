@@ -7,8 +7,7 @@ import logging
 import threading
 from collections.abc import Sequence
 
-from zrpc.launch.forkserver import ForkServer
-from zrpc.launch.starter import DEFAULT_PRELOAD
+from zrpc.launch.starter import DEFAULT_PRELOAD, Starter
 from zrpc.testing.leaks import lasting
 from zrpc.testing.procfs import state_of
 
@@ -24,10 +23,10 @@ _PRELOAD = (
 )
 # The lock guards the server: one thread at a time may start it, or ask it for exit codes.
 server_lock = threading.Lock()
-_server: ForkServer | None = None
+_server: Starter | None = None
 
 
-def warm_server(preload: Sequence[str] = ()) -> ForkServer:
+def warm_server(preload: Sequence[str] = ()) -> Starter:
     """Returns the process's fork server, and starts it (a few seconds) on the first call.
 
     The server exits with this process. May be called from any thread.
@@ -45,7 +44,7 @@ def warm_server(preload: Sequence[str] = ()) -> ForkServer:
             _server = None
         if _server is None:
             with lasting():
-                server = ForkServer(preload=(*_PRELOAD, *preload))
+                server = Starter(preload=(*_PRELOAD, *preload))
                 server.start()
             if server.note:
                 logger.warning("meshes of processes start slowly: %s", server.note)

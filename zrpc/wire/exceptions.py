@@ -126,10 +126,10 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     if stand_in.is_active() and not pickle_can_make(error):
         return None  # as in torch
     copies = stand_in.is_active()  # for a caller whose script lacks a name
-    by_name, by_copy = (_dump_cut, _dump_cut_by_value) if in_graph else (_dump, dumps)
-    pickled = _checked(error, by_name)
+    pickled = _checked(error, partial(_dump, _CuttingPickler if in_graph else _Pickler))
     if pickled is None or (b"__main__" in pickled and (copies or not same_main)):
-        return _checked(error, partial(by_copy, same_main=same_main, copies=copies))
+        by_value = partial(_dump, _ByValueCuttingPickler) if in_graph else dumps
+        return _checked(error, partial(by_value, same_main=same_main, copies=copies))
     return pickled
 
 
@@ -142,9 +142,9 @@ def _checked(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes | Non
         return None
 
 
-def _dump(error: Exception) -> bytes:
+def _dump(pickler: Callable[..., pickle.Pickler], error: BaseException, **options: Any) -> bytes:
     file = io.BytesIO()
-    _Pickler(file).dump(error)
+    pickler(file, **options).dump(error)
     return file.getvalue()
 
 
@@ -171,18 +171,6 @@ def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Ba
     outcome: BaseException = getattr(outcomes, name)(*args)
     vars(outcome).update(attributes)
     return outcome
-
-
-def _dump_cut(error: Exception) -> bytes:
-    file = io.BytesIO()
-    _CuttingPickler(file).dump(error)
-    return file.getvalue()
-
-
-def _dump_cut_by_value(error: Exception, same_main: bool, copies: bool) -> bytes:
-    file = io.BytesIO()
-    _ByValueCuttingPickler(file, same_main=same_main, copies=copies).dump(error)
-    return file.getvalue()
 
 
 def _reduce_cut(value: Any) -> Any:

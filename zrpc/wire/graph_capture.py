@@ -46,7 +46,7 @@ _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 @contextmanager
 def uncaptured() -> Iterator[None]:
-    """Has ``torch.jit.trace`` record nothing of what this thread does in a ``with`` block."""
+    """Hides what this thread does in a ``with`` block from ``torch.jit.trace``."""
     state = _get_tracing_state()
     _set_tracing_state(None)
     try:

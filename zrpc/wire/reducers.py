@@ -14,7 +14,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference
@@ -23,12 +23,15 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc import stand_in
 from zrpc.errors import SerializationError
-from zrpc.wire.current_message import current_encoder, decoder, encoder, thread
+from zrpc.wire.current_message import (
+    PackedMessage,
+    current_encoder,
+    decoder,
+    encoder,
+    thread,
+)
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
 from zrpc.wire.tensors import attributes_of, make_plain
-
-if TYPE_CHECKING:
-    from zrpc.wire.pickling import Encoder
 
 __all__ = ["REDUCERS", "Reducer", "reduce_method_by_value", "with_attributes"]
 
@@ -45,7 +48,7 @@ _COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     # The same as `current_encoder().tensors` without the calls, since each small tensor comes here.
-    current = getattr(thread, "encoder", None) or current_encoder()
+    current: PackedMessage = getattr(thread, "encoder", None) or current_encoder()
     tensors = current._tensors
     if tensors is None:
         tensors = current.tensors
@@ -61,7 +64,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
 
 
 def with_attributes(
-    current: Encoder, tensor: torch.Tensor, reduced: tuple[Any, ...]
+    current: PackedMessage, tensor: torch.Tensor, reduced: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Adds the attributes that a program has set on a tensor, as pickle does."""
     attributes = attributes_of(tensor)
@@ -75,7 +78,7 @@ def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
         setattr(tensor, name, value)
 
 
-def _reduce_unusual(current: Encoder, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Reduces a tensor that is not made from strided memory; None if torch must do it."""
     layout, requires_grad, plain = tensor.layout, tensor.requires_grad, tensor.detach()
     if requires_grad and current.in_graph:

@@ -4,7 +4,7 @@ Plain tensors are part of the pickle itself, which is fastest. Their bytes are i
 or, if they are large, in frames of their own. All other tensors have a row in the tensor table, and
 the pickle only says "tensor 3". The table is made when all tensors of the message are known, so
 tensors that share memory share it on arrival, too; in such a message plain tensors are in the table
-as well, and the table says which of them are views of which. If a tensor shares its memory with no
+as well, and the table lists the views and their bases. If a tensor shares its memory with no
 other, only its own elements are sent. The bytes of small storages are in the table, and large
 storages are frames of their own.
 
@@ -303,7 +303,7 @@ def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
 def read_table(
     table: bytes | bytearray | memoryview, buffers: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[Relation]]:
-    """Makes the tensors of a message, and returns with them which are views of which.
+    """Makes the tensors of a message, and returns them with the relations between views and bases.
 
     Large ones share the memory of their frames in ``buffers``, without a copy.
     """

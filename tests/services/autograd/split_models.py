@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,6 +181,31 @@ def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
     finally:
         for outbox in outboxes:
             del outbox.post, outbox.request
+
+
+class Held:
+    """Holds back what one worker sends to another, of one kind, until it is released."""
+
+    def __init__(self, mesh: Mesh, kind: Kind, sender: int, receiver: int) -> None:
+        self._kind, self._receiver = kind, mesh.agent(receiver).worker_info.member_id
+        self._outbox: Any = mesh.agent(sender).outbox
+        self._sends: list[Callable[[], None]] = []
+        self.any = threading.Event()
+        for name in ("post", "request"):
+            setattr(self._outbox, name, partial(self._send, getattr(self._outbox, name)))
+
+    def _send(self, send: Any, member: int, message: Any) -> None:
+        if member == self._receiver and message.kind == self._kind:
+            self._sends.append(partial(send, member, message))
+            self.any.set()
+        else:
+            send(member, message)
+
+    def release(self, send: bool = True) -> None:
+        """Sends what was held back, or drops it; holds nothing back any more."""
+        del self._outbox.post, self._outbox.request
+        for each in self._sends if send else ():
+            each()
 
 
 def residual() -> Any:

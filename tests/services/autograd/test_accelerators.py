@@ -21,7 +21,7 @@ PROGRAM += """
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import call, gradients_at, leaf
 from tests.support.pretended import empty
-from zrpc.services.autograd import backward
+from zrpc.services.autograd import part
 from zrpc.testing import local_mesh
 
 
@@ -79,7 +79,7 @@ def run(there):
 with local_mesh(2, timeout=60) as mesh:
     found = mesh.run(0, run, doubled)
     torch.testing.assert_close(found, torch.full((3,), 8 * 10.0**3, dtype=torch.float64))
-    backward._ACCELERATOR_SECONDS = 0.5
+    part.ACCELERATOR_SECONDS = 0.5
     try:
         mesh.run(0, run, broken)
     except ZeroDivisionError:

@@ -357,7 +357,7 @@ def test_the_io_thread_does_not_wait_while_gradients_are_added_up(mesh: Mesh) ->
         def look() -> None:
             message = Message(Kind.GRADIENT, extensions=extension, sender=1)
             message.attachments = {Tag.PASS: PASS_LAYOUT.unpack(extension[0][1])}
-            layer_of_autograd.passes._on_gradient(message)
+            layer_of_autograd.handlers()[Kind.GRADIENT](message)
             agent.awaited_members()
             done.set()
 

@@ -120,7 +120,7 @@ def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mes
             interrupted = True
             with (
                 contextlib.suppress(KeyboardInterrupt),
-                ctrl_c_at(number, context, Contexts._post, ContextState.clear),
+                ctrl_c_at(number, context, Contexts.release, ContextState.clear),
             ):
                 with dist_autograd.context():
                     for name in ("worker1", "worker2"):

@@ -14,24 +14,23 @@ from zrpc.errors import ProtocolError, RpcError
 from zrpc.services.autograd.dependencies import (
     Arrived,
     Dependencies,
+    Origin,
     Sources,
     Tracer,
     UsedTensors,
     pack_sources,
     read_sources,
 )
-from zrpc.services.autograd.nodes import Receive, new_token
+from zrpc.services.autograd.nodes import Receive, new_start
 from zrpc.wire.member_id import MemberId
 
-START = new_token(requires_grad=True)
-
-
+START = new_start()
 CONTEXT = 5
 
 
 def receive(sender: int, send_id: int, count: int = 1, context_id: int = CONTEXT) -> Any:
     tensors = [torch.ones(2) for _ in range(count)]
-    return Receive.apply(START, lambda *_: None, context_id, MemberId(sender), send_id, tensors)
+    return Receive.apply(START, context_id, MemberId(sender), send_id, tensors)
 
 
 def names(tracer: Tracer, found: int) -> set[tuple[int, int, int]]:
@@ -44,11 +43,11 @@ def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
     leaf = torch.ones(2, requires_grad=True)
     x = a * leaf
     y = x + c.sin()
-    assert names(tracer, tracer.trace(x)) == {(1, 7, 0)}
-    assert names(tracer, tracer.trace(y)) == {(1, 7, 0), (2, 7, 0)}
-    assert names(tracer, tracer.trace(b)) == {(1, 7, 1)}
-    assert names(tracer, tracer.trace(leaf * 2)) == set()
-    assert names(tracer, tracer.trace(leaf)) == set()
+    assert names(tracer, tracer.reach(x).arrived) == {(1, 7, 0)}
+    assert names(tracer, tracer.reach(y).arrived) == {(1, 7, 0), (2, 7, 0)}
+    assert names(tracer, tracer.reach(b).arrived) == {(1, 7, 1)}
+    assert names(tracer, tracer.reach(leaf * 2).arrived) == set()
+    assert names(tracer, tracer.reach(leaf).arrived) == set()
 
 
 def test_a_long_graph_is_walked_once() -> None:
@@ -58,7 +57,7 @@ def test_a_long_graph_is_walked_once() -> None:
     for _ in range(20):
         for _ in range(500):
             x = x + x
-        found.add(tracer.trace(x))
+        found.add(tracer.reach(x).arrived)
     assert found == {1}
     assert len(tracer._sets) < 20 * 500 + 10
 
@@ -66,10 +65,12 @@ def test_a_long_graph_is_walked_once() -> None:
 def test_a_tensor_of_another_context_leads_nowhere() -> None:
     tracer = Tracer(CONTEXT)
     (own,), (other, _) = receive(1, 7), receive(2, 8, 2, context_id=CONTEXT + 1)
-    packed = pack_sources([tracer.trace(own), tracer.trace(own + other)], tracer.arrived)
+    packed = pack_sources(
+        [tracer.reach(own).arrived, tracer.reach(own + other).arrived], tracer.arrived
+    )
     sources = read_sources(packed)
     for place, fails in enumerate((False, True)):
-        used = UsedTensors(lambda _, send_id: sources if send_id == 1 else Sources({}, [0]))
+        used = UsedTensors(lambda origin: sources if origin[1] == 1 else Sources({}, [0]))
         used.learn(MemberId(0), Dependencies([Arrived(MemberId(3), 1, place)], {}))
         with pytest.raises(RpcError, match="context had ended") if fails else nullcontext():
             used.use(MemberId(0), 1)
@@ -104,27 +105,27 @@ def test_what_is_used_is_what_the_roots_depend_on(drawn: list[set[int]], roots: 
             expected.add(tensor)
             pending += edges[tensor]
 
-    used = UsedTensors()
+    used = UsedTensors(lambda _: None)
     used.learn(MemberId(0), part(0, edges))
     used.use(MemberId(0), sum(1 << root for root in roots))
     asked = {0}
-    while unknown := used.unknown():
-        member = min(unknown)
-        assert member not in asked
-        asked.add(member)
-        used.learn(member, part(member, edges))
+    while members := used.to_ask():
+        for member in members:
+            assert member not in asked
+            asked.add(member)
+            used.learn(member, part(member, edges))
 
-    found = [send_id for member in used.members() for send_id in used.sent_by(member)]
+    found = [send_id for sent in used.sent.values() for send_id in sent]
     assert sorted(found) == sorted(n + 1 for n in expected)
-    for member in used.members():
+    for member in used.sent:
         sources = {s for n in expected if n % 3 == member for s in edges[n]}
         if member == 0:
             sources |= roots
-        assert used.arrived_at(member) == {(s % 3, s + 1) for s in sources}
+        assert used.received.get(member, set()) == {(s % 3, s + 1) for s in sources}
 
 
 def test_a_used_tensor_that_its_sender_has_no_more() -> None:
-    used = UsedTensors()
+    used = UsedTensors(lambda _: None)
     used.learn(MemberId(0), Dependencies([Arrived(MemberId(1), 5, 0)], {}))
     used.use(MemberId(0), 1)
     with pytest.raises(RpcError, match="retain_graph=True"):
@@ -145,9 +146,10 @@ def test_what_messages_say_is_enough_for_what_arrived(
     roots = {root for root in roots if root < len(edges)}
     parts = [part(member, edges) for member in range(3)]
 
-    def sources(member: int, send_id: int) -> Sources | None:
-        if (member, send_id) not in carried:
+    def sources(origin: Origin) -> Sources | None:
+        if origin not in carried:
             return None
+        member, send_id = origin
         found = parts[member].sent[send_id, 0]
         return read_sources(pack_sources([found], parts[member].arrived))
 
@@ -157,16 +159,15 @@ def test_what_messages_say_is_enough_for_what_arrived(
         while members := used.to_ask():
             for member in members:
                 used.learn(member, parts[member])
-        members = used.members() | {MemberId(0)}
         sent = {
             (member, send_id, place)
-            for member in members
-            for send_id, places in used.sent_by(member).items()
+            for member, messages in used.sent.items()
+            for send_id, places in messages.items()
             for place in places
         }
-        return sent, {member: used.arrived_at(member) for member in members}
+        return sent, used.received
 
-    assert resolve(UsedTensors(sources)) == resolve(UsedTensors())
+    assert resolve(UsedTensors(sources)) == resolve(UsedTensors(lambda _: None))
 
 
 def test_sources_that_end_too_early() -> None:
@@ -188,8 +189,8 @@ def test_nested_calls_are_asked_about_in_one_round() -> None:
         two: Dependencies([to_two], {(1, 0): 1}),
     }
 
-    def carried(sender: MemberId, send_id: int) -> Sources | None:
-        if (sender, send_id) != (one, 2):
+    def carried(origin: Origin) -> Sources | None:
+        if origin != (one, 2):
             return None
         return read_sources(pack_sources([parts[one].sent[2, 0]], parts[one].arrived))
 
@@ -201,5 +202,5 @@ def test_nested_calls_are_asked_about_in_one_round() -> None:
     for member in asked:
         used.learn(member, parts[member])
     assert used.to_ask() == set()
-    assert used.sent_by(one) == {1: [0], 2: [0]}
-    assert used.sent_by(two) == {1: [0]}
+    assert used.sent[one] == {1: [0], 2: [0]}
+    assert used.sent[two] == {1: [0]}

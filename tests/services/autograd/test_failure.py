@@ -13,6 +13,7 @@ import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     LEAVES,
     SOON,
+    Held,
     W,
     X,
     assert_as_local,
@@ -20,7 +21,6 @@ from tests.services.autograd.split_models import (
     call,
     gradients_at,
     layer,
-    layers,
     local_gradients,
     settle,
     train,
@@ -243,47 +243,22 @@ def test_many_failures_leave_no_threads_behind(mesh: Mesh) -> None:
 # events happen.
 
 
-def relay_without_waiting(x: Any) -> Any:
-    """At worker2: tensors go to worker1, and nobody waits for them."""
-    x = layer(2, x)
-    zrpc.rpc_async("worker1", layer, (1, x))
-    return x
-
-
 @pytest.mark.zrpc(workers=3, timeout=15)
 def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh: Mesh) -> None:
     """worker2 lists them as sent, and worker1 has them, but not in the chain that it runs."""
-    first, second = (layer.passes for layer in layers(mesh)[1:])
-    begun, arrived = threading.Event(), threading.Event()
-    released = threading.Event()
+    arrived = threading.Event()
+    held, part = Held(mesh, Kind.CALL, 2, 1), Held(mesh, Kind.BACKWARD, 0, 2)
 
-    def hold_arrival(decoder: Any) -> None:
-        message = decoder.message
-        if message.sender == 2 and message.table and not released.is_set():
-            assert begun.wait(SOON)
-
-    def note_arrival(decoder: Any) -> None:
-        if decoder.message.sender == 2 and decoder.message.table:
-            arrived.set()
-
-    agent = mesh.agent(1)
-    [(tag, receive)] = agent.codec._openers.items()
-    agent.codec._openers[tag] = lambda decoder: (
-        hold_arrival(decoder),
-        receive(decoder),
-        note_arrival(decoder),
-    )
-    take_part = second._take_part
-
-    def take_part_later(request: Any) -> None:
-        assert arrived.wait(SOON)
-        take_part(request)
-
-    second._take_part = take_part_later
+    def relay_without_waiting(x: Any) -> Any:
+        """At worker2: tensors go to worker1, and nobody waits for them."""
+        x = layer(2, x)
+        zrpc.rpc_async("worker1", here(lambda y: (layer(1, y), arrived.set())), (x,))
+        return x
 
     def hook(gradient: Any) -> None:
-        begun.set()  # worker1 runs its chain
+        held.release()  # worker1 runs its chain
         assert arrived.wait(SOON)
+        part.release()
 
     handle = W[1].register_hook(hook)
 
@@ -298,37 +273,25 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh: Mesh)
         found = mesh.run(0, run)
     finally:
         handle.remove()
-        released.set()
-        begun.set()
     [expected] = local_gradients(lambda: (layer(1, X) + layer(2, X)).sum(), [X])
     torch.testing.assert_close(found, expected)
-    assert first is not None
 
 
 @pytest.mark.zrpc(workers=3, timeout=15)
 def test_a_worker_that_is_asked_after_the_pass_has_failed(mesh: Mesh) -> None:
     """It neither runs its part, nor waits for gradients that will not come."""
-    second = layers(mesh)[2].passes
-    take_part, failed = second._take_part, threading.Event()
-
-    def take_part_later(request: Any) -> None:
-        assert failed.wait(SOON)
-        take_part(request)
-
-    second._take_part = take_part_later
+    part = Held(mesh, Kind.BACKWARD, 0, 2)
 
     def there(x: Any) -> Any:
-        return Broken.apply(layer(1, x))
+        return Broken.apply(layer(1, call("worker2", layer, 2, x)))
 
     def run() -> None:
         with dist_autograd.context() as context_id:
-            far = call("worker2", layer, 2, X)
-            loss = call("worker1", there, far).sum()
-            try:
-                with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1: .*broken on purpose"):
-                    dist_autograd.backward(context_id, [loss])
-            finally:
-                failed.set()
+            loss = call("worker1", there, X).sum()
+            with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1: .*broken on purpose"):
+                dist_autograd.backward(context_id, [loss])
+            assert part.any.is_set()
+            part.release()
 
     mesh.run(0, run)
     assert_usable(mesh)

@@ -19,9 +19,7 @@ from tests.services.autograd.split_models import (
     layer,
     local_gradients,
 )
-from zrpc.services.autograd.last_gradients import LastGradients
 from zrpc.testing import Mesh
-from zrpc.wire.member_id import MemberId
 
 pytestmark = pytest.mark.zrpc(workers=2, timeout=60)
 
@@ -66,25 +64,3 @@ def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(mesh: Mesh) -> N
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(found[leaf], gradient)
     assert_freed(mesh)
-
-
-def test_gradients_are_sent_once() -> None:
-    sent: list[Any] = []
-    last = LastGradients(MemberId(0), lambda *each: sent.append(each))
-    last.hold(3, [None])
-    assert [last.tick(), last.tick()] == [False, True]
-    last.send()
-    last.send()
-    assert sent == [(3, [None])]
-    assert last.take() is None
-
-
-def test_gradients_that_could_not_be_sent_are_still_there() -> None:
-    def refuse(*_: Any) -> None:
-        raise MemoryError
-
-    last = LastGradients(MemberId(0), refuse)
-    last.hold(3, [None])
-    with pytest.raises(MemoryError):
-        last.send()
-    assert last.take() == (3, [None])

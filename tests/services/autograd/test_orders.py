@@ -13,6 +13,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     SOON,
+    Held,
     X,
     assert_freed,
     call,
@@ -23,7 +24,6 @@ from tests.services.autograd.split_models import (
 from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.membership.failure_detector import Reason
-from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 
@@ -78,7 +78,14 @@ class SlowSet(set[Any]):
 def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
     """The end must go to that worker, too."""
     contexts = layers(mesh)[1].contexts
-    begin, begun = threading.Event(), threading.Event()
+    begin, begun, ending = threading.Event(), threading.Event(), threading.Event()
+    release = contexts.release
+
+    def note_end(*args: Any, **more: Any) -> None:
+        ending.set()
+        release(*args, **more)
+
+    contexts.release = note_end  # type: ignore[method-assign]
 
     def bring_in(x: Any) -> Any:
         begun.set()
@@ -93,45 +100,52 @@ def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> Non
             state.peers = peers = SlowSet(2, state.peers)
             begin.set()
             assert peers.adding.wait(SOON)
-        until(lambda: contexts._lock._lock.locked() or context_id not in contexts._states)
+        assert ending.wait(SOON)
         peers.go.set()
         future.wait()
     settle(mesh)
     assert_freed(mesh)
 
 
-def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+class SlowDict(dict[Any, Any]):
+    """The messages that a worker has sent, to which one is added slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adding, self.go = threading.Event(), threading.Event()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.adding.set()
+        assert self.go.wait(SOON)
+        super().__setitem__(key, value)
+
+
+def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh) -> None:
     """The caller still waits for the answer, and gets it."""
-    packing, go = threading.Event(), threading.Event()
-    note = Crossing._note_sent
+    sends = SlowDict()
 
-    def note_slowly(self: Any, *args: Any) -> Any:
-        noted = note(self, *args)
-        if noted.to == 0:
-            packing.set()
-            assert go.wait(SOON)
-        return noted
+    def there(x: Any) -> Any:
+        contexts = layers(mesh)[1].contexts
+        contexts.find(contexts.current()).sends = sends
+        return layer(1, x)
 
-    monkeypatch.setattr(Crossing, "_note_sent", note_slowly)
     with mesh.agent(0).as_current():
         with dist_autograd.context():
-            future = zrpc.rpc_async("worker1", here(layer), (1, X))
-            assert packing.wait(SOON)
+            future = zrpc.rpc_async("worker1", here(there), (X,))
+            assert sends.adding.wait(SOON)
         until(lambda: not len(layers(mesh)[1]), "worker1 has no context")
-        go.set()
+        sends.go.set()
         assert torch.equal(future.wait().detach(), layer(1, X).detach())
     assert_freed(mesh)
 
 
 def test_the_end_of_a_context_is_lost(mesh: Mesh) -> None:
     """With a connection that breaks; it is asked for when that is noticed."""
-    agent = mesh.agent(1)
-    release, lost = agent.dispatcher._handlers[Kind.RELEASE], threading.Event()
-    agent.dispatcher._handlers[Kind.RELEASE] = lambda _: lost.set()
+    agent, lost = mesh.agent(1), Held(mesh, Kind.RELEASE, 0, 1)
     with mesh.agent(0).as_current(), dist_autograd.context():
         call("worker1", call, "worker2", max, 1, 2)
-    assert lost.wait(SOON)
-    agent.dispatcher._handlers[Kind.RELEASE] = release
+    assert lost.any.is_set()
+    lost.release(send=False)
     agent.receiver.in_io_thread(lambda: agent.dispatcher.count_missing(0, 0, 0))
     for rank in (1, 2):
         until(lambda r=rank: not len(layers(mesh)[r]), f"worker{rank} is told", within=_IN_TIME)
@@ -186,22 +200,19 @@ def fetch() -> Any:
 
 
 def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -> None:
-    dispatcher, passes = mesh.agent(1).dispatcher, layers(mesh)[1].passes
-    lost = threading.Event()
-    handle, take_part = dispatcher._handlers[Kind.GRADIENT], passes._take_part
+    agent, known = mesh.agent(1), threading.Event()
+    lost, part = Held(mesh, Kind.GRADIENT, 2, 1), Held(mesh, Kind.BACKWARD, 0, 1)
 
-    def lose(message: Any) -> None:
-        dispatcher._handlers[Kind.GRADIENT] = handle
-        agent.receiver.in_io_thread(lost.set)  # when all services know
-        raise OSError("there is no memory for it")
+    def lose() -> None:
+        assert lost.any.wait(SOON)
+        assert part.any.wait(SOON)
+        agent.receiver.in_io_thread(lambda: (agent.dispatcher.count_missing(2, 0, 0), known.set()))
+        assert known.wait(SOON)
+        lost.release(send=False)
+        part.release()
 
-    def take_part_later(request: Any) -> None:
-        assert lost.wait(SOON)
-        take_part(request)
-
-    agent = mesh.agent(1)
-    dispatcher._handlers[Kind.GRADIENT] = lose
-    passes._take_part = take_part_later  # type: ignore[method-assign]
+    loser = threading.Thread(target=lose)
+    loser.start()
 
     def run() -> Any:
         with dist_autograd.context() as context_id:
@@ -212,6 +223,7 @@ def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -
     error = at_once(mesh, run)
     assert isinstance(error, RuntimeError)
     assert "were lost" in str(error)
+    loser.join(SOON)
     assert_freed(mesh)
 
 

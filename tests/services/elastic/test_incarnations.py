@@ -161,9 +161,9 @@ def test_references_held_by_the_old_incarnation_are_dropped(
     with workers[1].as_current():
         held = rpc.remote("w0", dict)
         assert held.to_here() == {}
-    assert len(layer._values) == 1
+    assert len(layer.values) == 1
     restart()
-    until(lambda: not layer._values, "the value is free")
+    until(lambda: not layer.values, "the value is free")
     del held
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -60,8 +59,8 @@ class Network:
         self.known_to: dict[GloballyUniqueId, set[int]] = {}
         # The number of the last packet read of each (sender, receiver).
         self.read_up_to: Counter[tuple[int, int]] = Counter()
-        self._local_ids = [itertools.count() for _ in range(size)]
-        self._numbers = itertools.count(1)
+        self._made_ids: Counter[int] = Counter()  # by each worker
+        self._sent = 0
 
     # what programs do
 
@@ -244,10 +243,12 @@ class Network:
 
     def _send(self, kind: str, sender: int, to: int, content: object) -> None:
         if to not in self.dead and frozenset((sender, to)) not in self.parted:
-            self.under_way.append(Packet(kind, sender, to, content, next(self._numbers)))
+            self._sent += 1
+            self.under_way.append(Packet(kind, sender, to, content, self._sent))
 
     def _new_id(self, worker: int) -> GloballyUniqueId:
-        return GloballyUniqueId(worker, next(self._local_ids[worker]))
+        self._made_ids[worker] += 1
+        return GloballyUniqueId(worker, self._made_ids[worker])
 
 
 # A step is what happens, and numbers that choose among what it can happen to: drawn like
@@ -303,7 +304,3 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.part(worker, other)
     elif what == "notice" and unaware:
         network.notice(*unaware[first % len(unaware)])
-
-
-def holders(owner: References, rref_id: GloballyUniqueId) -> list[int]:
-    return sorted(owner._owned[rref_id].forks.values())

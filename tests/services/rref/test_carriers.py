@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -71,35 +72,61 @@ def assert_kept_and_then_freed(mesh: Mesh, kept: Any) -> None:
     assert_empty(mesh)
 
 
-@pytest.mark.parametrize("by", [zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote])
-def test_after_arguments_that_could_not_be_pickled(mesh: Mesh, kept: Any, by: Any) -> None:
-    for _ in range(2):
-        with pytest.raises(zrpc.SerializationError, match="stops here"):
-            mesh.run(0, by, "worker1", ignore, args=(kept[0], Stops()))
-    assert_kept_and_then_freed(mesh, kept)
+def call(function: Any, *more: Any, to: str = "worker1", by: Any = zrpc.rpc_sync) -> Any:
+    """Returns what calls a function on worker1 with an RRef, and with more."""
+    return lambda rref: by(to, function, args=(rref, *more))
 
 
-def test_after_arguments_that_could_not_be_rebuilt(mesh: Mesh, kept: Any) -> None:
-    with pytest.raises(zrpc.SerializationError, match="stops there"):
-        mesh.run(0, zrpc.rpc_sync, "worker1", ignore, args=(kept[0], StopsAtArrival()))
-    assert_kept_and_then_freed(mesh, kept)
+def fetch_what_stops(rref: Any) -> None:
+    zrpc.remote("worker1", give_and_stop, args=(rref,)).to_here()
 
 
-def test_after_cloudpickle_had_to_try_again(mesh: Mesh, kept: Any) -> None:
+def wait_and_read_nothing(rref: Any) -> None:
+    until(zrpc.rpc_async("worker1", give, args=(rref,)).done, "the answer is there")
+
+
+# What carries an RRef, and the error that ends it.
+CARRIERS = {
+    **{
+        f"arguments of {by.__name__} that can't be pickled": (
+            call(ignore, Stops(), by=by),
+            (zrpc.SerializationError, "stops here"),
+        )
+        for by in (zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote)
+    },
+    "arguments that can't be rebuilt": (
+        call(ignore, StopsAtArrival()),
+        (zrpc.SerializationError, "stops there"),
+    ),
     # The first pass hands on the RRef too, before it comes to the lambda.
-    assert mesh.run(0, zrpc.rpc_sync, "worker1", ignore, args=(kept[0], lambda: 1)) is None
-    assert_kept_and_then_freed(mesh, kept)
+    "arguments for cloudpickle": (call(ignore, lambda: 1), None),
+    "a function that fails": (call(fail), (KeyError, "fails")),
+    "a function that isn't found": (
+        call(getattr, "no_such_name"),
+        (AttributeError, "no_such_name"),
+    ),
+    "an answer that nobody reads": (wait_and_read_nothing, None),
+    "a future that is dropped at once": (call(give, by=zrpc.rpc_async), None),
+    "an answer that can't be pickled": (
+        call(give_and_stop),
+        (zrpc.SerializationError, "stops here"),
+    ),
+    "a fetch that fails": (fetch_what_stops, (zrpc.SerializationError, "stops here")),
+    "a value that fails": (call(fail, by=zrpc.remote), None),
+    "an unknown destination": (
+        call(ignore, to="worker9"),
+        (zrpc.RpcError, "could not find destination"),
+    ),
+}
 
 
-def test_after_the_function_has_failed(mesh: Mesh, kept: Any) -> None:
-    with pytest.raises(KeyError):
-        mesh.run(0, zrpc.rpc_sync, "worker1", fail, args=(kept[0],))
-    assert_kept_and_then_freed(mesh, kept)
-
-
-def test_after_the_function_was_not_found(mesh: Mesh, kept: Any) -> None:
-    with pytest.raises(AttributeError):
-        mesh.run(0, zrpc.rpc_sync, "worker1", getattr, args=(kept[0], "nothing_like_it"))
+def test_what_comes_to_nothing_keeps_no_value(mesh: Mesh, kept: Any) -> None:
+    for carry, error in CARRIERS.values():
+        for _ in range(2):
+            with pytest.raises(error[0], match=error[1]) if error else nullcontext():
+                mesh.run(0, carry, kept[0])
+        assert_kept(mesh, "value")
+        assert mesh.run(0, key_of, kept[0]) == "value"
     assert_kept_and_then_freed(mesh, kept)
 
 
@@ -111,38 +138,6 @@ def test_after_the_call_has_timed_out(mesh: Mesh, kept: Any) -> None:
     assert_kept_and_then_freed(mesh, kept)
 
 
-def test_after_the_answer_was_never_read(mesh: Mesh, kept: Any) -> None:
-    future = mesh.run(0, zrpc.rpc_async, "worker1", give, args=(kept[0],))
-    until(future.done, "the answer is there")
-    del future
-    assert_kept_and_then_freed(mesh, kept)
-
-
-def test_after_the_future_was_dropped_at_once(mesh: Mesh, kept: Any) -> None:
-    mesh.run(0, zrpc.rpc_async, "worker1", give, args=(kept[0],))
-    assert_kept_and_then_freed(mesh, kept)
-
-
-def test_after_the_answer_could_not_be_pickled(mesh: Mesh, kept: Any) -> None:
-    for _ in range(2):
-        with pytest.raises(zrpc.SerializationError, match="stops here"):
-            mesh.run(0, zrpc.rpc_sync, "worker1", give_and_stop, args=(kept[0],))
-    assert_kept_and_then_freed(mesh, kept)
-
-
-def test_after_a_fetch_of_it_has_failed(mesh: Mesh, kept: Any) -> None:
-    holder = mesh.run(0, zrpc.remote, "worker1", give_and_stop, args=(kept[0],))
-    with pytest.raises(zrpc.SerializationError, match="stops here"):
-        mesh.run(0, holder.to_here)
-    del holder
-    assert_kept_and_then_freed(mesh, kept)
-
-
-def test_after_an_error_kept_it(mesh: Mesh, kept: Any) -> None:
-    mesh.run(0, zrpc.remote, "worker1", fail, args=(kept[0],))
-    assert_kept_and_then_freed(mesh, kept)
-
-
 def test_an_error_that_is_kept_keeps_no_arguments(mesh: Mesh, kept: Any) -> None:
     rref = mesh.run(0, zrpc.remote, "worker1", fail, args=(kept[0],))
     with pytest.raises(KeyError):
@@ -150,12 +145,6 @@ def test_an_error_that_is_kept_keeps_no_arguments(mesh: Mesh, kept: Any) -> None
     kept.clear()
     assert is_freed("value")
     assert rref.owner_name() == "worker1"
-
-
-def test_after_an_unknown_destination(mesh: Mesh, kept: Any) -> None:
-    with pytest.raises(zrpc.RpcError, match="could not find destination"):
-        mesh.run(0, zrpc.rpc_sync, "worker9", ignore, args=(kept[0],))
-    assert_kept_and_then_freed(mesh, kept)
 
 
 def test_a_call_in_progress_keeps_its_rref(mesh: Mesh) -> None:

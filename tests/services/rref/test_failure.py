@@ -75,8 +75,8 @@ def type_of_error(use: Any) -> Any:
 
 def entries() -> Any:
     layer = current_agent().service(RRefService)
-    with layer._lock:
-        return len(layer._references), len(layer._values), layer._references.idle
+    with layer.lock:
+        return len(layer.references), len(layer.values), layer.references.idle
 
 
 def until_entries(expected: Any) -> None:
@@ -208,12 +208,3 @@ def test_the_living_shut_down_gracefully_after_a_death(mesh: Mesh) -> None:
     mesh.run(0, until_lost, 1)
     for future in [mesh.submit(rank, zrpc.shutdown) for rank in (0, 2)]:
         future.result()
-
-
-def test_functions_and_values_of_this_module_travel(mesh: Mesh) -> None:
-    assert mesh.run(0, closure_of_rref) == [1, 2]
-
-
-def closure_of_rref() -> Any:
-    rref = zrpc.remote("worker1", list, args=((1, 2),))
-    return zrpc.rpc_sync("worker2", lambda: rref.to_here())

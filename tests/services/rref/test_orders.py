@@ -7,6 +7,7 @@ import errno
 import itertools
 import threading
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -195,34 +196,6 @@ def test_others_learn_that_a_value_is_never_made(
     assert_empty(mesh)
 
 
-def test_a_call_is_interrupted_when_it_has_been_sent(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ctrl-C, which is held back until then."""
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt() -> None:
-        raise Interrupted
-
-    with mesh.agent(0).as_current():
-        with monkeypatch.context() as patched:
-            agent = mesh.agent(0)
-            request = agent.outbox.request
-
-            def request_and_raise(*args: Any) -> None:
-                request(*args)
-                interrupt()
-
-            patched.setattr(agent.outbox, "request", request_and_raise)
-            with pytest.raises(Interrupted):
-                zrpc.remote("worker1", Value, args=("interrupted",))
-        rest(mesh)
-    assert is_freed("interrupted")
-    assert_empty(mesh)
-
-
 @pytest.mark.system
 @pytest.mark.parametrize(
     "make",
@@ -236,8 +209,8 @@ def test_a_call_is_interrupted_when_it_has_been_sent(
 def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
     functions = [
         *(zrpc.RRef.__init__, zrpc.RRef._fill, zrpc.RRef._create.__func__, zrpc.RRef.__del__),
-        *(RRefService.create, RRefService.retain_value, RRefService.release_creation),
-        *(Creation.on_settled, References.retain, References.create),
+        *(RRefService.retain_value, References.retain, References.create),
+        *(value for value in vars(Creation).values() if isinstance(value, FunctionType)),
         *(Caller.call_notify, Caller._submit),
     ]
     with mesh.agent(0).as_current():
@@ -254,64 +227,7 @@ def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
     assert number > 10
 
 
-def test_a_call_fails_as_its_rref_is_made(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The RRef must know of that."""
-    failed = threading.Event()
-    fail, create = zrpc.RRef.fail, RRefService.create
-
-    def fail_and_tell(self: Any, error: Any) -> None:
-        fail(self, error)
-        failed.set()
-
-    def create_slowly(*args: Any) -> Any:
-        value = create(*args)
-        assert failed.wait(SOON)
-        return value
-
-    with mesh.agent(0).as_current(), Gate() as gate:
-        with monkeypatch.context() as patched:
-            patched.setattr(zrpc.RRef, "fail", fail_and_tell)
-            patched.setattr(RRefService, "create", create_slowly)
-            rref = zrpc.remote("worker1", gate.wait_inside, timeout=0.05)
-        with pytest.raises(zrpc.RpcTimeoutError, match="RRef creation"):
-            rref.to_here(timeout=0.05)
-
-
 # -- a request that waits for a value ----------------------------------------------------------
-
-
-def test_a_call_is_cancelled_as_the_value_comes_that_it_waits_for(mesh: Mesh) -> None:
-    """Neither the value's own call nor the others that wait for it may be left behind."""
-    with mesh.agent(0).as_current(), Gate() as gate:
-        argument = zrpc.RRef(1)
-        made = zrpc.remote("worker1", gate.wait_inside, args=("value",))
-        gate.await_entry()
-        callee = mesh.agent(1).callee
-        inside, go = threading.Event(), threading.Event()
-        build = callee._execution_within
-
-        def build_slowly(request: Any, *args: Any) -> Any:
-            execution = build(request, *args)
-            if request.kind == Kind.METHOD:
-                inside.set()
-                assert go.wait(SOON)
-            return execution
-
-        callee._execution_within = build_slowly  # type: ignore[method-assign]
-        first = made.rpc_async().count(argument)
-        until(lambda: len(callee.requests.all()) == 2, "it waits for the value")
-        second = made.rpc_async(timeout=2).upper()
-        until(lambda: len(callee.requests.all()) == 3, "so does another call")
-        gate.open()
-        assert inside.wait(SOON)
-        assert first.cancel()
-        until(lambda: len(callee.requests.all()) == 2, "the request is dropped")
-        go.set()
-        assert second.wait() == "VALUE"
-        until(lambda: not callee.requests.all(), "all are answered", within=2)
-    del argument, made, first, second
-    rest(mesh)
-    assert_empty(mesh)
 
 
 def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh) -> None:
@@ -326,7 +242,7 @@ def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh
             call = rref.rpc_async(timeout=0).bit_length()
             assert call.cancel()
         until(lambda: len(callee.requests.all()) == 2, "the others are dropped")
-        waiting = service._values[rref._rref_id]._followers
+        waiting = service.values[rref._rref_id]._followers
         assert waiting is not None
         assert len(waiting) < 250
         gate.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,11 +17,10 @@ from tests.services.rref.tracked import (
     SOON,
     Value,
     assert_empty,
+    ended,
     is_freed,
-    layers,
 )
 from tests.support.identity import event
-from tests.support.waiting import until
 from zrpc.testing import Mesh
 
 Pair = namedtuple("Pair", "a b")
@@ -48,10 +48,6 @@ def identity(value: Any) -> Any:
     return value
 
 
-def make_own(key: Any) -> Any:
-    return zrpc.RRef(Value(key))
-
-
 def owner_and_key(rref: Any) -> Any:
     return rref.owner_name(), rref.is_owner(), key_of(rref)
 
@@ -59,35 +55,25 @@ def owner_and_key(rref: Any) -> Any:
 WORKERS = ["worker0", "worker1", "worker2"]
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
-@pytest.mark.parametrize(
-    ("owner", "sender", "receiver"), list(itertools.product(WORKERS, repeat=3))
-)
-def test_as_argument_from_anybody_to_anybody(
-    mesh: Mesh, owner: Any, sender: Any, receiver: Any
-) -> None:
+@pytest.mark.parametrize("owner", WORKERS)
+def test_from_anybody_to_anybody(mesh: Mesh, owner: str) -> None:
     # Among them: owner to user, user to owner, user to user, to oneself, all three one.
-    def at_sender() -> Any:
-        rref = zrpc.remote(owner, Value, args=("value",))
-        return zrpc.rpc_sync(receiver, owner_and_key, args=(rref,))
+    for sender, receiver in itertools.product(WORKERS, repeat=2):
+        as_argument, as_result = f"to {receiver} of {sender}", f"from {sender} to {receiver}"
 
-    assert mesh.run(sender, at_sender) == (owner, receiver == owner, "value")
-    assert is_freed("value")
-    assert_empty(mesh)
+        def send(to: str = receiver, key: str = as_argument) -> Any:
+            rref = zrpc.remote(owner, Value, args=(key,))
+            return zrpc.rpc_sync(to, owner_and_key, args=(rref,))
 
+        def receive(sender: str = sender, key: str = as_result) -> Any:
+            return owner_and_key(zrpc.rpc_sync(sender, zrpc.remote, args=(owner, Value, (key,))))
 
-@pytest.mark.zrpc(workers=3)
-@pytest.mark.parametrize(
-    ("owner", "sender", "receiver"), list(itertools.product(WORKERS, repeat=3))
-)
-def test_as_result_from_anybody_to_anybody(
-    mesh: Mesh, owner: Any, sender: Any, receiver: Any
-) -> None:
-    def at_receiver() -> Any:
-        return owner_and_key(zrpc.rpc_sync(sender, zrpc.remote, args=(owner, Value, ("value",))))
-
-    assert mesh.run(receiver, at_receiver) == (owner, receiver == owner, "value")
-    assert is_freed("value")
+        assert mesh.run(sender, send) == (owner, receiver == owner, as_argument)
+        assert mesh.run(receiver, receive) == (owner, receiver == owner, as_result)
+        assert is_freed(as_argument)
+        assert is_freed(as_result)
     assert_empty(mesh)
 
 
@@ -111,30 +97,29 @@ def make_late(key: Any, name: Any) -> Any:
     return Value(key)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "unwrap"),
-    [
-        (lambda r: [r], lambda w: w[0]),
-        (lambda r: (1, (r,)), lambda w: w[1][0]),
-        (lambda r: {"a": {"b": r}}, lambda w: w["a"]["b"]),
-        (lambda r: {r: 1}, lambda w: next(iter(w))),
-        (lambda r: {r}, lambda w: next(iter(w))),
-        (lambda r: Pair(1, r), lambda w: w.b),
-        (lambda r: deque([r]), lambda w: w[0]),
-        (lambda r: OrderedDict(a=r), lambda w: w["a"]),
-        (lambda r: Holder(r), lambda w: w.rref),
-        (lambda r: Holder(None, [Holder(r)]), lambda w: w.more[0].rref),
-        (lambda r: Node(r), lambda w: w.me.me.rref),
-        (lambda r: partial(identity, r), lambda w: w()),
-        (lambda r: partial(identity, value=r), lambda w: w()),
-        (lambda r: lambda: r, lambda w: w()),
-        (lambda r: lambda x=r: x, lambda w: w()),
-        (lambda r: [torch.ones(3), r, torch.ones(10_000)], lambda w: w[1]),
-        (lambda r: ValueError(r), lambda w: w.args[0]),
-    ],
-)
-def test_inside_of_anything(mesh: Mesh, wrap: Any, unwrap: Any) -> None:
-    def at_user() -> None:
+WRAPPERS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (lambda r: [r], lambda w: w[0]),
+    (lambda r: (1, (r,)), lambda w: w[1][0]),
+    (lambda r: {"a": {"b": r}}, lambda w: w["a"]["b"]),
+    (lambda r: {r: 1}, lambda w: next(iter(w))),
+    (lambda r: {r}, lambda w: next(iter(w))),
+    (lambda r: Pair(1, r), lambda w: w.b),
+    (lambda r: deque([r]), lambda w: w[0]),
+    (lambda r: OrderedDict(a=r), lambda w: w["a"]),
+    (lambda r: Holder(r), lambda w: w.rref),
+    (lambda r: Holder(None, [Holder(r)]), lambda w: w.more[0].rref),
+    (lambda r: Node(r), lambda w: w.me.me.rref),
+    (lambda r: partial(identity, r), lambda w: w()),
+    (lambda r: partial(identity, value=r), lambda w: w()),
+    (lambda r: lambda: r, lambda w: w()),
+    (lambda r: lambda x=r: x, lambda w: w()),
+    (lambda r: [torch.ones(3), r, torch.ones(10_000)], lambda w: w[1]),
+    (lambda r: ValueError(r), lambda w: w.args[0]),
+]
+
+
+def test_inside_of_anything(mesh: Mesh) -> None:
+    def at_user(wrap: Any, unwrap: Any) -> None:
         rref = zrpc.remote("worker1", Value, args=("inside",))
         back = unwrap(zrpc.rpc_sync("worker1", identity, args=(wrap(rref),)))
         assert back == rref
@@ -143,31 +128,11 @@ def test_inside_of_anything(mesh: Mesh, wrap: Any, unwrap: Any) -> None:
         back = unwrap(zrpc.rpc_sync("worker1", identity, args=(wrap(own),)))
         assert back.local_value() is own.local_value()
 
-    mesh.run(0, at_user)
-    assert is_freed("inside")
-    assert is_freed("own")
-    assert_empty(mesh)
-
-
-def test_as_a_keyword_argument(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", Value, args=("key",))
-        assert zrpc.rpc_sync("worker1", key_of, kwargs={"rref": rref}) == "key"
-        assert zrpc.rpc_async("worker1", key_of, kwargs={"rref": rref}).wait() == "key"
-        assert zrpc.remote("worker1", key_of, kwargs={"rref": rref}).to_here() == "key"
-
-    mesh.run(0, at_user)
-    assert is_freed("key")
-
-
-def test_in_a_closure_that_is_called_there(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", Value, args=("closed",))
-        assert zrpc.rpc_sync("worker1", lambda: rref.is_owner() and key_of(rref)) == "closed"
-        assert zrpc.remote("worker1", lambda: key_of(rref)).to_here() == "closed"
-
-    mesh.run(0, at_user)
-    assert is_freed("closed")
+    for wrap, unwrap in WRAPPERS:
+        mesh.run(0, at_user, wrap, unwrap)
+        for key in ("inside", "own"):
+            assert is_freed(key)
+            ended(key).clear()
     assert_empty(mesh)
 
 
@@ -221,39 +186,6 @@ def test_a_value_that_holds_rrefs_keeps_what_they_refer_to(mesh: Mesh) -> None:
     assert held == "inner"
     del outer
     assert is_freed("inner")
-
-
-@pytest.mark.zrpc(workers=4)
-def test_along_a_chain_of_workers(mesh: Mesh) -> None:
-    def at_first() -> Any:
-        rref = zrpc.remote("worker1", Value, args=("passed on",))
-        return zrpc.rpc_sync("worker2", pass_on, args=(rref, ["worker3", "worker0", "worker2"] * 5))
-
-    assert mesh.run(0, at_first) == "passed on"
-    assert is_freed("passed on")
-    assert_empty(mesh)
-
-
-def pass_on(rref: Any, workers: Any) -> Any:
-    if not workers:
-        return key_of(rref)
-    return zrpc.rpc_sync(workers[0], pass_on, args=(rref, workers[1:]))
-
-
-@pytest.mark.zrpc(workers=3)
-def test_the_owner_lists_the_holders(mesh: Mesh) -> None:
-    def at_owner() -> Any:
-        rref = zrpc.RRef(Value("listed"))
-        holders = [zrpc.remote(to, Holder, args=(rref,)) for to in (1, 2, 2)]
-        for holder in holders:
-            holder.rpc_sync().__repr__()
-        return rref, holders
-
-    rref, holders = mesh.run(0, at_owner)
-    owned = layers(mesh)[0]._references._owned[rref._rref_id]
-    assert sorted(owned.forks.values()) == [1, 2, 2]
-    del holders
-    until(lambda: not owned.forks, "no holders")
 
 
 def fail_with(rref: Any) -> None:

@@ -136,47 +136,34 @@ def test_other_callables(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "__len__") == 3
 
 
-def test_a_proxy_is_called_as_its_value(mesh: Mesh, counter: Any) -> None:
-    def at_user() -> None:
-        assert counter.rpc_sync()(4) == 5
-        assert counter.rpc_async()(number=4).wait() == 5
-        assert counter.remote()(4).to_here() == 5
-        with pytest.raises(TypeError, match="missing 1 required positional argument"):
-            counter.rpc_sync()()
-
-    mesh.run(0, at_user)
+def test_a_proxy_is_called_as_its_value(caller: Mesh, counter: Any) -> None:
+    assert counter.rpc_sync()(4) == 5
+    assert counter.rpc_async()(number=4).wait() == 5
+    assert counter.remote()(4).to_here() == 5
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        counter.rpc_sync()()
 
 
-@pytest.mark.parametrize(
-    ("value", "argument", "result"), [(len, "abc", 3), (Counter, 7, Counter), (lambda x: -x, 2, -2)]
-)
-def test_functions_and_classes_are_called_by_their_proxy(
-    mesh: Mesh, value: Any, argument: Any, result: Any
-) -> None:
-    def at_user() -> None:
+def test_functions_and_classes_are_called_by_their_proxy(caller: Mesh) -> None:
+    for value, argument, result in ((len, "abc", 3), (Counter, 7, Counter), (lambda x: -x, 2, -2)):
         rref = zrpc.remote("worker1", itself, args=(value,))
         found = rref.rpc_sync()(argument)
         assert found == result or type(found) is result
-
-    mesh.run(0, at_user)
 
 
 def itself(value: Any) -> Any:
     return value
 
 
-def test_a_value_that_can_not_be_called_is_a_type_error(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", int, args=(3,))
-        for call in (
-            lambda: rref.rpc_sync()(1),
-            lambda: rref.rpc_async()(1).wait(),
-            lambda: rref.remote()(1),
-        ):
-            with pytest.raises(TypeError, match="'int' object is not callable"):
-                call()
-
-    mesh.run(0, at_user)
+def test_a_value_that_can_not_be_called_is_a_type_error(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", int, args=(3,))
+    for call in (
+        lambda: rref.rpc_sync()(1),
+        lambda: rref.rpc_async()(1).wait(),
+        lambda: rref.remote()(1),
+    ):
+        with pytest.raises(TypeError, match="'int' object is not callable"):
+            call()
 
 
 def test_the_check_of_a_method_is_known_by_the_method_s_name(mesh: Mesh) -> None:
@@ -235,17 +222,14 @@ def test_lambdas_are_taken_as_arguments(mesh: Mesh, call: Any) -> None:
     assert mesh.run(0, rref.to_here) == [1, 2, 3]
 
 
-def test_a_missing_attribute_is_reported_at_the_call(mesh: Mesh, counter: Any) -> None:
-    def at_user() -> None:
-        with pytest.raises(AttributeError, match="nothing_like_it"):
-            counter.rpc_sync().nothing_like_it()
-        with pytest.raises(AttributeError, match="nothing_like_it"):
-            counter.remote().nothing_like_it()
-        future = counter.rpc_async().nothing_like_it()
-        with pytest.raises(AttributeError, match="nothing_like_it"):
-            future.wait()
-
-    mesh.run(0, at_user)
+def test_a_missing_attribute_is_reported_at_the_call(caller: Mesh, counter: Any) -> None:
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        counter.rpc_sync().nothing_like_it()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        counter.remote().nothing_like_it()
+    future = counter.rpc_async().nothing_like_it()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        future.wait()
 
 
 def test_an_attribute_that_is_no_function(mesh: Mesh, counter: Any, call: Any) -> None:
@@ -269,14 +253,11 @@ def test_a_proxy_has_a_timeout(mesh: Mesh, counter: Any, by: str) -> None:
     mesh.run(0, at_user)
 
 
-def test_a_remote_proxy_has_a_timeout(mesh: Mesh) -> None:
-    def at_user() -> None:
-        counter = zrpc.remote("worker1", Counter)
-        result = counter.remote(timeout=0.05).wait_for("go")
-        until(lambda: has_timed_out(result), "the call has timed out")
-        event("go").set()
-
-    mesh.run(0, at_user)
+def test_a_remote_proxy_has_a_timeout(caller: Mesh) -> None:
+    counter = zrpc.remote("worker1", Counter)
+    result = counter.remote(timeout=0.05).wait_for("go")
+    until(lambda: has_timed_out(result), "the call has timed out")
+    event("go").set()
 
 
 def has_timed_out(rref: Any) -> Any:
@@ -287,28 +268,22 @@ def has_timed_out(rref: Any) -> Any:
     return False
 
 
-def test_calls_wait_for_a_value_that_is_still_being_made(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", make_when, args=("go",))
-        futures = [rref.rpc_async().add(1) for _ in range(3)]
-        derived = rref.remote(timeout=0)
-        assert not any(future.done() for future in futures)
-        event("go").set()
-        assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3]
-        assert derived.add(1).to_here() == 4
-
-    mesh.run(0, at_user)
+def test_calls_wait_for_a_value_that_is_still_being_made(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", make_when, args=("go",))
+    futures = [rref.rpc_async().add(1) for _ in range(3)]
+    derived = rref.remote(timeout=0)
+    assert not any(future.done() for future in futures)
+    event("go").set()
+    assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3]
+    assert derived.add(1).to_here() == 4
 
 
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_waiting_for_a_value_holds_no_thread(mesh: Mesh) -> None:
+def test_waiting_for_a_value_holds_no_thread(caller: Mesh) -> None:
     # One thread at the owner makes the value; were it taken by those that wait, nothing could.
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", make_by_asking, args=("worker0",))
-        futures = [rref.rpc_async().add(1) for _ in range(5)]
-        assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3, 4, 5]
-
-    mesh.run(0, at_user)
+    rref = zrpc.remote("worker1", make_by_asking, args=("worker0",))
+    futures = [rref.rpc_async().add(1) for _ in range(5)]
+    assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3, 4, 5]
 
 
 def make_when(name: Any) -> Any:

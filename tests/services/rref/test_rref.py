@@ -31,43 +31,34 @@ def wait_and_return(name: Any, value: Any) -> Any:
     return value
 
 
-def test_an_owner_knows_its_value(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        value = ["a", object()]
-        rref = zrpc.RRef(value)
-        assert rref.is_owner()
-        assert rref.confirmed_by_owner()
-        assert rref.owner() == zrpc.get_worker_info() == zrpc.WorkerInfo("worker0", 0)
-        assert rref.owner_name() == "worker0"
-        assert rref.local_value() is value
-        assert rref.to_here() is value
-        assert rref.to_here(timeout=1) is value
-
-    mesh.run(0, at_owner)
+def test_an_owner_knows_its_value(caller: Mesh) -> None:
+    value = ["a", object()]
+    rref = zrpc.RRef(value)
+    assert rref.is_owner()
+    assert rref.confirmed_by_owner()
+    assert rref.owner() == zrpc.get_worker_info() == zrpc.WorkerInfo("worker0", 0)
+    assert rref.owner_name() == "worker0"
+    assert rref.local_value() is value
+    assert rref.to_here() is value
+    assert rref.to_here(timeout=1) is value
 
 
-def test_a_user_knows_its_owner(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
-        assert isinstance(rref, zrpc.RRef)
-        assert not rref.is_owner()
-        assert rref.owner() == zrpc.WorkerInfo("worker1", 1)
-        assert rref.owner_name() == "worker1"
-        assert rref.to_here().tolist() == [2, 2]
-        until(rref.confirmed_by_owner, "confirmed")
-
-    mesh.run(0, at_user)
+def test_a_user_knows_its_owner(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    assert isinstance(rref, zrpc.RRef)
+    assert not rref.is_owner()
+    assert rref.owner() == zrpc.WorkerInfo("worker1", 1)
+    assert rref.owner_name() == "worker1"
+    assert rref.to_here().tolist() == [2, 2]
+    until(rref.confirmed_by_owner, "confirmed")
 
 
-def test_remote_returns_before_there_is_a_value(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_and_return, args=("later", 5))
-        assert not rref.confirmed_by_owner()  # that is told with the value
-        event("later").set()
-        assert rref.to_here() == 5
-        until(rref.confirmed_by_owner, "confirmed")
-
-    mesh.run(0, at_user)
+def test_remote_returns_before_there_is_a_value(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_and_return, args=("later", 5))
+    assert not rref.confirmed_by_owner()  # that is told with the value
+    event("later").set()
+    assert rref.to_here() == 5
+    until(rref.confirmed_by_owner, "confirmed")
 
 
 @pytest.mark.parametrize("to", ["worker1", 1, zrpc.WorkerInfo("worker1", 1)])
@@ -112,50 +103,36 @@ def test_ids_are_counted_as_torch_counts_them(mesh: Mesh) -> None:
     )
 
 
-def test_remote_to_oneself_takes_two_ids_and_owns_the_value(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = zrpc.remote("worker0", max, args=(1, 2))
-        assert rref.is_owner()
-        assert rref.to_here() == rref.local_value() == 2
-        assert repr(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
-        assert repr(zrpc.RRef(0)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
-
-    mesh.run(0, at_owner)
-
-
-def test_a_type_hint_is_accepted(mesh: Mesh) -> None:
-    assert mesh.run(0, lambda: zrpc.RRef([1], type_hint=list[int]).local_value()) == [1]
-    assert mesh.run(0, lambda: zrpc.RRef([1], list[int]).local_value()) == [1]
+def test_remote_to_oneself_takes_two_ids_and_owns_the_value(caller: Mesh) -> None:
+    rref = zrpc.remote("worker0", max, args=(1, 2))
+    assert rref.is_owner()
+    assert rref.to_here() == rref.local_value() == 2
+    assert repr(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert repr(zrpc.RRef(0)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
 
 
 def give_back(rref: Any) -> Any:
     return rref
 
 
-def test_rrefs_to_one_value_are_equal(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref, other = zrpc.RRef([1]), zrpc.RRef([1])
-        again = zrpc.rpc_sync("worker1", give_back, args=(rref,))
-        assert again is not rref
-        assert again == rref
-        assert hash(again) == hash(rref)
-        assert rref != other
-        assert {rref, again, other} == {again, other}
-        assert {rref: "found"}[again] == "found"
-        assert rref != "something else"
-
-    mesh.run(0, at_owner)
+def test_rrefs_to_one_value_are_equal(caller: Mesh) -> None:
+    rref, other = zrpc.RRef([1]), zrpc.RRef([1])
+    again = zrpc.rpc_sync("worker1", give_back, args=(rref,))
+    assert again is not rref
+    assert again == rref
+    assert hash(again) == hash(rref)
+    assert rref != other
+    assert {rref, again, other} == {again, other}
+    assert {rref: "found"}[again] == "found"
+    assert rref != "something else"
 
 
-def test_a_users_copies_are_equal(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", list)
-        again = zrpc.rpc_sync("worker0", give_back, args=(rref,))
-        assert again == rref
-        assert len({rref, again}) == 1
-        assert repr(again) != repr(rref)  # another fork
-
-    mesh.run(0, at_user)
+def test_a_users_copies_are_equal(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", list)
+    again = zrpc.rpc_sync("worker0", give_back, args=(rref,))
+    assert again == rref
+    assert len({rref, again}) == 1
+    assert repr(again) != repr(rref)  # another fork
 
 
 @pytest.mark.parametrize("at", ["owner", "user"])
@@ -172,14 +149,11 @@ def test_a_users_copies_are_equal(mesh: Mesh) -> None:
         lambda rref: torch.save({"a": rref}, io.BytesIO()),
     ],
 )
-def test_rrefs_cannot_be_pickled_outside_of_rpc(mesh: Mesh, at: str, copied: Any) -> None:
-    def dump() -> None:
-        rref = zrpc.RRef(5) if at == "owner" else zrpc.remote("worker1", max, args=(1, 2))
-        with pytest.raises(RuntimeError, match=CANNOT_PICKLE):
-            copied(rref)
-        assert rref.to_here() in (2, 5)
-
-    mesh.run(0, dump)
+def test_rrefs_cannot_be_pickled_outside_of_rpc(caller: Mesh, at: str, copied: Any) -> None:
+    rref = zrpc.RRef(5) if at == "owner" else zrpc.remote("worker1", max, args=(1, 2))
+    with pytest.raises(RuntimeError, match=CANNOT_PICKLE):
+        copied(rref)
+    assert rref.to_here() in (2, 5)
 
 
 def test_an_rref_of_another_worker_can_not_be_sent(mesh: Mesh) -> None:
@@ -199,21 +173,9 @@ class Subclass(zrpc.RRef[int]):
         return 2 * self.to_here()
 
 
-def test_a_subclass_is_an_rref(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = Subclass(4)
-        assert isinstance(rref, zrpc.RRef)
-        assert rref.doubled() == 8
-
-    mesh.run(0, at_owner)
-
-
-def test_a_subclass_can_be_sent(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = Subclass(4)
-        assert zrpc.rpc_sync("worker1", zrpc.RRef.to_here, args=(rref,)) == 4
-
-    mesh.run(0, at_owner)
+def test_a_subclass_can_be_sent(caller: Mesh) -> None:
+    rref = Subclass(4)
+    assert zrpc.rpc_sync("worker1", zrpc.RRef.to_here, args=(rref,)) == 4
 
 
 @pytest.mark.system
@@ -228,12 +190,9 @@ def test_an_rref_of_an_rref(mesh: Mesh) -> None:
     assert is_freed("inner")
 
 
-def test_attributes_can_not_be_added_by_mistake(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        with pytest.raises(AttributeError):
-            zrpc.RRef(1).value = 3
-
-    mesh.run(0, at_owner)
+def test_attributes_can_not_be_added_by_mistake(caller: Mesh) -> None:
+    with pytest.raises(AttributeError):
+        zrpc.RRef(1).value = 3
 
 
 # -- after the end ---------------------------------------------------------------------------

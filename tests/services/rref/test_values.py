@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 
 import zrpc
 from tests.services.rref.tracked import (
@@ -21,9 +20,9 @@ from tests.services.rref.tracked import (
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import until
-from zrpc.services.rref.messages import GloballyUniqueId
+from zrpc.services.rref.messages import pack_id
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import Kind, Tag
 
 
 def wait_for(name: Any) -> Any:
@@ -62,68 +61,45 @@ def exit_handler() -> None:
 # -- to_here -------------------------------------------------------------------------------
 
 
-def test_to_here_gives_a_copy_each_time(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", list, args=((1, 2),))
-        first, second = rref.to_here(), rref.to_here()
-        assert first == second == [1, 2]
-        first.append(3)
-        assert rref.to_here() == [1, 2]
-        assert second == [1, 2]
-
-    mesh.run(0, at_user)
+def test_to_here_gives_a_copy_each_time(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", list, args=((1, 2),))
+    first, second = rref.to_here(), rref.to_here()
+    assert first == second == [1, 2]
+    first.append(3)
+    assert rref.to_here() == [1, 2]
+    assert second == [1, 2]
 
 
-def test_to_here_waits_for_the_value(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_for, args=("go",))
-        future = mesh.submit(1, event("go").set)
-        assert rref.to_here() == "go"
-        future.result(SOON)
-
-    mesh.run(0, at_user)
+def test_to_here_waits_for_the_value(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_for, args=("go",))
+    future = caller.submit(1, event("go").set)
+    assert rref.to_here() == "go"
+    future.result(SOON)
 
 
-def test_to_here_of_a_large_tensor(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", torch.arange, args=(300_000,))
-        assert torch.equal(rref.to_here(), torch.arange(300_000))
-
-    mesh.run(0, at_user)
-
-
-def test_to_here_times_out_and_can_be_tried_again(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_for, args=("go",))
-        with pytest.raises(zrpc.RpcTimeoutError, match=r"timeout \(50 ms\) and will now be marked"):
-            rref.to_here(timeout=0.05)
-        event("go").set()
-        assert rref.to_here() == "go"
-
-    mesh.run(0, at_user)
+def test_to_here_times_out_and_can_be_tried_again(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_for, args=("go",))
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"timeout \(50 ms\) and will now be marked"):
+        rref.to_here(timeout=0.05)
+    event("go").set()
+    assert rref.to_here() == "go"
 
 
 @pytest.mark.zrpc(options={"rpc_timeout": 0.05})
-def test_to_here_takes_the_default_timeout(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_for, args=("go",), timeout=0)
-        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
-            rref.to_here()
-        event("go").set()
-        assert rref.to_here(timeout=0) == "go"
-
-    mesh.run(0, at_user)
+def test_to_here_takes_the_default_timeout(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_for, args=("go",), timeout=0)
+    with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+        rref.to_here()
+    event("go").set()
+    assert rref.to_here(timeout=0) == "go"
 
 
-def test_to_here_of_an_own_value_times_out_too(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = zrpc.remote("worker0", wait_for, args=("go",))
-        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
-            rref.to_here(timeout=0.05)
-        event("go").set()
-        assert rref.to_here() == rref.local_value() == "go"
-
-    mesh.run(0, at_owner)
+def test_to_here_of_an_own_value_times_out_too(caller: Mesh) -> None:
+    rref = zrpc.remote("worker0", wait_for, args=("go",))
+    with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+        rref.to_here(timeout=0.05)
+    event("go").set()
+    assert rref.to_here() == rref.local_value() == "go"
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf")])
@@ -145,15 +121,6 @@ def test_what_cannot_be_pickled_is_reported_and_kept(mesh: Mesh) -> None:
     assert is_freed("stays")
 
 
-def test_to_here_after_others_have_made_the_value(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", Value, args=("many",))
-        futures = [rref.rpc_async().add(1) for _ in range(20)]
-        assert sorted(torch.futures.wait_all(futures)) == list(range(1, 21))
-
-    mesh.run(0, at_user)
-
-
 def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
     # Who has such an RRef got it from a worker that has died since.
     def at_user() -> None:
@@ -164,7 +131,7 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
                 Kind.FETCH,
                 None,
                 SOON,
-                extension=layer.subject_extension(GloballyUniqueId(1, 999)),
+                extension=(Tag.SUBJECT, pack_id(1, 999)),
             )
 
     mesh.run(0, at_user)
@@ -174,20 +141,17 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
 # -- local_value ---------------------------------------------------------------------------
 
 
-def test_local_value_is_for_the_owner(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", list)
-        with pytest.raises(
-            RuntimeError,
-            match=re.escape(
-                f"For UserRRef(rref_id={rref._rref_id}, fork_id={rref._fork_id}), "
-                "can't call localValue() on user WorkerInfo(id=0, name=worker0). "
-                "Call it on owner WorkerInfo(id=1, name=worker1)"
-            ),
-        ):
-            rref.local_value()
-
-    mesh.run(0, at_user)
+def test_local_value_is_for_the_owner(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", list)
+    with pytest.raises(
+        RuntimeError,
+        match=re.escape(
+            f"For UserRRef(rref_id={rref._rref_id}, fork_id={rref._fork_id}), "
+            "can't call localValue() on user WorkerInfo(id=0, name=worker0). "
+            "Call it on owner WorkerInfo(id=1, name=worker1)"
+        ),
+    ):
+        rref.local_value()
 
 
 def local_identity(rref: Any) -> Any:
@@ -197,14 +161,11 @@ def local_identity(rref: Any) -> Any:
     return id(rref.local_value())
 
 
-def test_local_value_is_the_very_object(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", list)
-        first = zrpc.rpc_sync("worker1", local_identity, args=(rref,))
-        assert zrpc.rpc_sync("worker1", local_identity, args=(rref,)) == first
-        assert rref.to_here() == ["changed", "changed"]
-
-    mesh.run(0, at_user)
+def test_local_value_is_the_very_object(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", list)
+    first = zrpc.rpc_sync("worker1", local_identity, args=(rref,))
+    assert zrpc.rpc_sync("worker1", local_identity, args=(rref,)) == first
+    assert rref.to_here() == ["changed", "changed"]
 
 
 # -- a function that fails -----------------------------------------------------------------
@@ -216,67 +177,44 @@ def test_local_value_is_the_very_object(mesh: Mesh) -> None:
     "error",
     [ValueError("no", 1), KeyError("key"), Precise("exact"), zrpc.RpcError("own"), IndexError()],
 )
-def test_an_error_has_its_own_type_and_args_each_time(mesh: Mesh, to: str, error: Any) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote(to, fail, args=(error,))
-        for _ in range(3):
-            with pytest.raises(type(error)) as caught:
-                rref.to_here()
-            assert type(caught.value) is type(error)
-            assert caught.value.args == error.args
-        with pytest.raises(type(error)):
-            rref.rpc_sync().anything()
-
-    mesh.run(0, at_user)
+def test_an_error_has_its_own_type_and_args_each_time(caller: Mesh, to: str, error: Any) -> None:
+    rref = zrpc.remote(to, fail, args=(error,))
+    for _ in range(3):
+        with pytest.raises(type(error)) as caught:
+            rref.to_here()
+        assert type(caught.value) is type(error)
+        assert caught.value.args == error.args
+    with pytest.raises(type(error)):
+        rref.rpc_sync().anything()
 
 
 @pytest.mark.system
-def test_an_error_shows_where_it_was_raised(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
-        with pytest.raises(ValueError, match="no") as caught:
-            rref.to_here()
-        text = "".join(traceback.format_exception(caught.value))
-        assert "On WorkerInfo(id=1, name=worker1)" in text
-        assert "in fail" in text
-
-    mesh.run(0, at_user)
+def test_an_error_shows_where_it_was_raised(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
+    with pytest.raises(ValueError, match="no") as caught:
+        rref.to_here()
+    text = "".join(traceback.format_exception(caught.value))
+    assert "On WorkerInfo(id=1, name=worker1)" in text
+    assert "in fail" in text
 
 
 @pytest.mark.parametrize("function", [fail_with_what_cannot_travel, exit_handler])
-def test_an_error_that_cannot_be_sent_arrives_as_text(mesh: Mesh, function: Any) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", function)
-        for _ in range(2):
-            with pytest.raises(
-                zrpc.RemoteError, match="Original exception on remote side was"
-            ) as caught:
-                rref.to_here()
-            assert function.__name__ in str(caught.value)
-
-    mesh.run(0, at_user)
-
-
-def test_an_error_that_its_args_do_not_make_again_keeps_its_type(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", fail_unusually)
-        for _ in range(2):
-            with pytest.raises(Unusual, match=r"^1 and 2$") as caught:
-                rref.to_here()
-            assert caught.value.a == 1
-
-    mesh.run(0, at_user)
-
-
-def test_an_error_of_an_own_call_is_the_one_that_was_raised(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = zrpc.remote("worker0", fail_unusually)
-        with pytest.raises(Unusual, match="1 and 2"):
+def test_an_error_that_cannot_be_sent_arrives_as_text(caller: Mesh, function: Any) -> None:
+    rref = zrpc.remote("worker1", function)
+    for _ in range(2):
+        with pytest.raises(
+            zrpc.RemoteError, match="Original exception on remote side was"
+        ) as caught:
             rref.to_here()
-        with pytest.raises(Unusual, match="1 and 2"):
-            rref.local_value()
+        assert function.__name__ in str(caught.value)
 
-    mesh.run(0, at_owner)
+
+def test_an_error_of_an_own_call_is_the_one_that_was_raised(caller: Mesh) -> None:
+    rref = zrpc.remote("worker0", fail_unusually)
+    with pytest.raises(Unusual, match="1 and 2"):
+        rref.to_here()
+    with pytest.raises(Unusual, match="1 and 2"):
+        rref.local_value()
 
 
 def test_an_error_is_written_to_the_owners_log(
@@ -317,14 +255,11 @@ def test_arguments_that_cannot_be_pickled_raise_at_once(mesh: Mesh) -> None:
         until(lambda layer=layer: entries(layer) == 0, "nothing is kept")
 
 
-def test_arguments_to_oneself_are_copied(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        argument = [1]
-        rref = zrpc.remote("worker0", list.copy, args=(argument,))
-        argument.append(2)
-        assert rref.to_here() == [1]
-
-    mesh.run(0, at_owner)
+def test_arguments_to_oneself_are_copied(caller: Mesh) -> None:
+    argument = [1]
+    rref = zrpc.remote("worker0", list.copy, args=(argument,))
+    argument.append(2)
+    assert rref.to_here() == [1]
 
 
 # -- a call that takes too long ------------------------------------------------------------
@@ -345,43 +280,34 @@ def until_timed_out(rref: Any) -> None:
     until(known, "the call has timed out")
 
 
-def test_a_call_that_timed_out_shows_at_each_use(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.05)
-        until_timed_out(rref)
-        for use in (
-            rref.to_here,
-            lambda: rref.rpc_sync().upper(),
-            lambda: rref.remote().upper(),
-            lambda: rref.rpc_async().upper().wait(),
-        ):
-            with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
-                use()
-        event("never").set()
-
-    mesh.run(0, at_user)
+def test_a_call_that_timed_out_shows_at_each_use(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.05)
+    until_timed_out(rref)
+    for use in (
+        rref.to_here,
+        lambda: rref.rpc_sync().upper(),
+        lambda: rref.remote().upper(),
+        lambda: rref.rpc_async().upper().wait(),
+    ):
+        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+            use()
+    event("never").set()
 
 
 @pytest.mark.system
-def test_a_waiting_to_here_gets_the_timeout(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)
-        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
-            rref.to_here(timeout=1)
-        event("never").set()
-
-    mesh.run(0, at_user)
+def test_a_waiting_to_here_gets_the_timeout(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)
+    with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+        rref.to_here(timeout=1)
+    event("never").set()
 
 
-def test_a_call_to_oneself_that_timed_out(mesh: Mesh) -> None:
-    def at_owner() -> None:
-        rref = zrpc.remote("worker0", wait_for, args=("never",), timeout=0.05)
-        until_timed_out(rref)
-        with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
-            rref.to_here()
-        event("never").set()
-
-    mesh.run(0, at_owner)
+def test_a_call_to_oneself_that_timed_out(caller: Mesh) -> None:
+    rref = zrpc.remote("worker0", wait_for, args=("never",), timeout=0.05)
+    until_timed_out(rref)
+    with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
+        rref.to_here()
+    event("never").set()
 
 
 def test_the_value_of_a_call_that_timed_out_is_freed(mesh: Mesh) -> None:

@@ -65,8 +65,8 @@ def layers(mesh: Mesh) -> list[RRefService]:
 
 def entries(layer: RRefService) -> int:
     """How many values and forks a worker keeps."""
-    with layer._lock:
-        return len(layer._references) + len(layer._values)
+    with layer.lock:
+        return len(layer.references) + len(layer.values)
 
 
 def nothing() -> None: ...

@@ -113,17 +113,6 @@ def test_a_peer_that_cant_open_segments_gets_frames(
     assert len(segments_open()) == 2  # of the offers
 
 
-def test_only_one_side_has_capacity(mesh: Mesh, lends: list[Lend]) -> None:
-    service_of(mesh, 1).pool._capacity = 0
-    mesh.run(0, introduce, 1)
-    lends.clear()
-    with mesh.agent(0).as_current():
-        for i in range(3):
-            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
-    assert {lend.pool for lend in lends} == {service_of(mesh, 0).pool}
-    assert len(lends) == 3
-
-
 def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
     introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

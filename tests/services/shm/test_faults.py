@@ -104,22 +104,6 @@ def test_a_pass_whose_gradients_cant_be_mapped_fails(
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
 
 
-def test_a_sender_without_descriptors_uses_frames(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = service_of(introduced, 0)
-    ours.pool.close_idle(float("inf"))
-    assert len(ours.pool) == 0
-
-    def refuse(*args: Any) -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr("zrpc.services.shm.segments.os.memfd_create", refuse)
-    for i in range(3):
-        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
-    assert len(ours.pool) == 0
-
-
 # -- messages that can't be sent -----------------------------------------------------------
 
 

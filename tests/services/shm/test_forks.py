@@ -12,13 +12,10 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 
 import zrpc
 from tests.services.shm.sharing import (
     introduce,
-    keep,
-    kept,
     large,
     own_layer,
     processes,
@@ -124,27 +121,6 @@ def fork_and_write(rank: Any) -> Any:
 @processes
 def test_a_fork_and_its_parent_do_not_see_what_the_other_writes(mesh: Mesh) -> None:
     assert mesh.run(1, fork_and_write, 0) == (b"=", True)
-
-
-def fork_and_send(rank: Any) -> Any:
-    introduce(rank)
-    zrpc.rpc_sync(rank, keep, ("held", large(1)))
-    child = Child(lambda _: b"=")
-    try:
-        for i in range(4):
-            assert torch.equal(zrpc.rpc_sync(rank, torch.neg, (large(i),)), -large(i))
-        child.ask()
-    finally:
-        child.end()
-    until_returned(own_layer(), 1)
-    return own_layer().pool.lent
-
-
-@pytest.mark.system
-@processes
-def test_a_fork_of_the_sender_changes_nothing(mesh: Mesh) -> None:
-    assert mesh.run(0, fork_and_send, 1) == 1
-    assert torch.equal(mesh.run(1, lambda: kept().pop("held")), large(1))
 
 
 class Stand:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import zrpc
 from tests.services.shm.sharing import (
-    LARGE,
-    MIB,
-    drop,
     introduce,
     keep,
     kept,
@@ -163,111 +156,3 @@ def test_a_worker_that_is_killed_before_its_answer_is_read_has_died(mesh: Mesh) 
     asked = mesh.submit(0, ask_one_that_dies_before_its_answer_is_read, 1, mesh.pid(1))
     assert asked.result() == (1, "WorkerDied")
     mesh.kill(1)
-
-
-def work_until_told(seed: Any, directory: Any) -> Any:
-    """Sends large tensors to all and checks each answer; says how many, and what failed."""
-    layer = own_layer()
-    me = layer.agent.worker_info.id
-    stop = os.path.join(directory, "stop")
-    chance = random.Random(seed)
-    done, dead, kept_results = 0, set(), []
-    rounds = 0
-    while not os.path.exists(stop) or rounds < 4:
-        rounds += 1
-        calls = []
-        for rank in range(4):
-            if rank == me:
-                continue
-            for _ in range(2):
-                value, count = chance.randrange(10_000), LARGE + chance.randrange(LARGE)
-                calls.append((rank, value, count))
-        futures = [zrpc.rpc_async(r, torch.neg, (large(v, c),)) for r, v, c in calls]
-        for (rank, value, count), future in zip(calls, futures, strict=True):
-            try:
-                result = future.wait()
-            except zrpc.WorkerDied:
-                dead.add(rank)
-                continue
-            if not torch.equal(result, -large(value, count)):
-                raise AssertionError(f"a wrong answer of {rank} to {value}, {count}")
-            done += 1
-            if chance.random() < 0.2:
-                kept_results.append((result, value, count))
-        for result, value, count in kept_results:
-            if not torch.equal(result, -large(value, count)):
-                raise AssertionError(f"a kept result has changed: {value}, {count}")
-        del kept_results[:-6]
-        open(os.path.join(directory, f"worker{me}"), "w").close()
-    return done, sorted(dead)
-
-
-# Not strict: it depends on the moment. See the test above for the same without chance.
-@processes
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.zrpc(workers=4, options={"shared_memory": 24 * MIB})
-def test_random_workers_are_killed_under_load(mesh: Mesh, tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)
-    working = {r: mesh.submit(r, work_until_told, seed * 10 + r, str(tmp_path)) for r in range(4)}
-    until(lambda: len(os.listdir(tmp_path)) == 4, within=40, collect=True)
-    victims = chance.sample(range(4), 2)
-    for victim in victims:
-        time.sleep(chance.uniform(0, 0.3))  # at any moment
-        mesh.kill(victim)
-        survivors = set(range(4)) - set(victims)
-        for rank in survivors:  # a round later
-            with contextlib.suppress(FileNotFoundError):
-                (tmp_path / f"worker{rank}").unlink()
-
-        def worked(survivors: Any = survivors) -> Any:
-            failed = [e for r in survivors if working[r].done() and (e := working[r].exception())]
-            if failed:
-                raise failed[0]
-            return survivors <= {int(name[6:]) for name in os.listdir(tmp_path)}
-
-        until(worked, within=40, collect=True)
-    (tmp_path / "stop").touch()
-    for rank in set(range(4)) - set(victims):
-        done, dead = working[rank].result()
-        assert done > 8
-        assert set(dead) <= set(victims)
-    first, second = sorted(set(range(4)) - set(victims))
-    mesh.run(first, send_on, second, 2)
-
-
-@processes
-def test_nothing_is_open_or_mapped_after_a_shutdown(mesh: Mesh) -> None:
-    for rank in range(2):
-        mesh.run(rank, send_on, 1 - rank, 3)
-        assert mesh.run(rank, lambda: (bool(segments_open()), bool(segments_mapped())))
-
-    def leave() -> Any:
-        zrpc.shutdown()
-        return segments_open(), segments_mapped()
-
-    assert mesh.run_all(leave) == [([], [])] * 2
-
-
-def leave_with_a_tensor(rank: Any) -> None:
-    introduce(rank)
-    keep("held", zrpc.rpc_sync(rank, large, (5,)))
-
-
-def leave_and_drop() -> Any:
-    zrpc.shutdown()
-    equal = torch.equal(kept()["held"], large(5))
-    mapped = len(segments_mapped())
-    drop("held")
-    with contextlib.suppress(AssertionError):
-        until(lambda: not segments_mapped(), within=1, collect=True)
-    return equal, mapped, segments_open(), segments_mapped()
-
-
-@processes
-@pytest.mark.zrpc(leaks=False)
-def test_after_a_shutdown_a_tensor_keeps_its_segment_and_nothing_else(mesh: Mesh) -> None:
-    for rank in range(2):
-        mesh.run(rank, introduce, 1 - rank)
-    for rank in range(2):
-        mesh.run(rank, leave_with_a_tensor, 1 - rank)
-    assert mesh.run_all(leave_and_drop) == [(True, 1, [], [])] * 2

@@ -22,6 +22,8 @@ from tests.services.shm.sharing import (
 )
 from tests.support.targets import echo
 from tests.support.waiting import until
+from zrpc.agent.agent import Agent
+from zrpc.services.shm.borrowed import Descriptor
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
@@ -35,15 +37,9 @@ NOTE = struct.Struct("<BQ")
 
 
 def extension(segment: Any, *places: Any, **changed: Any) -> Any:
-    fields = {
-        "number": segment.number,
-        "pid": os.getpid(),
-        "fd": segment.fd,
-        "inode": segment.inode,
-        "size": segment.size,
-        **changed,
-    }
-    return DESCRIPTOR.pack(*fields.values()) + b"".join(PLACE.pack(*place) for place in places)
+    right = Descriptor(segment.number, os.getpid(), segment.fd, segment.inode, segment.size)
+    rows = [PLACE.pack(*place) for place in places]
+    return DESCRIPTOR.pack(*right._replace(**changed)) + b"".join(rows)
 
 
 TOO_MUCH = 2**64 - 1
@@ -66,30 +62,24 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [pytest.param(hostile, id=name) for name, hostile in HOSTILE.items()],
-)
+def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
+    """Calls ``echo`` with an extension; returns the result."""
+    body, member = (echo, (1,), {}), agent.membership.find(to)
+    return agent.caller.call(member, Kind.CALL, body, 20, extension=(tag, data))
+
+
 def test_an_extension_of_nonsense_is_an_error_at_the_caller(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture, hostile: Any
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent = introduced.agent(0)
-    ours = service_of(introduced, 0)
-    segment = next(iter(ours.pool._segments.values()))
-    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        future = agent.caller.call_async(
-            agent.membership.find(1),
-            Kind.CALL,
-            (echo, (1,), {}),
-            20,
-            extension=(Tag.SHARED, hostile(segment)),
-        )
-        with pytest.raises(Exception, match=r".") as caught:
-            future.wait()
-    assert isinstance(caught.value, (zrpc.ProtocolError, OSError, ValueError, struct.error))
-    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
-    until_returned(ours)
-    until(lambda: not service_of(introduced, 1).loans._open, collect=True)
+    agent, ours = introduced.agent(0), service_of(introduced, 0)
+    errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
+    for hostile in HOSTILE.values():
+        segment = next(iter(ours.pool._segments.values()))
+        with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
+            call_with(agent, 1, Tag.SHARED, hostile(segment))
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
+        until_returned(ours)
+        until(lambda: not service_of(introduced, 1).loans._open, collect=True)
 
 
 NOTES = {
@@ -134,29 +124,19 @@ def test_words_of_nonsense_change_nothing(
 
 
 @pytest.mark.zrpc(workers=3)
-@pytest.mark.parametrize("data", [b"", b"half", "another's", struct.pack("<Q", TOO_MUCH)])
 def test_returns_of_nonsense_change_nothing(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture, data: Any
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = service_of(introduced, 0)
+    ours, stranger = service_of(introduced, 0), introduced.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    if data == "another's":
-        number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-        data = struct.pack("<Q", number)
-    stranger = introduced.agent(2)
-    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        future = stranger.caller.call_async(
-            stranger.membership.find(0),
-            Kind.CALL,
-            (echo, (1,), {}),
-            20,
-            extension=(Tag.RETURNED, data),
-        )
-        if len(data) % 8:
-            with pytest.raises(zrpc.ProtocolError, match="extension"):
-                future.wait()
-        else:
-            assert future.wait() == 1
+    another_s = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):
+        assert call_with(stranger, 0, Tag.RETURNED, data) == 1
+    with (
+        caplog.at_level(logging.CRITICAL, logger="zrpc"),
+        pytest.raises(zrpc.ProtocolError, match="extension"),
+    ):
+        call_with(stranger, 0, Tag.RETURNED, b"half")
     assert ours.pool.lent == 1
     drop("held")
     until_returned(ours)

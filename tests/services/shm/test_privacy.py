@@ -25,10 +25,6 @@ from zrpc.testing import Mesh
 pytestmark = sends_by_segments
 
 
-def twice(tensor: Any) -> Any:
-    return [tensor, tensor]
-
-
 def add_in_place(tensor: Any, number: Any) -> Any:
     tensor += number
     return tensor.sum().item()
@@ -66,14 +62,6 @@ def test_receivers_of_one_tensor_do_not_see_each_other(introduced: Mesh, lends: 
     assert kept()[1].sum() == LARGE
     drop(1, 2, 3)
     until_returned(service_of(introduced, 0))
-
-
-def test_one_tensor_twice_in_a_message_is_one_and_in_two_messages_two(introduced: Mesh) -> None:
-    first, second = zrpc.rpc_sync(1, twice, (large(1),))
-    other, _ = zrpc.rpc_sync(1, twice, (large(1),))
-    first.zero_()
-    assert second.sum() == 0
-    assert torch.equal(other, large(1))
 
 
 @pytest.mark.system

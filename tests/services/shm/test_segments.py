@@ -108,49 +108,6 @@ def test_a_segment_that_cannot_be_mapped_is_written_nevertheless(
     assert segments_mapped() == []
 
 
-def test_a_returned_segment_is_used_again(pool: Any) -> None:
-    first = lend(pool, MIB)
-    pool.give_back(first.number, 1)
-    assert lend(pool, MIB, borrower=2) is first
-    assert (len(pool), pool.lent) == (1, 1)
-
-
-def test_a_lent_segment_is_not_lent_again(pool: Any) -> None:
-    segments = {lend(pool, MIB).number for _ in range(8)}
-    assert len(segments) == len(pool) == pool.lent == 8
-    assert pool.lend([MIB], 1) is None
-    assert pool.size == 8 * MIB
-
-
-def test_only_the_borrower_returns_a_segment(pool: Any) -> None:
-    segment = lend(pool, MIB, borrower=1)
-    pool.give_back(segment.number, 2)
-    pool.retire(segment.number, 2)
-    assert (len(pool), pool.lent) == (1, 1)
-    pool.give_back(segment.number + 1, 1)
-    assert pool.lent == 1
-    pool.give_back(segment.number, 1)
-    assert pool.lent == 0
-
-
-def test_a_segment_that_the_borrower_keeps_is_never_used_again(pool: Any) -> None:
-    segment = lend(pool, MIB)
-    pool.retire(segment.number, 1)
-    assert (len(pool), pool.size, segments_open(), segments_mapped()) == (0, 0, [], [])
-    assert lend(pool, MIB).number != segment.number
-
-
-def test_a_lost_worker_takes_what_it_has_and_nothing_else(pool: Any) -> None:
-    its = [lend(pool, MIB, borrower=1) for _ in range(2)]
-    other, free = lend(pool, MIB, borrower=2), lend(pool, MIB, borrower=1)
-    pool.give_back(free.number, 1)
-    pool.retire_lent_to(1)
-    assert (len(pool), pool.lent, pool.size) == (2, 1, 2 * MIB)
-    pool.give_back(its[0].number, 1)  # under way when it was lost
-    assert lend(pool, MIB) is free
-    assert lend(pool, MIB) not in (*its, other)
-
-
 def test_free_segments_make_room_for_larger_ones(pool: Any) -> None:
     small = [lend(pool, MIB) for _ in range(8)]
     for segment in small[:6]:
@@ -174,18 +131,6 @@ def test_a_small_message_does_not_take_a_segment_that_is_far_too_large(pool: Any
     pool.give_back(segment.number, 1)
     assert lend(pool, MIB // 4) is not segment
     assert lend(pool, 3 * MIB) is segment
-
-
-def test_segments_are_closed_when_they_were_not_used_for_a_while(pool: Any) -> None:
-    idle, lent = lend(pool, MIB), lend(pool, MIB)
-    pool.give_back(idle.number, 1)
-    assert shrink(pool, time.monotonic()) == []
-    assert shrink(pool, time.monotonic() + 3600) == [idle]
-    assert (len(pool), pool.lent, pool.size) == (1, 1, MIB)
-    assert segments_open() == [lent.inode]
-    pool.give_back(lent.number, 1)
-    assert shrink(pool, time.monotonic() + 3600) == [lent]
-    assert segments_open() == segments_mapped() == []
 
 
 def test_use_counts_from_the_return(pool: Any) -> None:
@@ -231,13 +176,6 @@ def test_it_reports_once_which_segments_are_not_lent_again(pool: Any) -> None:
     pool.give_back(small.number, 1)
     lend(pool, 7 * MIB)
     assert pool.retired[3:] == [small]
-
-
-@pytest.mark.parametrize("capacity", [0, MIB - 1])
-def test_a_pool_without_room_lends_nothing(capacity: Any) -> None:
-    pool = SegmentPool(capacity)
-    assert pool.lend([MIB], 1) is None
-    assert (len(pool), pool.size, segments_open()) == (0, 0, [])
 
 
 def test_a_pool_has_a_maximum_number_of_segments() -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.errors import RpcError, WorkerDied
 
 __all__ = ["Action", "CheckFailed", "Client", "Tally"]
@@ -57,7 +59,7 @@ Action = Callable[["Client"], None]
 
 
 class Client(threading.Thread):
-    """Performs random actions until its time is over.
+    """A thread that performs random actions until its time is over.
 
     Args:
         name: unique in the episode.
@@ -102,8 +104,8 @@ class Client(threading.Thread):
         self._warm_up = warm_up
         self._count = 0
 
-    def run(self) -> None:
-        """Performs actions until the time is over or a check fails."""
+    @override
+    def run(self) -> None:  # until the time is over or a check fails
         if self._warm_up:
             for action in self.rng.sample(self._actions, len(self._actions)):
                 self.perform(action)
@@ -154,7 +156,7 @@ class Client(threading.Thread):
             raise CheckFailed(f"{what}: expected {expected!r}, found {found!r}")
 
     def _caused_by_death(self, error: BaseException) -> bool:
-        """Whether the death of the doomed worker explains an error.
+        """Returns whether the death of the doomed worker explains an error.
 
         It does if this is a `WorkerDied`, or an error that contains one from another worker: as a
         traceback, or as the error of a backward pass. All of them name the lost worker.

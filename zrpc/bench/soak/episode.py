@@ -68,7 +68,7 @@ def run_episode(
 
 
 class _Driver:
-    """Drives a mesh that has started, in one thread of the run's own process."""
+    """The driver of a mesh that has started, in one thread of the run's own process."""
 
     def __init__(
         self, episode: Episode, mesh: Mesh, report: Report, show: Callable[[str], None]

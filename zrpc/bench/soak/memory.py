@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from pathlib import Path
+
+from zrpc.bench.machine import read_kib
 
 __all__ = ["in_use", "resident"]
 
@@ -37,8 +38,4 @@ def resident() -> int:
     """Returns the resident bytes of this process alone, after malloc has freed what it can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    return read_kib("/proc/self/status", "RssAnon")

@@ -63,7 +63,7 @@ _unreported = _Unreported()
 
 
 class _LogCollector(logging.Handler):
-    """Collects what zrpc logs, except the failures of calls, which the actions provoke."""
+    """A collector of what zrpc logs, except the failures of calls, which the actions provoke."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not str(record.msg).startswith("On %s: a call failed"):
@@ -147,7 +147,7 @@ def _join(clients: Sequence[Client], until: float) -> None:
 
 
 def _caused_by_death(text: str, doomed: str | None) -> bool:
-    """Whether a text reports a future that an action dropped after an error of another one."""
+    """Returns whether a text is about a future that an action dropped after another one failed."""
     dropped = "A call failed, and nobody waited for it" in text
     return dropped and doomed is not None and doomed in text and "Died" in text
 

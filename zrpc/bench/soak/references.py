@@ -64,7 +64,7 @@ def use(client: Client) -> None:
 
 
 def pass_on(client: Client) -> None:
-    """Has several workers in sequence add to an account, and takes it back."""
+    """Passes an account along several workers, which add to it, and takes it back."""
     kept = _take(client)
     if kept is not None:
         _pass_on(client, kept, client.random_route(4))

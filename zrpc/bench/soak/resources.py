@@ -105,12 +105,8 @@ def outstanding_work() -> str:
 def socket_directory() -> str:
     """Returns the directory of this worker's Unix sockets; empty if it has none."""
     membership = current_agent().membership
-    return membership.records[membership.own_id].directory if _has_ipc() else ""
-
-
-def _has_ipc() -> bool:
-    membership = current_agent().membership
-    return bool(membership.records[membership.own_id].ipc)
+    own = membership.records[membership.own_id]
+    return own.directory if own.ipc else ""
 
 
 def _left(agent: Agent) -> list[str]:
@@ -121,9 +117,9 @@ def _left(agent: Agent) -> list[str]:
         "requests that are not answered": len(agent.callee.requests),
         "jobs of handlers": agent.pool.active,
         "jobs of completions": agent.completions.active,
-        "values of RRefs": len(rrefs._values),
-        "owned values and held forks": len(rrefs._references),
-        "forks that wait for their owner": int(not rrefs._references.idle),
+        "values of RRefs": len(rrefs.values),
+        "owned values and held forks": len(rrefs.references),
+        "forks that wait for their owner": int(not rrefs.references.idle),
         "accounts": targets.Account.alive,
         "autograd contexts": len(agent.service(AutogradService)),
         "segments that peers have": shared.pool.lent,

@@ -29,6 +29,7 @@ from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.node_hooks import OwnHook, any_registered
 from zrpc.services.autograd.nodes import Gradients, recorded
 from zrpc.services.autograd.state import ContextState
+from zrpc.torch_internals import current_graph_task, hooks_of_leaf
 
 __all__ = ["Accumulation", "must_run"]
 
@@ -44,14 +45,9 @@ def must_run(leaves: Iterable[torch.Tensor]) -> bool:
     """
     return (
         any_registered()
-        or any(leaf._backward_hooks or _hooks_after(leaf) for leaf in leaves)
+        or any(any(hooks_of_leaf(leaf)) for leaf in leaves)
         or bool(ddp.reduced_with(leaves))
     )
-
-
-def _hooks_after(leaf: torch.Tensor) -> Any:
-    """Returns the hooks that run when ``.grad`` of a leaf has changed, if it has any."""
-    return getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
 class Accumulation:
@@ -90,11 +86,11 @@ class Accumulation:
         node.register_prehook(OwnHook(self._begun))
 
     def _begun(self, _: Any) -> None:
-        self._graph_task = torch._C._current_graph_task_id()
+        self._graph_task = current_graph_task()
 
     def is_own(self) -> bool:
         """Returns whether this run has called the hook that asks."""
-        return torch._C._current_graph_task_id() == self._graph_task
+        return current_graph_task() == self._graph_task
 
     def __enter__(self) -> Accumulation:
         try:
@@ -168,7 +164,7 @@ class _Loan:
             # DDP may have made `.grad` a view of a bucket, which it overwrites.
             self._saved = leaf.grad.clone()
         self._lock, self._before = lock, leaf.grad
-        held = self._state.gradient_of(leaf)
+        held = self._state.gradients.get(leaf)
         # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
         dtype = getattr(leaf, "grad_dtype", leaf.dtype)  # new in torch 2.10
         leaf.grad = None if held is None else held.to(dtype or held.dtype, copy=True)
@@ -218,7 +214,8 @@ def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
     A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
     ``prehook`` is one that was added.
     """
-    if _hooks_after(accumulator.variable):
+    _, after = hooks_of_leaf(accumulator.variable)
+    if after:
         return True
     hook = accumulator.register_hook(_nothing)
     hooks = hook.hooks_dict_ref()

@@ -59,7 +59,7 @@ class Contexts:
         self._own_id = agent.worker_info.member_id
         rank, incarnation = rank_of(self._own_id), incarnation_of(self._own_id)
         self._ids = itertools.count((rank << _RANK_SHIFT) + (incarnation << _COUNTER_BITS))
-        # Guards the two that follow.
+        # Guards changes of the two that follow. Single operations on the dict are atomic.
         self._lock = UninterruptedLock()
         self._states: dict[int, ContextState] = {}
         self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
@@ -69,8 +69,7 @@ class Contexts:
         return {Kind.RELEASE: self._on_release, Kind.ENLIST: self._on_enlist}
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._states)
+        return len(self._states)
 
     def draw_id(self) -> int:
         """Returns an id for a context or a pass, unique in the mesh."""
@@ -119,8 +118,7 @@ class Contexts:
 
     def state_of(self, context_id: int) -> ContextState | None:
         """Returns the state of a context, or None if it does not exist on this worker."""
-        with self._lock:
-            return self._states.get(context_id)
+        return self._states.get(context_id)
 
     def find(self, context_id: int) -> ContextState:
         """Returns the state of a context.
@@ -135,8 +133,7 @@ class Contexts:
 
     def states(self) -> list[ContextState]:
         """Returns the states of all contexts."""
-        with self._lock:
-            return list(self._states.values())
+        return list(self._states.values())
 
     def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients that a context holds here, by leaf.
@@ -144,25 +141,20 @@ class Contexts:
         Raises:
             RpcError: the context does not exist on this worker.
         """
-        state = self.find(context_id)
-        with state.lock:
-            return dict(state.gradients)
+        return self.find(context_id).copy_gradients()
 
     def gradients_if_any(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Like `gradients`, but returns nothing if this worker took no part in the context."""
-        return self.gradients(context_id) if self.state_of(context_id) is not None else {}
+        state = self.state_of(context_id)
+        return {} if state is None else state.copy_gradients()
 
     def scale_gradients(
         self, context_id: int, leaves: Sequence[torch.Tensor], factor: torch.Tensor
     ) -> None:
         """Multiplies the gradients of some leaves in a context."""
         state = self.state_of(context_id)
-        if state is None:
-            return
-        with state.lock:
-            for leaf in leaves:
-                if leaf in state.gradients:
-                    state.gradients[leaf] = state.gradients[leaf] * factor
+        if state is not None:
+            state.scale_gradients(leaves, factor)
 
     def join(self, context_id: int, peer: MemberId) -> ContextState | None:
         """Returns the context of a message from or to ``peer``, or None if it has ended."""

@@ -14,11 +14,11 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.torch_internals import has_process_group
 
 __all__ = ["in_use", "reduced_with", "watch"]
 
@@ -32,7 +32,7 @@ _modules = WeakIdKeyDictionary()
 def watch() -> None:
     """Notes from now on which parameters DDP modules reduce, if this process can have any."""
     global _watches
-    if _watches or not (dist.is_available() and dist.is_initialized()):
+    if _watches or not has_process_group():
         return
     with _lock:
         if not _watches:
@@ -42,7 +42,7 @@ def watch() -> None:
 
 def in_use() -> bool:
     """Returns whether a run of the engine may wait for other processes of a process group."""
-    return bool(_modules)
+    return _watches and bool(_modules)
 
 
 def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,13 +15,15 @@ import torch
 
 from zrpc.errors import ProtocolError, RpcError
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.autograd.nodes import ACCUMULATE_NODE, RECEIVE_NODE
+from zrpc.services.autograd.nodes import RECEIVE_NODE
+from zrpc.torch_internals import ACCUMULATE_NODE, rank_second_last, sequence_number
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "OF_ENDED_CONTEXT",
     "Arrived",
     "Dependencies",
+    "Origin",
     "Reach",
     "Sources",
     "Tracer",
@@ -31,6 +33,8 @@ __all__ = [
     "read_sources",
 ]
 
+# A message: its sender, and the number that the sender has given it.
+Origin = tuple[MemberId, int]
 
 # The error of a pass that reaches a tensor of a call of another context.
 OF_ENDED_CONTEXT = (
@@ -98,34 +102,27 @@ class Tracer:
 
     It walks over each node once, until `forget`. The bits stay the same after that.
 
-    It also sees to it that no node has the sequence number of the turns, which the first
+    It also sees to it that no node has the sequence number of the waits, which the first
     node of each thread has.
+
+    Attributes:
+        arrived: the received tensors that were found so far, by their bits; it grows at its end.
     """
 
     def __init__(self, context_id: int) -> None:
+        self.arrived: list[Arrived] = []
         self._context_id = context_id
-        # Guards what follows; nothing else is locked under it.
+        # Guards what follows, and `arrived`; nothing else is locked under it.
         self._lock = UninterruptedLock()
         self._bits: dict[Arrived, int] = {}
-        self._arrived: list[Arrived] = []  # by their bits
         self._leaves: dict[Any, int] = {}
         # By node, and without the `Receive` nodes, whose outputs differ.
         self._sets: dict[Any, Reach] = {}
 
-    @property
-    def arrived(self) -> Sequence[Arrived]:
-        """The received tensors that were found so far, by their bits; it grows at its end."""
-        return self._arrived
-
     def leaves(self, found: int) -> list[Any]:
         """Returns the AccumulateGrad nodes in a set."""
-        with self._lock:
-            nodes = list(self._leaves)
+        nodes = list(self._leaves)
         return [nodes[bit] for bit in _bits_of(found)]
-
-    def trace(self, tensor: torch.Tensor) -> int:
-        """Returns the set of received tensors from which a tensor was computed."""
-        return self.reach(tensor).arrived
 
     def reach(self, tensor: torch.Tensor) -> Reach:
         """Returns what a tensor was computed from."""
@@ -145,15 +142,15 @@ class Tracer:
             self._sets.clear()
 
     def _output_of(self, receive: Any, output: int) -> int:
-        if not receive._sequence_nr():
-            receive._set_sequence_nr(1)
+        if not sequence_number(receive):
+            rank_second_last(receive)
         sender, send_id = receive.origin
         if receive.context_id != self._context_id:
             send_id = output = 0
         arrived = Arrived(sender, send_id, output)
-        bit = self._bits.setdefault(arrived, len(self._arrived))
-        if bit == len(self._arrived):
-            self._arrived.append(arrived)
+        bit = self._bits.setdefault(arrived, len(self.arrived))
+        if bit == len(self.arrived):
+            self.arrived.append(arrived)
         return 1 << bit
 
     def _walk(self, node: Any) -> None:
@@ -182,8 +179,8 @@ class Tracer:
                 found = found | leaf if found else leaf
             else:
                 sets[node] = Reach(arrived, found)
-                if not node._sequence_nr():
-                    node._set_sequence_nr(1)
+                if not sequence_number(node):
+                    rank_second_last(node)
                 if not above:
                     return
                 more, leaf = arrived, found
@@ -245,28 +242,26 @@ def read_sources(data: bytes) -> Sources:
     return Sources(arrived, sets)
 
 
-def _nothing_carried(_: MemberId, __: int) -> Sources | None:
-    return None
-
-
 class UsedTensors:
     """The tensors that lead to the roots, put together from the parts of all workers; no I/O.
 
     Args:
         carried: returns what a message said about its tensors, or None if that is not known here.
+
+    Attributes:
+        sent: for each worker, the used tensors that it has sent: their places, by message.
+        received: for each worker, the messages with used tensors that it has received.
     """
 
-    def __init__(
-        self, carried: Callable[[MemberId, int], Sources | None] = _nothing_carried
-    ) -> None:
+    def __init__(self, carried: Callable[[Origin], Sources | None]) -> None:
+        self.sent: dict[MemberId, dict[int, list[int]]] = {}
+        self.received: dict[MemberId, set[Origin]] = {}
         self._carried = carried
-        self._read: dict[tuple[MemberId, int], Sources | None] = {}
+        self._read: dict[Origin, Sources | None] = {}
         self._dependencies: dict[MemberId, Dependencies] = {}
-        # By worker, the tensors that it has received, by their bits.
+        # By worker, the tensors that it has received, by their bits; and the set of used ones.
         self._names: dict[MemberId, dict[int, Arrived]] = {}
-        # By worker: the used ones among the tensors that it has sent, and received.
-        self._sent: dict[MemberId, dict[int, list[int]]] = {}
-        self._arrived: dict[MemberId, int] = {}
+        self._used: dict[MemberId, int] = {}
         # Used tensors whose sources are not known yet, each with the worker that has received it.
         self._unresolved: list[tuple[Arrived, MemberId]] = []
 
@@ -286,16 +281,27 @@ class UsedTensors:
         self._add(member, found)
         self._resolve()
 
-    def _add(self, member: MemberId, found: int) -> None:
-        known = self._arrived.get(member, 0)
-        self._arrived[member] = known | found
-        self._unresolved += [(each, member) for each in self._members_of(member, found & ~known)]
+    def to_ask(self) -> set[MemberId]:
+        """Returns the workers to ask now for their parts, all at once.
 
-    def _members_of(self, member: MemberId, found: int) -> list[Arrived]:
-        if not found:
-            return []
-        names = self._names[member]
-        return [names[bit] for bit in _bits_of(found)]
+        A worker that has sent a tensor has most often computed it from what its receiver has sent,
+        as in nested calls. So the receiver is asked too, in the same round.
+        """
+        members: set[MemberId] = set()
+        for tensor, receiver in self._unresolved:
+            members |= {tensor.sender, receiver}
+        return members - self._dependencies.keys()
+
+    def _add(self, member: MemberId, found: int) -> None:
+        before = self._used.get(member, 0)
+        if not found & ~before:
+            return
+        self._used[member] = found | before
+        names, received = self._names[member], self.received.setdefault(member, set())
+        for bit in _bits_of(found & ~before):
+            tensor = names[bit]
+            received.add((tensor.sender, tensor.send_id))
+            self._unresolved.append((tensor, member))
 
     def _resolve(self) -> None:
         waiting = []
@@ -305,7 +311,7 @@ class UsedTensors:
             if found is None:
                 waiting.append((tensor, receiver))
                 continue
-            sent = self._sent.setdefault(tensor.sender, {})
+            sent = self.sent.setdefault(tensor.sender, {})
             sent.setdefault(tensor.send_id, []).append(tensor.place)
             self._add(tensor.sender, found)
         self._unresolved = waiting
@@ -322,45 +328,21 @@ class UsedTensors:
             return found
         message = tensor.sender, tensor.send_id
         if message not in self._read:
-            self._read[message] = self._carried(*message)
+            self._read[message] = self._carried(message)
         sources = self._read[message]
         if sources is None or tensor.place >= len(sources.sets):
             return None
         self._names.setdefault(tensor.sender, {}).update(sources.arrived)
         return sources.sets[tensor.place]
 
-    def unknown(self) -> set[MemberId]:
-        """Returns the workers whose parts must be known before the rest can be found."""
-        return {tensor.sender for tensor, _ in self._unresolved}
 
-    def to_ask(self) -> set[MemberId]:
-        """Returns the workers to ask now for their parts, all at once.
-
-        A worker that has sent a tensor has most often computed it from what its receiver has sent,
-        as in nested calls. So the receiver is asked too, in the same round.
-        """
-        receivers = {receiver for _, receiver in self._unresolved}
-        return (self.unknown() | receivers) - self._dependencies.keys()
-
-    def members(self) -> set[MemberId]:
-        """Returns the workers that have sent tensors that lead to the roots."""
-        return set(self._sent)
-
-    def sent_by(self, member: MemberId) -> dict[int, list[int]]:
-        """Returns which tensors of which messages of a worker lead to the roots."""
-        return self._sent.get(member, {})
-
-    def arrived_at(self, member: MemberId) -> set[tuple[MemberId, int]]:
-        """Returns the received messages, by sender and id, whose tensors lead to the roots."""
-        used = self._members_of(member, self._arrived.get(member, 0))
-        return {(tensor.sender, tensor.send_id) for tensor in used}
-
-
-def _bits_of(number: int) -> Iterable[int]:
+def _bits_of(number: int) -> list[int]:
+    bits = []
     while number:
         lowest = number & -number
-        yield lowest.bit_length() - 1
+        bits.append(lowest.bit_length() - 1)
         number ^= lowest
+    return bits
 
 
 def graph_freed() -> RpcError:

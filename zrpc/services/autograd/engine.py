@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -13,12 +12,9 @@ from torch.autograd.graph import GradientEdge
 from zrpc.services.autograd.accumulation import Accumulation, must_run
 from zrpc.services.autograd.nodes import NO_GRADIENT
 from zrpc.services.autograd.state import ContextState
+from zrpc.torch_internals import base_of, run_backward, storage_uses, tensor_uses
 
 __all__ = ["check_roots", "run"]
-
-# torch.autograd.backward without the Python around it, which takes half the time of a short run.
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -46,19 +42,20 @@ def check_roots(roots: Sequence[torch.Tensor]) -> None:
 
 def run(
     roots: Sequence[torch.Tensor],
-    token: torch.Tensor,
+    last: torch.Tensor,
     retain_graph: bool,
     state: ContextState,
     leaves: int = 0,
 ) -> None:
-    """Runs the graph of the roots, each with a gradient of one, and of ``token`` once.
+    """Runs the graph of the roots, each with a gradient of one, and of ``last`` once.
 
-    ``token`` is ``state.start`` if nothing that was sent leads to the roots of the pass, and
+    ``last`` is ``state.start`` if nothing that was sent leads to the roots of the pass, and
     ``leaves`` are the AccumulateGrad nodes that it leads to, as a set of the context's tracer. The
     gradients of the leaves are added to those of the context.
     """
     start = state.start
-    if token is start and not roots:
+    waits = () if last is start else (last,)
+    if not waits and not roots:
         return
     for root in roots:
         leaves |= state.tracer.reach(root).leaves
@@ -66,58 +63,42 @@ def run(
     accumulators = state.tracer.leaves(leaves)
     variables = [node.variable for node in accumulators]
     # The nodes of the graph, not the leaves: a leaf has another node if its dtype was changed since
-    # then, and is refused if it was frozen.
-    edges = [GradientEdge(node, 0) for node in accumulators]
-    # With the start among the inputs the engine also runs the parts that lead to no leaf: the
-    # gradients of each tensor that was received must be sent.
-    execute = partial(_execute, [] if token is start else [token], retain_graph, (*edges, start))
+    # then, and is refused if it was frozen. With the start among them the engine also runs the
+    # parts that lead to no leaf: the gradients of each tensor that was received must be sent.
+    inputs = *(GradientEdge(node, 0) for node in accumulators), start
+    gradients = *map(torch.ones_like, roots), *[NO_GRADIENT] * len(waits)
+    execute = partial(run_backward, allow_unreachable=True)
+    options = retain_graph, False, inputs  # False: create_graph
     if must_run(variables):
         with Accumulation(state, accumulators) as accumulation:
             begins = [accumulation.begin_at(root) for root in roots]
-            if not roots:  # a root's node comes first: see `append_turn`
-                accumulation.begin_with(token)
-            execute(begins, accumulate=True)
+            if not roots:  # a root's node comes first: see `append_wait`
+                accumulation.begin_with(last)
+            execute((*begins, *waits), gradients, *options, accumulate_grad=True)
         _add(state, accumulation.taken)
     else:
-        # In one statement, so that nothing else refers to the gradients.
-        _add(state, list(zip(variables, execute(roots, accumulate=False), strict=False)))
-
-
-def _execute(
-    tokens: Sequence[torch.Tensor],
-    retain_graph: bool,
-    inputs: tuple[torch.Tensor | GradientEdge, ...],
-    roots: Sequence[torch.Tensor],
-    accumulate: bool,
-) -> Sequence[torch.Tensor | None]:
-    """Runs torch's engine; returns the gradients of the inputs, unless it accumulates them."""
-    gradients: Sequence[torch.Tensor | None] = _run_backward(
-        (*roots, *tokens),
-        (*map(torch.ones_like, roots), *(NO_GRADIENT for _ in tokens)),
-        retain_graph,
-        False,  # create_graph
-        inputs,
-        allow_unreachable=True,
-        accumulate_grad=accumulate,
-    )
-    return gradients
+        found = execute((*roots, *waits), gradients, *options, accumulate_grad=False)
+        taken = list(zip(variables, found, strict=False))
+        del found  # nothing else may refer to the gradients
+        _add(state, taken)
 
 
 def _add(state: ContextState, found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Adds the gradients of leaves to those of the context; takes them out of the list."""
     # As in torch, gradients of which there are copies live until all are added. So no copy has the
     # memory in which a hook has seen a gradient.
-    shared = []
+    own, shared = [], []
     while found:
         leaf, gradient = found.pop()
         if gradient is None or not leaf.requires_grad:  # as in torch's AccumulateGrad
             continue
         uses = _uses(gradient)  # in a statement of its own, which adds no reference to it
         if _is_unshared(gradient, uses):
-            state.add_gradient(leaf, gradient.detach())
+            own.append((leaf, gradient.detach()))
         else:
-            state.add_gradient(leaf, gradient.clone())
+            own.append((leaf, gradient.clone()))
             shared.append(gradient)
+    state.add_gradients(own)
 
 
 def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
@@ -126,17 +107,17 @@ def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
     torch's AccumulateGrad also takes over such a gradient, and copies others. ``uses`` are the
     gradient's `_uses` when it was found.
     """
-    if gradient.layout is not torch.strided or _storage_use_count is None:
+    if gradient.layout is not torch.strided:
         return False
     storage = gradient.untyped_storage()
-    is_view = gradient._base is not None
+    is_view = base_of(gradient) is not None
     # One reference is the gradient's, and one is that of `storage` here. A view may have a third,
     # its base's, if the base is the engine's own: the gradient of a linear layer's weight is made
     # transposed, for instance.
     known = 3 if is_view else 2
     return (
         storage.nbytes() == gradient.nbytes
-        and _storage_use_count(storage._cdata) <= known
+        and storage_uses(storage) <= known
         and uses == (_USES_OF_NEW_VIEW if is_view else _USES_OF_NEW)
     )
 
@@ -146,9 +127,9 @@ def _uses(tensor: torch.Tensor) -> tuple[int, ...]:
 
     A hook may keep it, or a user's function may have returned one of its own tensors.
     """
-    base: Any = tensor._base
-    uses = (_use_count(tensor), sys.getrefcount(tensor))
-    return uses if base is None else (*uses, _use_count(base), sys.getrefcount(base))
+    base = base_of(tensor)
+    uses = (tensor_uses(tensor), sys.getrefcount(tensor))
+    return uses if base is None else (*uses, tensor_uses(base), sys.getrefcount(base))
 
 
 def _uses_of_new(is_view: bool) -> tuple[int, ...]:
@@ -156,6 +137,5 @@ def _uses_of_new(is_view: bool) -> tuple[int, ...]:
     return _uses(tensor)
 
 
-_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda _: 0)
 _USES_OF_NEW = _uses_of_new(False)
 _USES_OF_NEW_VIEW = _uses_of_new(True)

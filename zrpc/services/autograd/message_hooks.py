@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextvars import Token
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
 
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
 from zrpc.services.autograd import ddp
-from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import Contexts, current_id
-from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, pack_sources
+from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, Origin, pack_sources
 from zrpc.services.autograd.nodes import Receive, Send, recorded
-from zrpc.services.autograd.state import ContextState, SentMessage
+from zrpc.services.autograd.state import ContextState, ReceivedMessage, SentMessage
+from zrpc.torch_internals import is_view
 from zrpc.wire.cut import cut_off
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
@@ -41,26 +42,26 @@ class Graph(NamedTuple):
         context_id: the context.
         state: its state here; None if it has ended, here or for the sender.
         indices: those tensors, by their places among all tensors of the message.
-        sources: what they were computed from, see `pack_sources`.
+        origin: the message.
+        sources: what the tensors were computed from, see `pack_sources`.
     """
 
     context_id: int
     state: ContextState | None
-    sender: MemberId
-    send_id: int
+    origin: Origin
     indices: Sequence[int]
     sources: bytes
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor to give to a Function instead of one that other threads may use.
+def _alias_for_function(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor to give to a Function in place of one that other threads may use.
 
     A Function looks up the node of its input under a lock of that tensor, and keeps the
     interpreter's lock meanwhile. An operator of torch in another thread may hold the first lock,
     without the second, and need the second to make the node. So if both have the same leaf or
     view, the process stops. An operator that gives up the interpreter's lock avoids that.
     """
-    if not (tensor.is_leaf or tensor._is_view()):
+    if not (tensor.is_leaf or is_view(tensor)):
         return tensor
     if tensor.layout is torch.strided:
         # Not `view_as`, whose backward refuses a sparse gradient.
@@ -74,112 +75,107 @@ def _graph_of(message: Message) -> Graph | None:
     return message.attachments.get(Tag.GRAPH) if message.attachments else None
 
 
-class Crossing(MessageHooks):
-    """Adds nodes to the graph for each message with tensors, outgoing or incoming.
+class _Scope:
+    """Runs a handler in the context of its caller, also if it has ended."""
 
-    The nodes call the passes when a backward pass reaches them.
-    """
+    __slots__ = ("_context_id", "_token")
+
+    def __init__(self, context_id: int | None) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._token: Token[int | None] | None = None
+        if self._context_id is not None:
+            self._token = current_id.set(self._context_id)
+            ddp.watch()
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            current_id.reset(self._token)
+
+
+class Crossing(MessageHooks):
+    """Adds nodes to the graph for each message with tensors, outgoing or incoming."""
 
     tag = Tag.GRAPH
     context = current_id
 
-    def __init__(self, contexts: Contexts, passes: Passes) -> None:
-        self._join = contexts.join
-        self._note_end = contexts.note_end
-        self._take_gradient = passes.take_gradient
-        self._send_gradients = passes.send_gradients
-        self._send_ids = itertools.count(1)
+    def __init__(self, contexts: Contexts) -> None:
+        self._contexts = contexts
+        # The numbers of messages sent and received; see `SentMessage`.
+        self._numbers = itertools.count(1)
 
-    @contextlib.contextmanager
-    def request_scope(self, request: Message) -> Iterator[None]:
-        """Runs a handler in the context of its caller, also if it has ended."""
-        graph = _graph_of(request)
-        if graph is None:
-            yield
-            return
-        token = current_id.set(graph.context_id)
-        ddp.watch()
-        try:
-            yield
-        finally:
-            current_id.reset(token)
+    @override
+    def request_scope(self, request: Message) -> _Scope:
+        return _Scope(self._context_of(request))
 
     def _context_of(self, request: Message | None) -> int | None:
-        """Returns the context of an outgoing message: this thread's, or that of its request."""
+        """Returns the context of this thread, or of a request that is given."""
         if request is None:
             return current_id.get()
         graph = _graph_of(request)
         return None if graph is None else graph.context_id
 
+    @override
     def finish(self, encoder: Encoder) -> None:
-        """Notes the tensors of an outgoing message that require grad."""
         context_id = self._context_of(encoder.request)
         if context_id is None:
             return
-        state = self._join(context_id, encoder.destination)
+        state = self._contexts.join(context_id, encoder.destination)
         tensors = encoder.tensors.requiring_grad if torch.is_grad_enabled() else {}
         extension = encoder.extension(Tag.GRAPH)
         send_id, sources = 0, b""
         if state is None:
             send_id = _ENDED
         elif tensors:
-            sent = self._note_sent(state, encoder.destination, tensors.values())
-            send_id = sent.send_id
-            sets = [reach.arrived for reach in sent.reach.values()]
-            sources = pack_sources(sets, state.tracer.arrived)
+            send_id = next(self._numbers)
+            sources = _note_sent(state, encoder.destination, send_id, tensors.values())
         extension.extend(_GRAPH_LAYOUT.pack(context_id, send_id, len(tensors)))
         if tensors:
             extension.extend(struct.pack(f"<{len(tensors)}I", *tensors) + sources)
-
-    def _note_sent(
-        self, state: ContextState, to: MemberId, tensors: Iterable[torch.Tensor]
-    ) -> SentMessage:
-        """Adds the nodes of an outgoing message."""
-        with state.lock:  # both in the same order
-            send_id, position = next(self._send_ids), next(state.positions)
-        exits, reach = {}, {}
-        for index, tensor in enumerate(tensors):
-            own = _alone(tensor)
-            exits[index] = Send.apply(own, self._take_gradient, send_id, index)
-            reach[index] = state.tracer.reach(exits[index])
-        message = SentMessage(send_id, to, position, exits, reach)
-        with state.lock:
-            state.sends[send_id] = message
-        return message
 
     def read_graph(self, message: Message, data: bytes) -> Graph:
         """Reads which context a message is in, and which of its tensors; in the I/O thread."""
         if len(data) < _GRAPH_LAYOUT.size:
             raise ProtocolError(f"expected a context id, found {len(data)} bytes")
         context_id, send_id, count = _GRAPH_LAYOUT.unpack_from(data)
+        state = None
         if send_id == _ENDED:
-            self._note_end(context_id)
-            state = None
+            self._contexts.note_end(context_id)
         else:
-            state = self._join(context_id, message.sender)
+            state = self._contexts.join(context_id, message.sender)
         if not count:
-            return Graph(context_id, state, message.sender, send_id, (), b"")
+            return Graph(context_id, state, (message.sender, send_id), (), b"")
         indices = struct.unpack_from(f"<{count}I", data, _GRAPH_LAYOUT.size)
         sources = data[_GRAPH_LAYOUT.size + 4 * count :]
-        return Graph(context_id, state, message.sender, send_id, indices, sources)
+        return Graph(context_id, state, (message.sender, send_id), indices, sources)
 
+    @override
     def open(self, decoder: Decoder) -> None:
-        """Makes the graph's tensors in an incoming message part of this worker's graph."""
         graph = _graph_of(decoder.message)
         if graph is None or not graph.indices:
             return
-        state, key = graph.state, (graph.sender, graph.send_id)
-        tensors = [decoder.tensors[i].detach() for i in graph.indices]
+        state, origin = graph.state, graph.origin
+        tensors: Sequence[torch.Tensor] = [decoder.tensors[i].detach() for i in graph.indices]
         if state is None:
-            for i, tensor in zip(graph.indices, cut_off(tensors, OF_ENDED_CONTEXT), strict=True):
-                decoder.tensors[i] = tensor
-            return
-        with state.lock:
-            if key in state.receives:
+            tensors = cut_off(tensors, OF_ENDED_CONTEXT)
+        else:
+            message = ReceivedMessage(next(self._numbers), graph.sources)
+            if state.receives.setdefault(origin, message) is not message:
                 return  # the message is unpacked again, to raise its error again
-            state.receives[key] = next(state.positions)
-            state.sources[key] = graph.sources
-        origin = graph.context_id, *key
-        received = recorded(Receive.apply, state.start, self._send_gradients, *origin, tensors)
-        for i, tensor in zip(graph.indices, received, strict=True):
+            tensors = recorded(Receive.apply, state.start, graph.context_id, *origin, tensors)
+        for i, tensor in zip(graph.indices, tensors, strict=True):
             decoder.tensors[i] = tensor
+
+
+def _note_sent(
+    state: ContextState, to: MemberId, send_id: int, tensors: Iterable[torch.Tensor]
+) -> bytes:
+    """Adds the nodes of an outgoing message; returns what its tensors were computed from."""
+    exits, reach, sets = {}, {}, []
+    for index, tensor in enumerate(tensors):
+        exits[index] = Send.apply(_alias_for_function(tensor), send_id, index)
+        found = reach[index] = state.tracer.reach(exits[index])
+        sets.append(found.arrived)
+    state.sends[send_id] = SentMessage(to, send_id, exits, reach)
+    return pack_sources(sets, state.tracer.arrived)

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
+
+from zrpc.torch_internals import any_hook_before, wrap_hook_registration
 
 __all__ = ["OwnHook", "any_registered"]
 
@@ -42,11 +43,8 @@ def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
 
 def _install() -> bool:
     """Notes all hooks from now on; returns whether it works, and whether there were none before."""
-    none_before = (
-        RemovableHandle.next_id == 0
-    )  # the number of hooks that there have been, of any kind
-    function: Any = torch.autograd.Function
-    function._register_hook = staticmethod(_noting(function._register_hook))
+    none_before = not any_hook_before()
+    wrap_hook_registration(_noting)
     node: Any = torch.ones(1, requires_grad=True).view(1).grad_fn
     for register in (node.register_hook, node.register_prehook):
         register(print)
@@ -55,7 +53,7 @@ def _install() -> bool:
 
 def any_registered() -> bool:
     """Returns whether any node may have a hook other than zrpc's own."""
-    return not _complete or any(reference() for reference in list(_noted.values()))
+    return not _complete or bool(_noted and any(each() for each in list(_noted.values())))
 
 
 _complete = _install()

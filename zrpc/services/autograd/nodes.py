@@ -4,33 +4,37 @@ A `Send` node hangs above each tensor that this worker has sent, and a `Receive`
 tensors of each message that it has received. Nothing leads from a `Receive` to a `Send`: of what
 was sent, a pass runs only what leads to its roots.
 
-So the order needs nodes of its own, the *turns*. These are made for one pass: one for each message
+So the order needs nodes of its own, the *waits*. These are made for one pass: one for each message
 whose gradients it needs, each leading to the one before and to the `Send` nodes of its message. A
-turn is the node of an addition, with a hook that waits for the gradients. torch's engine runs a
-node with a lower sequence number only if no other node is ready, and a turn has the lowest. So when
+wait is the node of an addition, with a hook that waits for the gradients. torch's engine runs a
+node with a lower sequence number only if no other node is ready, and a wait has the lowest. So when
 it waits, everything that this worker can do first is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from zrpc.errors import RpcError
 from zrpc.services.autograd.node_hooks import OwnHook
+from zrpc.torch_internals import apply_function, node_class_of, rank_last, rank_second_last
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
-    "ACCUMULATE_NODE",
     "NO_GRADIENT",
     "RECEIVE_NODE",
     "Gradients",
     "Receive",
+    "Run",
     "Send",
-    "append_turn",
-    "new_token",
+    "append_wait",
+    "new_start",
     "recorded",
+    "running",
     "without_gaps",
 ]
 
@@ -42,6 +46,34 @@ _MAX_FILLED = 4096
 T = TypeVar("T")
 
 
+class Run(Protocol):
+    """What nodes call in a pass. They don't refer to it: the collector sees no cycle in C++."""
+
+    @property
+    def context_id(self) -> int:
+        """The context of the pass."""
+
+    def gradient_of(self, send_id: int, index: int) -> torch.Tensor | None:
+        """Returns the gradient of a tensor that was sent."""
+
+    def send_gradients(self, sender: MemberId, send_id: int, gradients: Gradients) -> None:
+        """Sends the gradients of tensors that were received."""
+
+
+# The pass whose engine this thread runs.
+running: ContextVar[Run | None] = ContextVar("zrpc_autograd_run", default=None)
+
+
+def _current_run() -> Run:
+    run = running.get()
+    if run is None:
+        raise RpcError(
+            "expected zrpc.autograd.backward(context_id, roots), found torch's own backward: "
+            "tensors that came from another worker within a context have gradients there"
+        )
+    return run
+
+
 def recorded(apply: Callable[..., T], *args: Any) -> T:
     """Calls ``apply(*args)`` with grad enabled; almost always it is already."""
     if torch.is_grad_enabled():
@@ -50,49 +82,40 @@ def recorded(apply: Callable[..., T], *args: Any) -> T:
         return apply(*args)
 
 
-def new_token(requires_grad: bool = False) -> torch.Tensor:
-    """Returns a tensor that stands for the order of nodes; the thread's defaults don't matter."""
-    return torch.zeros(1, dtype=torch.float32, device="cpu", requires_grad=requires_grad)
+# The gradient of each tensor that stands for the order of nodes. Nothing writes to it: the engine
+# adds in place only to what it alone refers to. The defaults of a thread don't matter.
+NO_GRADIENT = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
-# The gradient of each token. Nothing writes to it: the engine adds in place only to what it alone
-# refers to.
-NO_GRADIENT = new_token()
+def new_start() -> torch.Tensor:
+    """Returns a leaf at which the runs of a context end."""
+    return NO_GRADIENT.detach().requires_grad_()
 
 
 class _Node(torch.autograd.Function):
     """A node of one graph only: its ``backward`` is not differentiated."""
 
-    # Without torch's Python around the C function, which looks for tensors of torch.func: these
-    # can't be sent.
-    apply = torch._C._FunctionBase.__dict__["apply"]
+    apply = apply_function  # tensors of torch.func can't be sent
 
 
 class Send(_Node):
-    """``(tensor, take, send_id, index) -> exit``: a tensor leaves this worker."""
+    """``(tensor, send_id, index) -> exit``: a tensor leaves this worker."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        take: Callable[[int, int], torch.Tensor | None],
-        send_id: int,
-        index: int,
-    ) -> torch.Tensor:
-        """Returns a token, from which a pass begins."""
-        ctx.take = take
+    def forward(ctx: Any, tensor: torch.Tensor, send_id: int, index: int) -> torch.Tensor:
+        """Returns a tensor from which a pass begins."""
         ctx.place = send_id, index
-        ctx.set_materialize_grads(False)
-        return NO_GRADIENT.detach()  # takes a quarter of the time of a new token
+        ctx.materialize_grads = False
+        return NO_GRADIENT.detach()  # takes a quarter of the time of a new one
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Returns the gradient that the receiver has sent back."""
-        return ctx.take(*ctx.place), None, None, None
+        return _current_run().gradient_of(*ctx.place), None, None
 
 
 class Receive(_Node):
-    """``(start, send_back, context_id, sender, send_id, tensors) -> tensors``: they have come here.
+    """``(start, context_id, sender, send_id, tensors) -> tensors``: they have come here.
 
     The tensors are not inputs of the node. So its outputs are not views of inputs, and may be
     changed in place. ``start`` is the leaf of the context at which the engine's runs end.
@@ -102,31 +125,27 @@ class Receive(_Node):
     def forward(
         ctx: Any,
         start: torch.Tensor,
-        send_back: Callable[[int, MemberId, int, Gradients], None],
         context_id: int,
         sender: MemberId,
         send_id: int,
         tensors: list[torch.Tensor],
     ) -> Any:
         """Returns the tensors as part of the graph."""
-        ctx.send_back = send_back
         ctx.context_id = context_id
         ctx.origin = sender, send_id
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Sends the gradients back."""
-        ctx.send_back(ctx.context_id, *ctx.origin, gradients)
-        return NO_GRADIENT, None, None, None, None, None
+        sender, send_id = ctx.origin
+        _current_run().send_gradients(sender, send_id, gradients)
+        return NO_GRADIENT, None, None, None, None
 
 
-_SEND_NODE: Any = Send._backward_cls
-RECEIVE_NODE: Any = Receive._backward_cls
-# The class of the nodes that add up the gradients of leaves.
-_view: Any = torch.empty(0, requires_grad=True).view(0)
-ACCUMULATE_NODE: Any = type(_view.grad_fn.next_functions[0][0])
+_SEND_NODE = node_class_of(Send)
+RECEIVE_NODE = node_class_of(Receive)
 # The nodes' names in profiles and in `grad_fn`, which are torch's.
 _SEND_NODE.__name__ = "SendRpcBackward"
 RECEIVE_NODE.__name__ = "RecvRpcBackward"
@@ -135,21 +154,21 @@ _SEND_NODE.apply = Send.backward
 RECEIVE_NODE.apply = Receive.backward
 
 
-def append_turn(token: torch.Tensor, wait: OwnHook, exits: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the token of a pass that waits with ``wait`` before it runs what leads to ``token``.
+def append_wait(last: torch.Tensor, wait: OwnHook, exits: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor whose node calls ``wait`` before the engine runs what leads to ``last``.
 
     Args:
-        token: that of the turn before, or the start of the context.
-        wait: waits for the gradients of ``exits``; it is a hook of the turn's node.
+        last: the result for the message before, or the start of the context.
+        wait: waits for the gradients of ``exits``; it is a hook of the node.
         exits: the results of `Send` for the tensors of one message.
     """
     for each in exits:
-        token = recorded(torch.add, token, each)
-        node: Any = token.grad_fn
-        node._set_sequence_nr(1)
-    node._set_sequence_nr(0)  # `Tracer` keeps all other nodes from having this number
+        last = recorded(torch.add, last, each)
+        node: Any = last.grad_fn
+        rank_second_last(node)
+    rank_last(node)  # `Tracer` keeps all other nodes from having this number
     node.register_prehook(wait)
-    return token
+    return last
 
 
 def without_gaps(gradients: Gradients) -> list[torch.Tensor | None]:

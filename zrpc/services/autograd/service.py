@@ -6,7 +6,7 @@ the receiver a `Receive` node.
 
 Contexts are in ``zrpc.services.autograd.contexts``, these messages in
 ``zrpc.services.autograd.message_hooks``, and backward passes in
-``zrpc.services.autograd.backward``.
+``zrpc.services.autograd.passes``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
@@ -22,9 +23,9 @@ from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.autograd.backward import Passes
 from zrpc.services.autograd.contexts import PASS_LAYOUT, Contexts
 from zrpc.services.autograd.message_hooks import Crossing
+from zrpc.services.autograd.passes import Passes
 from zrpc.services.rref.service import BackwardOfValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -44,33 +45,33 @@ class AutogradService(Service, BackwardOfValue):
         super().__init__(agent)
         self.contexts = Contexts(agent)
         self.passes = Passes(agent, self.contexts)
-        self._crossing = Crossing(self.contexts, self.passes)
+        self._crossing = Crossing(self.contexts)
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handlers of messages about contexts and passes."""
         return {**self.contexts.handlers(), **self.passes.handlers()}
 
+    @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        """Returns what reads the context of a message, and the pass that a message is about."""
         return {
             Tag.GRAPH: self._crossing.read_graph,
             Tag.PASS: lambda _, data: PASS_LAYOUT.unpack(data),
         }
 
+    @override
     def message_hooks(self) -> MessageHooks:
-        """Returns what adds a node to the graph for each message with tensors."""
         return self._crossing
 
+    @override
     def tick(self) -> None:
-        """Has gradients sent that are held back, if the part that they belong to takes long."""
         self.passes.tick()
 
+    @override
     def awaited_members(self) -> Collection[MemberId]:
-        """Returns the members that take part in passes that run here."""
         return self.passes.linked_members()
 
+    @override
     def on_messages_lost(self, member: MemberId) -> None:
-        """Fails the passes of a member: gradients may be lost. So may the end of a context."""
         self.passes.on_messages_lost(member)
         self.contexts.on_messages_lost(member)
 
@@ -78,14 +79,14 @@ class AutogradService(Service, BackwardOfValue):
         """Returns how many contexts this worker takes part in."""
         return len(self.contexts)
 
+    @override
     def stats(self) -> Mapping[str, int]:
-        """Returns how many contexts this worker takes part in."""
         return {"autograd_contexts": len(self)}
 
+    @override
     def backward_of_value(
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
-        """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
         if owner.member_id == self.agent.worker_info.member_id:
             _backward_at_owner(rref, context_id, retain_graph)
             return
@@ -94,13 +95,13 @@ class AutogradService(Service, BackwardOfValue):
         body: Any = (_backward_at_owner, (rref, context_id, retain_graph), {})
         self.agent.caller.call(owner, Kind.CALL, body, -1)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
-        """Ends a lost member's contexts, and fails the passes that it took part in."""
         self.contexts.on_member_lost(member)
         self.passes.on_member_lost(member)
 
+    @override
     def close(self) -> None:
-        """Drops all contexts, and ends the waits of passes in progress."""
         self.contexts.close()
 
 

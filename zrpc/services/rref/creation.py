@@ -1,97 +1,166 @@
-"""The call that makes the value of an RRef, at the worker that calls and at the owner."""
+"""The call that makes the value of an RRef, on the worker that calls."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import Any
 
-from zrpc.errors import raised_by_function
-from zrpc.wire.kind import Kind
+from zrpc.calls.pending_call import PendingCall
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.rref.messages import ForkId, RRefId, pack_ids
+from zrpc.services.rref.service import RRefService
+from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-if TYPE_CHECKING:
-    import weakref
+__all__ = ["Creation"]
 
-    from zrpc.calls.callee import Callee
-    from zrpc.calls.pending_call import PendingCall
-    from zrpc.services.rref.messages import ForkId, RRefId
-    from zrpc.services.rref.rref import RRef
-    from zrpc.services.rref.service import RRefService
-    from zrpc.services.rref.value import OwnedValue
-    from zrpc.wire.member_id import MemberId
 
-__all__ = ["Creation", "ValueSink"]
+class _State(Enum):
+    """What a creation counts for. The owner itself has no fork: it counts the call as a handle."""
+
+    NEW = auto()  # nothing yet, or a fork whose call has no outcome
+    SETTLED = auto()  # the call has an outcome; its message may have reached the owner
+    ISSUED = auto()  # the fork counts, whatever becomes of the message
+    UNMADE = auto()  # the message never reaches the owner, and nobody has the fork
+    REPORTED = auto()  # the owner was told that there will be no value
+    RETAINED = auto()  # at the owner: a handle
+    RELEASED = auto()  # at the owner: that handle has ended
 
 
 @dataclass(slots=True, eq=False)
 class Creation:
     """Follows a call of this worker that makes a value, here or elsewhere.
 
-    The fork is this worker's; the owner has none. For the handle see `RRefService.create`.
-    ``retains`` tells whether the call still counts as a handle of a value that is made here, and
-    ``reported`` whether the owner was told that it never makes the value; both are guarded by the
-    service's lock. ``settled`` tells whether the call has an outcome, ``unmade`` whether its
-    message never came to the owner, and ``issued`` whether the fork counts all the same.
+    Attributes:
+        service: this worker's.
+        rref_id: the value.
+        fork_id: this worker's fork; None if it is the owner.
+        owner: the worker that makes the value.
+        fail: tells the handle of an error of the call, if the handle still exists.
+        state: guarded by the service's lock.
     """
 
     service: RRefService
     rref_id: RRefId
     fork_id: ForkId | None
-    handle: weakref.ref[RRef[Any]]
-    owner: MemberId
-    retains: bool = False
-    reported: bool = False
-    unmade: bool = False
-    issued: bool = False
-    settled: bool = False
+    owner: WorkerInfo
+    fail: weakref.WeakMethod[Callable[[Exception | Message], None]]
+    state: _State = _State.NEW
+
+    def start(
+        self, body: Any, timeout: float, subject_id: RRefId | None = None, holds: Any = None
+    ) -> OwnedValue | None:
+        """Sends the call; returns the value if this worker is the owner.
+
+        If this raises, the handle is dropped already: its error may be kept without limit.
+
+        Args:
+            body: the function or the method's name, args and kwargs.
+            timeout: of the call.
+            subject_id: the value whose method is called; None for a function.
+            holds: lives until the call is settled.
+        """
+        # The owner has no fork, but the message has room for one.
+        ids = [self.rref_id, self.fork_id or self.rref_id]
+        if subject_id is not None:
+            ids.append(subject_id)
+        try:
+            value = self._count()
+            self.service.caller.call_notify(
+                self.owner,
+                Kind.REMOTE,
+                body,
+                timeout,
+                (Tag.SUBJECT, pack_ids(ids)),
+                self,
+                holds=holds,
+                undo=self.on_not_made,
+            )
+        except BaseException:
+            self._take_back()
+            raise
+        if self.fork_id is not None:
+            self._issue()
+        return value
+
+    def _count(self) -> OwnedValue | None:
+        references = self.service.references
+        with self.service.lock:
+            if self.fork_id is not None:
+                references.create(self.rref_id, self.fork_id, self.owner.member_id)
+                return None
+            references.retain(self.rref_id)  # for the handle
+            references.retain(self.rref_id)  # for the call, which may outlive it
+            self.state = _State.RETAINED
+            return self.service.values[self.rref_id]
+
+    def _issue(self) -> None:
+        with self.service.lock:
+            unmade = self.state is _State.UNMADE
+            self.state = _State.ISSUED
+        if unmade:
+            self.on_not_made()
+
+    def _take_back(self) -> None:
+        """Undoes `start`, which has failed."""
+        for call in self.service.caller.calls.in_flight():
+            if call.follower is self:  # Ctrl-C came as soon as it was sent
+                call.cancel()
+        if self.fork_id is None:
+            self._release()
+        else:
+            with self.service.lock:
+                if self.state is _State.SETTLED:
+                    # The owner hears of the fork, and then of its end.
+                    self.state = _State.ISSUED
+                else:
+                    self.state = _State.UNMADE
+                    self.service.references.cancel_create(self.fork_id)
+        self.service.dropped.append((self.rref_id, self.fork_id))
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
-        self.settled = True
         outcome = call.claim()
         # What the function raises belongs to the value: if the answer is an error, the owner could
         # not read the message.
         unread = isinstance(outcome, Message) and outcome.kind == Kind.ERROR
         failed = unread or isinstance(outcome, Exception)
         if self.fork_id is None:
-            self.service.release_creation(self)
-        elif not failed:
-            self.service.on_created(self.fork_id)
-        elif unread:
-            self.on_not_made()
-        if failed and (handle := self.handle()) is not None:  # it may be gone by now
-            handle.fail(outcome)
+            self._release()
+        else:
+            with self.service.lock:
+                if self.state is _State.NEW:
+                    self.state = _State.SETTLED
+                if not failed:
+                    self.service.references.on_listed(self.fork_id)
+            if unread:
+                self.on_not_made()
+        if failed and (fail := self.fail()) is not None:
+            fail(outcome)
 
     def on_not_made(self) -> None:
-        """Learns that the message never comes to the owner."""
-        if self.fork_id is not None:
-            self.service.on_not_made(self)
+        """Notes that the message never reaches the owner; may be called again.
 
+        Others may have a fork by now. So the owner is told, once, that there will be no value.
+        """
+        if self.fork_id is None:
+            return
+        with self.service.lock:
+            if self.state is _State.ISSUED:
+                self.state = _State.REPORTED
+                references = self.service.references
+                references.on_not_made(self.rref_id, self.fork_id, self.owner.member_id)
+            elif self.state is not _State.REPORTED:
+                self.state = _State.UNMADE
+        self.service.settle_references()
 
-@dataclass(slots=True, eq=False)
-class ValueSink:
-    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
-
-    _callee: Callee
-    request: Message
-    _value: OwnedValue
-
-    def defer(self) -> None:
-        """Notes that the outcome comes later."""
-        self._callee.sink_for(self.request).defer()
-
-    def value(self, value: Any) -> None:
-        """Takes what the function has returned."""
-        self._callee.count(self.request)  # before anyone has the value
-        self._value.set(value)
-        self._callee.answer(self.request, None)
-
-    def error(self, error: BaseException) -> None:
-        """Takes what the function has raised."""
-        try:
-            self._callee.report_failure(error)
-        finally:  # also if it can't be logged
-            self._callee.count(self.request, error)
-            called = self.request.scope.function is not None
-            self._value.set(error=raised_by_function(error) if called else error)
-            self._callee.answer(self.request, None)
+    def _release(self) -> None:
+        """Drops, once, the handle that the call counts as."""
+        with self.service.lock:
+            if self.state is _State.RETAINED:
+                self.state = _State.RELEASED
+                self.service.dropped.append((self.rref_id, None))

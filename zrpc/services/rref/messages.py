@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from enum import IntEnum
+from itertools import starmap
 from typing import NamedTuple
 
 from zrpc.errors import ProtocolError
@@ -18,6 +20,9 @@ __all__ = [
     "RRefId",
     "ReferenceMessage",
     "Verb",
+    "pack_id",
+    "pack_ids",
+    "read_ids",
 ]
 
 _LAYOUT = struct.Struct("<BQIQIQIIQ")
@@ -49,6 +54,24 @@ ForkId = GloballyUniqueId
 
 # Stands for "no fork" in a message: no member has this id.
 NO_FORK = GloballyUniqueId(MemberId(2**32 - 1), 0)
+
+_ID = struct.Struct("<IQ")
+# The two fields of an id, as bytes. Each call of a method needs it, so it is no method.
+pack_id = _ID.pack
+
+
+def pack_ids(ids: Iterable[GloballyUniqueId]) -> bytes:
+    """Returns ids as bytes."""
+    return b"".join(starmap(pack_id, ids))
+
+
+def read_ids(_message: object, data: bytes) -> list[GloballyUniqueId]:
+    """Returns the ids in the extension of a message.
+
+    Raises:
+        struct.error: the bytes are not a sequence of ids.
+    """
+    return list(starmap(GloballyUniqueId, _ID.iter_unpack(data)))
 
 
 class Verb(IntEnum):

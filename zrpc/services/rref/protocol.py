@@ -224,8 +224,8 @@ class References:
         """Notes, once, that the message of `create` never comes to the owner.
 
         The fork may have ended, or have children, which name it as their parent. So the owner must
-        list it all the same: it does on ADD, by which the fork says that it comes from itself. That
-        tells the owner that there will be no value.
+        list it nevertheless. An ADD whose parent is the fork itself means: list it; its value is
+        never made.
         """
         self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
 
@@ -304,7 +304,7 @@ class References:
     def begin_when_listed(
         self, forks: Iterable[ForkId], begin: Callable[[], None], deadline: float
     ) -> None:
-        """Has a handler begin when the owners have listed these forks, which came with its request.
+        """Adds a handler to `ready` once the owners list these forks, which came with its request.
 
         A message that is lost must not hold it up without limit: see `expire`.
         """
@@ -315,7 +315,7 @@ class References:
             self.ready.append(begin)
 
     def expire(self, now: float) -> None:
-        """Has handlers begin whose deadline has passed, though their forks are not listed."""
+        """Adds handlers to `ready` at their deadline, though their forks are not listed."""
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
             self.ready.append(waiting.begin)

@@ -21,7 +21,7 @@ from zrpc.errors import (
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.rref.creation import Creation
-from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId
+from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId, pack_id
 from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
@@ -86,7 +86,6 @@ class RRef(Generic[T]):
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = agent_that_is_set()
         service = agent.service(RRefService)
-        self._failure = None
         self._fill(service, service.new_id(), None, agent.worker_info, None)
         self._value = owned = service.retain_value(self._rref_id)
         owned.begun = True
@@ -100,6 +99,7 @@ class RRef(Generic[T]):
         owner: WorkerInfo,
         value: OwnedValue | None,
     ) -> None:
+        self._failure = None
         self._rref_id = rref_id
         self._fork_id = fork_id
         self._owner = owner
@@ -112,7 +112,6 @@ class RRef(Generic[T]):
         """Makes the handle of a fork that has arrived; the service has counted it already."""
         rref: RRef[Any] = cls.__new__(cls)
         owner = service.agent.membership.infos[fork.owner]
-        rref._failure = None
         rref._fill(service, fork.rref_id, fork.fork_id if value is None else None, owner, value)
         return rref
 
@@ -125,17 +124,22 @@ class RRef(Generic[T]):
         timeout: float,
         subject: RRef[Any] | None = None,
     ) -> RRef[Any]:
-        """Makes the RRef that `zrpc.remote` returns; see `RRefService.create`."""
+        """Makes the RRef that `zrpc.remote` returns: of the result of a function.
+
+        The body is the function, args and kwargs; with a ``subject``, the name of a method of its
+        value comes first.
+        """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
-        # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
-        # comes after that, this handle is dropped as any other.
-        rref._failure = None
         rref_id, drawn = service.new_id(), service.new_id()
         fork_id = None if to.member_id == service.member else drawn
+        # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
+        # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
-        creation = Creation(service, rref_id, fork_id, weakref.ref(rref), to.member_id)
-        rref._value = service.create(creation, to, body, timeout, subject)
+        creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
+        # The end of the subject must not overtake the call.
+        subject_id = None if subject is None else subject._rref_id
+        rref._value = creation.start(body, timeout, subject_id, holds=subject)
         return rref
 
     def fail(self, error: Exception | Message) -> None:
@@ -191,7 +195,7 @@ class RRef(Generic[T]):
                 f"RPC has not been initialized: {self} is gone, since this worker has shut down, "
                 "or this process was forked from it. Cannot call to_here() on it after deletion."
             )
-        return self._ask(Kind.FETCH, None, timeout)  # type: ignore[no-any-return]
+        return self._ask(None, timeout, Kind.FETCH)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
         """Returns the value itself, at the owner; waits for it if it is still being made.
@@ -219,11 +223,11 @@ class RRef(Generic[T]):
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
                 timeout of all calls.
         """
-        return _Proxy(self._call_method, timeout)
+        return _Proxy(self._ask, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Like `rpc_sync`, but the methods return a Future at once."""
-        return _Proxy(self._call_method_async, timeout)
+        return _Proxy(self._ask_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
@@ -231,7 +235,7 @@ class RRef(Generic[T]):
         The first use of a method's name asks the owner whether the value has that method, so
         that AttributeError is raised here if it does not, or TypeError if it can't be called.
         """
-        return _Proxy(self._call_method_remotely, timeout)
+        return _Proxy(self._ask_remotely, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward pass with the value, a scalar tensor, as its root.
@@ -249,60 +253,39 @@ class RRef(Generic[T]):
         autograd = self._service.agent.service(BackwardOfValue)  # type: ignore[type-abstract]
         autograd.backward_of_value(self._owner, self, dist_autograd_ctx_id, retain_graph)
 
-    def _ask(self, kind: Kind, body: Any, timeout: float) -> Any:
+    def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:
         """Asks the owner about the value, and waits for the answer."""
-        subject = self._service.subject_extension(self._rref_id)
+        self._check()
+        extension = Tag.SUBJECT, pack_id(*self._rref_id)
         try:
             return self._service.caller.call(
-                self._owner, kind, body, timeout, extension=subject, holds=self, died=OwnerDied
+                self._owner, kind, body, timeout, extension=extension, holds=self, died=OwnerDied
             )
         except (RpcTimeoutError, OwnerDied):
             self._check()  # if the value can't be had, its error says why
             raise
 
-    def _call_method(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+    def _ask_async(self, body: Any, timeout: float) -> Any:
         self._check()
-        return self._ask(Kind.METHOD, (name, args, kwargs), timeout)
-
-    def _call_method_async(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-        self._check()
+        extension = Tag.SUBJECT, pack_id(*self._rref_id)
         return self._service.caller.call_async(
-            self._owner,
-            Kind.METHOD,
-            (name, args, kwargs),
-            timeout,
-            extension=self._service.subject_extension(self._rref_id),
-            holds=self,
-            died=OwnerDied,
+            self._owner, Kind.METHOD, body, timeout, extension=extension, holds=self, died=OwnerDied
         )
 
-    def _call_method_remotely(self, timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+    def _ask_remotely(self, body: Any, timeout: float) -> Any:
         self._check()
+        name, _, _ = body
         if name not in self._methods:
-            self._ask(Kind.METHOD, (name, None, None), timeout)
+            self._ask((name, None, None), timeout)
             self._methods |= {name}
-        agent = self._service.agent
-        return self._create(agent, self._owner, (name, args, kwargs), timeout, self)
+        return self._create(self._service.agent, self._owner, body, timeout, self)
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
-        failure = self._failure
-        if isinstance(failure, RpcTimeoutError):
-            error: RpcError = RpcTimeoutError(
-                f"RRef creation via rpc.remote() timed out: {failure}"
-            )
-            error.executed = failure.executed
-            raise error
-        if isinstance(failure, WorkerDied):
-            error = OwnerDied(*failure.args)
-            error.executed = failure.executed
-            raise error
-        if isinstance(failure, Message):
-            raise load_exception(failure.body)
-        if failure is not None:
-            raise raised_again(failure)
-        if self._value is None:
-            self._service.check_owner(self._owner)
+        if self._failure is not None:
+            raise _error_of_creation(self._failure)
+        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:
         return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented
@@ -349,18 +332,18 @@ class _Proxy:
     To call the proxy is to call the value. Copies of a proxy are the proxy itself. One that is sent
     arrives as a proxy of the same value.
 
-    ``call`` is given the timeout, the name, the arguments and the keyword arguments.
+    ``ask`` is given the name, the arguments and the keyword arguments as one, and the timeout.
     """
 
     # torch's compiler expects a dictionary of an object that has any attribute.
-    __slots__ = ("__dict__", "__weakref__", "_call", "_timeout")
+    __slots__ = ("__dict__", "__weakref__", "_ask", "_timeout")
 
-    def __init__(self, call: Callable[[float, str, Any, Any], Any], timeout: float) -> None:
-        self._call = call
+    def __init__(self, ask: Callable[[Any, float], Any], timeout: float) -> None:
+        self._ask = ask
         self._timeout = timeout
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._call(self._timeout, ITSELF, args, kwargs)
+        return self._ask((ITSELF, args, kwargs), self._timeout)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name[:2] == "__" and name[-2:] == "__" and name not in _SPECIAL:
@@ -368,10 +351,10 @@ class _Proxy:
                 f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
                 "those of operators, containers and context managers"
             )
-        call, timeout = self._call, self._timeout
+        ask, timeout = self._ask, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return call(timeout, name, args, kwargs)
+            return ask((name, args, kwargs), timeout)
 
         method.__name__ = name
         return method
@@ -383,12 +366,27 @@ class _Proxy:
         return self
 
     def __reduce__(self) -> Any:
-        return _Proxy, (self._call, self._timeout)
+        return _Proxy, (self._ask, self._timeout)
 
 
 def plug_in(agent: Agent) -> RRefService:
     """Plugs RRefs into an agent; see `join_mesh`."""
     return RRefService(agent, RRef._of_fork)
+
+
+def _error_of_creation(failure: Exception | Message) -> Exception:
+    """Returns the error to raise when the call that was to make a value has failed."""
+    error: RpcError
+    if isinstance(failure, RpcTimeoutError):
+        error = RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+    elif isinstance(failure, WorkerDied):
+        error = OwnerDied(*failure.args)
+    elif isinstance(failure, Message):
+        return load_exception(failure.body)
+    else:
+        return raised_again(failure)
+    error.executed = failure.executed
+    return error
 
 
 def _reduce_rref(rref: RRef[Any]) -> Any:
@@ -410,7 +408,8 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
 
 def _receive_rref(index: int) -> Any:
     attachments = decoder().message.attachments or {}
-    return attachments[Tag.FORKS][index]
+    _, rref = attachments[Tag.FORKS][index]
+    return rref
 
 
 register_reducer(RRef, _reduce_rref)

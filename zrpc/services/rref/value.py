@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zrpc.errors import RemoteError, RpcTimeoutError
+from zrpc.errors import RemoteError, RpcTimeoutError, raised_by_function
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
+from zrpc.wire.message import Message
 
 if TYPE_CHECKING:
+    from zrpc.calls.callee import Callee
     from zrpc.calls.cancel_scope import CancelScope
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
-__all__ = ["ITSELF", "MethodCheck", "OwnedValue"]
+__all__ = ["ITSELF", "MethodCheck", "OwnedValue", "ValueSink"]
 
 # In the place of a method's name: the value itself is called.
 ITSELF = "__call__"
@@ -64,6 +67,9 @@ class OwnedValue:
 
         Or never, if ``scope`` is cancelled before: its caller no longer waits.
         """
+        if self._ready:  # the usual case
+            follower()
+            return
         with uninterrupted, self._lock:
             if not self._ready:
                 followers = self._followers or []
@@ -86,11 +92,6 @@ class OwnedValue:
             # A copy: its traceback refers to the frames of the caller, and these to the RRef.
             raise copied(self._error, self._error.__cause__).with_traceback(None)
         return self._value
-
-    def method(self, name: str) -> Any:
-        """Returns a method of the value, or the value itself; waits for it."""
-        value = self.get()
-        return value if name == ITSELF else getattr(value, name)
 
     def _wait(self, timeout: float) -> None:
         gate = threading.Lock()
@@ -120,3 +121,32 @@ class MethodCheck:
         """Raises TypeError if the value itself can't be called; other methods were found."""
         if self.__qualname__ == ITSELF and not callable(method):
             raise TypeError(f"{type(method).__name__!r} object is not callable")
+
+
+@dataclass(slots=True, eq=False)
+class ValueSink:
+    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
+
+    _callee: Callee
+    request: Message
+    _value: OwnedValue
+
+    def defer(self) -> None:
+        """Notes that the outcome comes later."""
+        self._callee.sink_for(self.request).defer()
+
+    def value(self, value: Any) -> None:
+        """Takes what the function has returned."""
+        self._callee.count(self.request)  # before anyone has the value
+        self._value.set(value)
+        self._callee.answer(self.request, None)
+
+    def error(self, error: BaseException) -> None:
+        """Takes what the function has raised."""
+        try:
+            self._callee.report_failure(error)
+        finally:  # also if it can't be logged
+            self._callee.count(self.request, error)
+            called = self.request.scope.function is not None
+            self._value.set(error=raised_by_function(error) if called else error)
+            self._callee.answer(self.request, None)

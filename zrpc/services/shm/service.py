@@ -28,6 +28,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
@@ -51,7 +53,7 @@ _DESCRIPTOR = struct.Struct("<QIIQQ")  # number, pid, fd, inode, size
 _PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
 _NUMBER = struct.Struct("<Q")  # number of a segment
-_WAY = struct.Struct("<BB")  # the way by which an ASK goes, and the number of ways
+_WAY = struct.Struct("<BB")  # the connection that an ASK takes, and how many there are
 
 
 class _Verb(IntEnum):
@@ -117,7 +119,7 @@ class SharedMemoryService(Service, MessageHooks):
         # of the question, or 0 if it has. Guarded by the lock.
         self._asked: dict[MemberId, int] = {}
         self._questions = itertools.count(1)
-        # The latest question of each owner, and the ways by which it has come. In the I/O thread.
+        # The latest question of each owner, and the connections that brought it. In the I/O thread.
         self._asking: dict[MemberId, tuple[int, set[int]]] = {}
         self._next_check = 0.0
         self.sent_bytes = self.received_bytes = 0
@@ -126,20 +128,21 @@ class SharedMemoryService(Service, MessageHooks):
         self._closed = False
         self._all[id(self)] = self
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handler of messages about segments."""
         return {Kind.SEGMENT: self._on_segment}
 
+    @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        """Returns what maps the segments of a message, and what takes back returned ones."""
         return {Tag.SHARED: self._borrow, Tag.RETURNED: self._on_returned}
 
+    @override
     def message_hooks(self) -> MessageHooks:
-        """Returns this service, which carries large buffers itself."""
         return self
 
     # -- sending -------------------------------------------------------------------------
 
+    @override
     def carry(self, member: MemberId, message: Message) -> None:
         """Moves the large buffers of a message into a segment, if possible.
 
@@ -153,11 +156,12 @@ class SharedMemoryService(Service, MessageHooks):
         if message.buffers:
             self._carry_buffers(member, message)
 
+    @override
     def undo_carry(self, member: MemberId, message: Message) -> None:
         """Retires the segments that a message carries or returns, since it can't be sent.
 
-        A part of it may have been sent, by which the peer takes the segment for its own until it
-        finds the message incomplete: so that segment is not used again. That part may also have
+        A part of it may have been sent. Then the peer uses the segment until it finds the message
+        incomplete: so that segment is not used again. That part may also have
         returned segments, and the peer may have lent them to us again: if they were returned once
         more, it would use them while we read. So it is told not to use them again.
         """
@@ -356,8 +360,8 @@ class SharedMemoryService(Service, MessageHooks):
         else:
             raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
+    @override
     def after_turn(self) -> None:
-        """Returns segments that are no longer used, and tells peers which of ours are closed."""
         if self.loans.ended or self._to_return:
             with self._lock:
                 self._sort_ended()
@@ -372,16 +376,16 @@ class SharedMemoryService(Service, MessageHooks):
                 for member in segment.known_to:
                     self._post(member, _NOTE.pack(_Verb.CLOSED, segment.number))
 
+    @override
     def tick(self) -> None:
-        """Closes segments that have not been used for long."""
         now = time.monotonic()
         if now >= self._next_check and len(self.pool):
             self._next_check = now + self.timing.check_seconds
             with self._lock:
                 self.pool.close_idle(now - self.timing.idle_seconds)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
-        """Retires what a peer was lent, and forgets its segments."""
         self._accepted.discard(member)
         with self._lock:
             self.pool.retire_lent_to(member)
@@ -391,10 +395,11 @@ class SharedMemoryService(Service, MessageHooks):
         self._asking.pop(member, None)
         self.loans.forget(member)
 
+    @override
     def stats(self) -> Mapping[str, int]:
-        """Returns the bytes that went and came by shared memory."""
         return {"shm_bytes_sent": self.sent_bytes, "shm_bytes_received": self.received_bytes}
 
+    @override
     def idle(self) -> bool:
         """Returns whether all borrowers have opened what they were lent.
 
@@ -418,8 +423,8 @@ class SharedMemoryService(Service, MessageHooks):
 
         self.agent.outbox.post_each_way(member, first_frame)
 
+    @override
     def close(self) -> None:
-        """Closes all segments; tensors that are views of a peer's segments stay valid."""
         self._closed = True
         with self._lock:
             self.pool.close()

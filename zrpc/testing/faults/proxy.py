@@ -30,7 +30,7 @@ _JOIN_SECONDS = 5.0
 
 
 class MessageFault:
-    """Drops or duplicates messages on one link, in one direction.
+    """A fault that drops or duplicates messages on one link, in one direction.
 
     Args:
         copies: how many times each message is sent on: 0 drops it.

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
 
 
 class Splitter:
-    """Splits the bytes that one side of a connection sends.
+    """A splitter of the bytes that one side of a connection sends.
 
     Attributes:
         ready: whether that side's READY has arrived.

@@ -1,0 +1,67 @@
+"""How many steps a call takes, and that the skeleton beside it computes what zrpc does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from zrpc.bench import skeleton, targets
+from zrpc.bench.mesh import Mesh
+from zrpc.bench.rows import all_rows
+from zrpc.bench.sampling import Sampling
+from zrpc.launch import Starter
+
+# The most that an empty call may enter at each end: functions of zrpc, and modules.
+MOST = {"caller": (92, 31), "callee": (72, 31)}
+# On a busy machine a worker's thread may sleep instead of polling, which takes other steps.
+TRIES = 5
+
+
+@pytest.mark.parametrize("end", MOST)
+def test_a_call_takes_no_more_steps_than_before(end: str, starter: Starter, tiny: Sampling) -> None:
+    with Mesh(starter, "zrpc", 2) as mesh:
+        for _ in range(TRIES):
+            sample = mesh.measure(f"steps:{end}", (), tiny, 60)
+            assert sample.more["lines"] > sample.value > 10
+            found = int(sample.value), int(sample.more["modules"])
+            if all(n <= most for n, most in zip(found, MOST[end], strict=True)):
+                return
+    pytest.fail(f"expected at most {MOST[end]} functions and modules, found {found}")
+
+
+def test_each_row_of_the_skeleton_has_the_arguments_of_its_limit() -> None:
+    rows = [row for row in all_rows() if row.limit and row.limit.name == "skeleton"]
+    assert len(rows) == 7
+    assert [row.name for row in rows if row.limit and row.limit.arguments != row.arguments] == []
+
+
+@pytest.mark.system
+def test_the_skeleton_sends_tensors_errors_and_many_calls_at_once() -> None:
+    with skeleton.start_peer() as end:
+        for tensor in (torch.arange(3.0), torch.arange(1 << 18)):
+            assert torch.equal(end.call(targets.echo, tensor), tensor)
+        with pytest.raises(ZeroDivisionError):
+            end.call(divmod, 1, 0)
+        calls = [end.begin(targets.echo, number) for number in range(200)]
+        assert [end.wait(call) for call in calls] == list(range(200))
+
+
+def gradients_at_the_peer(context: int) -> list[torch.Tensor]:
+    return list(skeleton.gradients[context].values())
+
+
+@pytest.mark.system
+def test_a_step_of_the_skeleton_has_the_gradients_of_one_process() -> None:
+    inputs, layer = torch.ones(32, 4), targets.linear(4)
+    there = copy.deepcopy(layer)  # the peer is forked, so its layer is equal
+    with skeleton.start_peer() as end:
+        hidden = layer(inputs)
+        for position in range(2):
+            hidden = skeleton.RemoteLayer.apply(hidden, end, 7, position)
+        found = [*torch.autograd.grad(hidden.sum(), list(layer.parameters()))]
+        found += end.call(gradients_at_the_peer, 7)
+    loss = there(there(layer(inputs))).sum()
+    expected = torch.autograd.grad(loss, [*layer.parameters(), *there.parameters()])
+    torch.testing.assert_close(found, list(expected))

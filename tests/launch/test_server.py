@@ -1,0 +1,290 @@
+"""The server that starts processes: what it shares with them, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zrpc.launch import LaunchError, ServerDied, Starter, Task, starter
+from zrpc.launch.channel import Channel
+
+DEADLINE = 30.0
+Write = Callable[..., str]
+Until = Callable[..., Any]
+
+
+def with_path(env: Any, directory: Path) -> dict[str, str]:
+    """Returns an environment in which a directory comes first on ``sys.path``."""
+    return {**env, "PYTHONPATH": str(directory)}
+
+
+def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked: Any) -> None:
+    """Without the garbage collector, and without a module that can't be imported."""
+    write(
+        """
+        import gc, os
+        enabled = gc.isenabled()
+        with open(os.environ["IMPORTS"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        """,
+        "lib/heavy.py",
+    )
+    script = write(
+        """
+        import gc, heavy, os, sys
+        assert os.getppid() == int(sys.argv[1]) and gc.isenabled() and not heavy.enabled
+        """
+    )
+    imports = tmp_path / "imports"
+    env = {**marked.env, "IMPORTS": str(imports)}
+    with Starter(
+        preload=["no_such_module", "heavy"], env=with_path(env, tmp_path / "lib")
+    ) as server:
+        pids = [server.spawn(Task.script(script, [str(server.pid)])) for _ in range(16)]
+        assert [server.wait(pid, DEADLINE) for pid in pids] == [0] * 16
+        assert imports.read_text() == f"{server.pid}\n"
+
+
+def test_torch_is_preloaded_and_random_numbers_differ(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    script = write(
+        """
+        import sys
+        assert "torch" in sys.modules
+        import numpy, random, torch
+        print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
+        """
+    )
+    with (
+        Starter(preload=["torch", "numpy.random"], env=marked.env) as server,
+        open(tmp_path / "out", "w") as out,
+    ):
+        for _ in range(3):
+            pid = server.spawn(Task.script(script), stdout=out.fileno())
+            # Safe to fork: numpy's OpenBLAS ends its threads just before each fork.
+            assert os.listdir(f"/proc/{server.pid}/task") == [str(server.pid)]
+            assert server.wait(pid, DEADLINE) == 0
+    numbers = (tmp_path / "out").read_text().split()
+    assert len(set(numbers)) == len(numbers) == 12
+
+
+@pytest.mark.parametrize("where", ["sitecustomize.py", "preloaded.py"])
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (
+            "threading.Thread(target=time.sleep, args=[999], name='tracer', daemon=True).start()",
+            "tracer",
+        ),
+        ("_thread.start_new_thread(time.sleep, (999,))", "1 without a name"),
+    ],
+)
+def test_thread_of_a_tool_makes_each_child_a_new_interpreter(
+    write: Write, tmp_path: Path, marked: Any, source: str, name: str, where: str
+) -> None:
+    write(f"import _thread, threading, time\n{source}", f"lib/{where}")
+    script = write("import sys; sys.exit('colorsys' in sys.modules)")
+    env = with_path(marked.env, tmp_path / "lib")
+    with Starter(preload=["preloaded", "colorsys"], env=env) as server:
+        assert server.threads == [name]
+        assert name in server.note
+        assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
+
+
+def test_start_has_a_timeout(
+    write: Write, tmp_path: Path, marked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starter, "_REPLY_SECONDS", 0.5)
+    write("import time; time.sleep(1000)", "slow.py")
+    server = Starter(preload=["slow"], env=with_path(marked.env, tmp_path))
+    with pytest.raises(LaunchError, match="did not answer within"):
+        server.start()
+    assert not marked.pids()
+
+
+def test_interpreter_that_exits_at_once_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ServerDied):
+        Starter().start()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(LaunchError, match="could not start the fork server"):
+        Starter().start()
+
+
+def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) -> None:
+    with Starter(preload=[], env=marked.env) as server:
+        pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
+        until(lambda: len(marked.pids()) == 1, "all children have ended")
+        assert server.send_signal(min(pids), signal.SIGTERM) is False  # it still answers
+        found: set[int] = set()
+        while found != pids:
+            exits = server.exits(timeout=DEADLINE)
+            assert exits
+            found.update(each.pid for each in exits)
+
+
+@pytest.mark.parametrize("interrupted_by", ["timeout", "ctrl-c"])
+def test_no_reply_is_taken_for_that_to_another_request(
+    marked: Any, monkeypatch: pytest.MonkeyPatch, interrupted_by: str
+) -> None:
+    """A request whose reply does not come in time, or past an interrupt, is the last one."""
+
+    def receive(channel: Channel) -> None:
+        monkeypatch.undo()
+        if interrupted_by == "timeout":
+            raise TimeoutError
+        signal.raise_signal(signal.SIGINT)
+
+    with Starter(preload=(), env=marked.env) as server:
+        monkeypatch.setattr(Channel, "receive", receive)
+        with pytest.raises((LaunchError, KeyboardInterrupt)):
+            server.spawn(Task.function("time:sleep", 1000))
+        assert server.broken
+        with pytest.raises(LaunchError, match="as a request to it was broken off"):
+            server.make_directory()
+
+
+def test_module_beside_the_script_wins_over_a_preloaded_one(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("", "heavy.py")  # it may also be the preloaded one
+    write("mine = True", "lib/queue.py")
+    same = write("import sys; sys.exit('heavy' not in sys.modules)", "same.py")
+    other = write(
+        "import os, queue, sys; print(queue.mine, os.getppid() == int(sys.argv[1]), sys.argv[2])",
+        "lib/other.py",
+    )
+    env = with_path(marked.env, tmp_path)
+    with Starter(preload=["queue", "heavy"], env=env) as server, open(tmp_path / "out", "w") as out:
+        for script in same, other:
+            task = Task.script(script, [str(server.pid), "last"])
+            pid = server.spawn(task, stdout=out.fileno(), stderr=out.fileno())
+            assert server.wait(pid, DEADLINE) == 0
+    notice, line = (tmp_path / "out").read_text().splitlines()
+    assert line == "True True last"
+    assert "queue beside the program hides a preloaded module" in notice
+
+
+def test_children_die_with_the_server(marked: Any, until: Until) -> None:
+    with Starter(preload=[], env=marked.env) as server:
+        server.spawn(Task.function("time:sleep", 1000))
+        path = server.make_directory()
+        os.kill(server.pid, signal.SIGKILL)
+        with pytest.raises(ServerDied, match="has exited; was it killed"):
+            server.exits(timeout=DEADLINE)
+        with pytest.raises(ServerDied):
+            server.spawn(Task.function("time:sleep", 1000))
+        until(lambda: not marked.pids(), "the child is dead")
+    assert not os.path.exists(path)
+
+
+def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
+    write: Write, tmp_path: Path, marked: Any, until: Until
+) -> None:
+    write(
+        """
+        import os, select
+        owner = os.pidfd_open(os.getppid())
+        print("importing", flush=True)
+        select.select([owner], [], [])
+        """,
+        "patient.py",
+    )
+    owner = write(
+        """
+        from zrpc.launch import Starter
+        Starter(preload=["patient"]).start()
+        """,
+        "owner.py",
+    )
+    with (
+        open(tmp_path / "errors", "w") as errors,
+        subprocess.Popen(
+            [sys.executable, owner],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=with_path(marked.env, tmp_path),
+            text=True,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "importing\n"
+        finally:
+            process.kill()
+    until(lambda: not marked.pids(), "the server is gone")
+    assert (tmp_path / "errors").read_text() == ""
+
+
+def test_requests_that_cannot_be_carried_out_are_refused(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write("import os; os.dup2(0, 99)", "opens.py")
+    reading, writing = os.pipe()
+    taken = os.dup2(reading, 99)
+    try:
+        with Starter(preload=["opens"], env=with_path(marked.env, tmp_path)) as server:
+            with pytest.raises(LaunchError, match=r"descriptor 99 .* os\.dup"):
+                server.spawn(Task.function("os:getpid"), pass_fds=[taken])
+            with pytest.raises(LaunchError, match="'/no/such'"):
+                server.spawn(Task.function("os:getpid").within(cwd="/no/such"))
+            assert server.wait(server.spawn(Task.function("builtins:int", 0)), DEADLINE) == 0
+    finally:
+        for fd in (reading, writing, taken):
+            os.close(fd)
+
+
+def test_each_child_has_its_own_multiprocessing_state(
+    write: Write, tmp_path: Path, marked: Any
+) -> None:
+    write(
+        """
+        import multiprocessing as mp
+        def f(): pass
+        if __name__ == "__main__":
+            process = mp.get_context("spawn").Process(target=f)
+            process.start()
+            process.join()
+            print(process.exitcode, bytes(mp.current_process().authkey).hex())
+        """
+    )
+    with (
+        Starter(preload=["multiprocessing.process"], env=marked.env) as server,
+        open(tmp_path / "out", "w") as out,
+    ):
+        for _ in range(2):
+            # A relative path, in a directory that isn't the server's.
+            task = Task.script("script.py").within(cwd=str(tmp_path))
+            assert server.wait(server.spawn(task, stdout=out.fileno()), DEADLINE) == 0
+    first, second = (tmp_path / "out").read_text().splitlines()
+    assert first.startswith("0 ")
+    assert second.startswith("0 ")
+    assert first != second
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_the_server_ends_without_an_error_if_there_is_no_proc(write: Write, marked: Any) -> None:
+    """Not mounted, or without the file that lists the children, which kernels may lack."""
+    script = write(
+        """
+        from zrpc.launch import Starter, Task
+        with Starter(preload=()) as starter:
+            starter.spawn(Task.function("time:sleep", 1000))
+        """
+    )
+    command = f"mount -t tmpfs none /proc || exit 77; exec {sys.executable} {script}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command], env=marked.env, capture_output=True, text=True
+    )
+    if done.returncode in (1, 77) and "Traceback" not in done.stderr:
+        pytest.skip(f"no mount namespace: {done.stderr}")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,230 @@
+"""torch's private names still do what zrpc uses them for; a test names the one that has changed."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from zrpc import torch_internals
+from zrpc.torch_internals import (
+    ACCUMULATE_NODE,
+    any_hook_before,
+    apply_function,
+    base_of,
+    current_graph_task,
+    has_process_group,
+    hooks_of_leaf,
+    is_profiling,
+    is_view,
+    node_class_of,
+    rank_last,
+    rank_second_last,
+    run_backward,
+    sequence_number,
+    storage_uses,
+    tensor_uses,
+)
+
+ZRPC = Path(torch_internals.__file__).parent
+AUTOGRAD = [
+    *sorted(ZRPC.glob("services/autograd/*.py")),
+    *sorted(ZRPC.glob("optim/*.py")),
+    ZRPC / "autograd.py",
+]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+@pytest.fixture
+def leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def check_run_backward(leaf: torch.Tensor) -> None:
+    arguments = ((leaf * 3).sum(),), (torch.ones(()),), False, False, (leaf,)
+    [found] = run_backward(*arguments, allow_unreachable=True, accumulate_grad=False)
+    assert found.tolist() == [3, 3]
+
+
+def check_current_graph_task(leaf: torch.Tensor) -> None:
+    seen = []
+    result = leaf * 1
+    result.register_hook(lambda _: seen.append(current_graph_task()))
+    for _ in range(2):
+        result.sum().backward(retain_graph=True)
+    first, second = seen
+    assert first != second
+    assert current_graph_task() == -1
+
+
+def check_apply_function(leaf: torch.Tensor) -> None:
+    class Direct(Doubled):
+        apply = apply_function
+
+    Direct.apply(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2, 2]
+
+
+def check_node_class_of(leaf: torch.Tensor) -> None:
+    class Renamed(Doubled):
+        pass
+
+    node_class_of(Renamed).__name__ = "Other"
+    node_class_of(Renamed).apply = lambda ctx, gradient: gradient * 7
+    result = Renamed.apply(leaf)
+    assert type(result.grad_fn) is node_class_of(Renamed)
+    assert result.grad_fn.name() == "Other"
+    result.sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [7, 7]
+
+
+def check_accumulate_node(leaf: torch.Tensor) -> None:
+    node: Any = (leaf * 1).grad_fn
+    accumulator = node.next_functions[0][0]
+    assert type(accumulator) is ACCUMULATE_NODE
+    assert accumulator.variable is leaf
+
+
+def order_of(leaf: torch.Tensor, *ranks: Callable[[Any], None]) -> list[int]:
+    """The order in which the engine runs two nodes that are ready at once."""
+    order: list[int] = []
+    roots = []
+    for number, each in enumerate(ranks):
+        result: Any = leaf * 1
+        each(result.grad_fn)
+        result.grad_fn.register_prehook(lambda _, n=number: order.append(n))
+        roots.append(result.sum())
+    torch.autograd.backward(roots)
+    return order
+
+
+def check_ranks(leaf: torch.Tensor) -> None:
+    node: Any = (leaf * 1).grad_fn
+    for rank, number in ((rank_second_last, 1), (rank_last, 0)):
+        rank(node)
+        assert sequence_number(node) == number
+    assert order_of(leaf, rank_last, rank_second_last) == [1, 0]
+    assert order_of(leaf, rank_second_last, rank_last) == [0, 1]
+
+
+def check_views(leaf: torch.Tensor) -> None:
+    view = leaf.view(2, 1)
+    assert base_of(view) is leaf
+    assert is_view(view)
+    assert base_of(leaf) is None
+    assert not is_view(leaf)
+
+
+def check_uses(leaf: torch.Tensor) -> None:
+    """A count that is too high only costs a copy; one that is too low changes a user's tensor."""
+    alone = torch.ones(2)
+    before = tensor_uses(alone), storage_uses(alone.untyped_storage())
+    view = alone.view(2, 1)
+    after = tensor_uses(alone), storage_uses(alone.untyped_storage())
+    assert view is not None
+    assert all(more > fewer for more, fewer in zip(after, before, strict=True))
+
+
+def check_hooks_of_leaf(leaf: torch.Tensor) -> None:
+    assert not any(hooks_of_leaf(leaf))
+    handles = [leaf.register_hook(nothing), leaf.register_post_accumulate_grad_hook(nothing)]
+    assert [list(each or {}) for each in hooks_of_leaf(leaf)] == [[h.id] for h in handles]
+
+
+def check_wrap_hook_registration(leaf: torch.Tensor) -> None:
+    seen = []
+    function: Any = torch.autograd.Function
+    registered = function._register_hook
+
+    def noting(register: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda hooks, hook: (seen.append(hook), register(hooks, hook))[1]
+
+    torch_internals.wrap_hook_registration(noting)
+    try:
+        node: Any = (leaf * 1).grad_fn
+        node.register_hook(nothing)
+        node.register_prehook(nothing)
+    finally:
+        function._register_hook = staticmethod(registered)
+    assert seen == [nothing, nothing]
+
+
+def check_any_hook_before(leaf: torch.Tensor) -> None:
+    before = RemovableHandle.next_id
+    leaf.register_hook(nothing)
+    assert before + 1 == RemovableHandle.next_id
+    assert any_hook_before()
+
+
+def check_has_process_group(leaf: torch.Tensor) -> None:
+    assert has_process_group() == torch.distributed.is_initialized()
+
+
+def check_is_profiling(leaf: torch.Tensor) -> None:
+    assert not is_profiling()
+    with torch.autograd.profiler.profile():
+        assert is_profiling()
+    assert not is_profiling()
+
+
+CHECKS = {
+    "run_backward": check_run_backward,
+    "current_graph_task": check_current_graph_task,
+    "apply_function": check_apply_function,
+    "node_class_of": check_node_class_of,
+    "ACCUMULATE_NODE": check_accumulate_node,
+    "sequence_number, rank_last, rank_second_last": check_ranks,
+    "base_of, is_view": check_views,
+    "tensor_uses, storage_uses": check_uses,
+    "hooks_of_leaf": check_hooks_of_leaf,
+    "wrap_hook_registration": check_wrap_hook_registration,
+    "any_hook_before": check_any_hook_before,
+    "has_process_group": check_has_process_group,
+    "is_profiling": check_is_profiling,
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_torch_still_has(name: str, leaf: torch.Tensor) -> None:
+    CHECKS[name](leaf)
+
+
+def test_each_name_is_tried() -> None:
+    tried = {name for names in CHECKS for name in names.split(", ")}
+    assert tried == set(torch_internals.__all__) - {"Hooks"}
+
+
+def is_private_to_torch(name: str) -> bool:
+    node = (torch.ones(1, requires_grad=True) * 1).grad_fn
+    holders = (torch, torch._C, torch.Tensor, torch.autograd.Function, node)
+    public = not name.startswith("_") or name.endswith("__")
+    return not public and any(hasattr(holder, name) for holder in holders)
+
+
+@pytest.mark.parametrize("path", AUTOGRAD, ids=lambda path: path.stem)
+def test_autograd_uses_no_other_private_names(path: Path) -> None:
+    read = {
+        each.attr
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.Attribute) and getattr(each.value, "id", "") != "self"
+    }
+    assert not set(filter(is_private_to_torch, read))
