@@ -16,7 +16,6 @@ import pytest
 import zrpc
 from tests.support.waiting import SOON
 from zrpc.agent.agent import Agent
-from zrpc.calls.pending_call import PendingCall
 from zrpc.testing import Mesh
 
 Interrupt = Callable[[Agent], None]
@@ -53,23 +52,16 @@ def in_a_turn(agent: Agent) -> None:
     agent.receiver.in_io_thread(gc.collect)
 
 
-class CollectingParent:
-    """The parent of a call, which collects when it adopts it: the table's lock is held then."""
+class Collects:
+    """A value that collects where it is unpickled."""
 
-    def adopt(self, _: PendingCall) -> bool:
-        gc.collect()
-        return True
-
-    def release(self, _: PendingCall) -> None: ...
+    def __reduce__(self) -> Any:
+        return gc.collect, ()
 
 
-def with_a_lock(agent: Agent) -> None:
-    """Collects while this thread has the lock of the table of calls."""
-    calls = agent.caller.calls
-    call = PendingCall(calls, agent.membership.own_id, 1)
-    call.parent = CollectingParent()
-    calls.enter(call)
-    call.withdraw()
+def in_a_result(agent: Agent) -> None:
+    """Collects while zrpc reads the answer to a call of this thread."""
+    zrpc.rpc_sync("worker1", Collects)
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +70,7 @@ def collect_before() -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize("interrupt", [in_a_turn, with_a_lock])
+@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 def test_a_call_of_a_finalizer_is_made_wherever_the_collector_runs_it(
     mesh: Mesh, interrupt: Interrupt
 ) -> None:
@@ -99,11 +91,11 @@ def test_a_call_of_a_finalizer_is_made_wherever_the_collector_runs_it(
     assert mesh.run(0, run) == "released"
 
 
-@pytest.mark.parametrize("interrupt", [in_a_turn, with_a_lock])
+@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
     mesh: Mesh, interrupt: Interrupt
 ) -> None:
-    """Its call is made all the same."""
+    """Its call is made nevertheless."""
     errors: list[Exception] = []
 
     def run() -> None:
@@ -124,7 +116,7 @@ def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
     assert "finalizer" in str(errors[0])
 
 
-@pytest.mark.parametrize("interrupt", [in_a_turn, with_a_lock])
+@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
     mesh: Mesh, interrupt: Interrupt
 ) -> None:
@@ -141,6 +133,35 @@ def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
     mesh.run(0, run)
     assert cancelled == [True]
     assert Released.event.wait(SOON)
+
+
+def test_a_finalizer_makes_its_call_wherever_the_collector_interrupts_another_call(
+    mesh: Mesh,
+) -> None:
+    """One of these places is under the lock of the table of calls."""
+    values: list[Any] = []
+
+    def run() -> None:
+        agent, futures = mesh.agent(0), list[Any]()
+
+        def finalize() -> None:
+            with agent.as_current():
+                futures.append(zrpc.rpc_async("worker1", release))
+
+        thresholds = gc.get_threshold()
+        try:
+            for objects in range(1, 80):  # an empty call makes some 40
+                Handle(finalize)
+                gc.set_threshold(gc.get_count()[0] + objects)
+                zrpc.rpc_sync("worker1", release)
+                gc.set_threshold(*thresholds)
+                gc.collect()
+        finally:
+            gc.set_threshold(*thresholds)
+        values.extend(future.wait() for future in futures)
+
+    mesh.run(0, run)
+    assert values == ["released"] * 79
 
 
 def test_a_finalizer_waits_where_the_program_itself_is_interrupted(mesh: Mesh) -> None:
