@@ -130,6 +130,7 @@ SURFACE: dict[str, set[str]] = {
         "future_group",
         "last_calls",
         "outbox",
+        "pending_call",
         "pending_calls",
         "recorder",
     },

@@ -261,8 +261,9 @@ class PendingCalls:
         for each in ready:
             if each.room is not None:
                 each.room.go()
-        if notify and call.follower is not None:
-            call.follower.on_settled(call)
+        follower, call.follower = call.follower, None  # or the two would keep each other
+        if notify and follower is not None:
+            follower.on_settled(call)
         return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:
