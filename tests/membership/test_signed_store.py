@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +17,6 @@ from tests.membership.test_rendezvous import record
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.membership.exchange import exchange
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import RendezvousTiming, meet
 from zrpc.membership.secret import ClusterSecret
@@ -320,23 +318,3 @@ def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
     assert isinstance(error, AuthenticationError)
     assert "the record of worker worker0 (rank 0) was replaced" in str(error)
     second()
-
-
-def test_the_second_round_is_signed_too() -> None:
-    store = dist.HashStore()
-    records = [record(rank, 2) for rank in range(2)]
-    errors = []
-
-    def run() -> None:
-        try:
-            exchange(store, records, 0, "mine", SOON, GOOD)
-        except AuthenticationError as error:
-            errors.append(str(error))
-
-    honest = threading.Thread(target=run)
-    honest.start()
-    with pytest.raises(AuthenticationError, match="forged"):
-        exchange(store, records, 1, "forged", SOON, BAD)
-    honest.join(SOON)
-    assert not honest.is_alive()
-    assert "forged" in errors[0]
