@@ -9,7 +9,6 @@ them whatever Python does.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,10 +21,8 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["POST_MORTEM", "DebuggerService"]
+__all__ = ["DebuggerService"]
 
-# The variable by which `zrpc launch --pdb` asks for a prompt at each error.
-POST_MORTEM = "ZRPC_PDB"
 # Deadlines are postponed in ticks, of a tenth of a second each. With this they never come early.
 _HEADROOM_SECONDS = 0.25
 _STANDS, _GOES_ON = b"\1", b"\0"
@@ -83,13 +80,6 @@ class DebuggerService(Service):
         for member in membership.living:
             if member != membership.own_id and not self.agent.closed:
                 self.agent.outbox.post(member, Message(Kind.BREAKPOINT, body=body))
-
-    def on_handler_failed(self, error: BaseException) -> None:
-        """Opens a prompt where the error was raised, if `zrpc launch --pdb` asks for that."""
-        if os.environ.get(POST_MORTEM):
-            from zrpc.services.debugger.debugger import post_mortem
-
-            post_mortem(error)
 
     def stats(self) -> Mapping[str, int]:
         """Returns how many threads of this worker stand at a breakpoint."""
