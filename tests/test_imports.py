@@ -132,11 +132,12 @@ SURFACE: dict[str, set[str]] = {
         "pending_calls",
         "recorder",
     },
-    "zrpc.agent": {"agent", "current", "service", "stats"},
+    "zrpc.agent": {"agent", "current", "service", "shutdown", "stats"},
     "zrpc.services": {
         "autograd.grad_lock",
         "autograd.service",
         "collectives",
+        "debugger.post_mortem",
         "debugger.prompt",
         "debugger.service",
         "elastic.join",
