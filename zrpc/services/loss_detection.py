@@ -27,6 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
@@ -86,10 +88,11 @@ class LossDetector(Service):
         # The number of each peer's latest question and answer, and the ways by which it has come.
         self._copies: dict[tuple[int, MemberId], tuple[int, set[int]]] = {}
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handlers of the question and of its answer."""
         return {Kind.ROLL_CALL: self._on_roll_call, Kind.MISSING: self._on_missing}
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Forgets a peer; the calls to it have failed."""
         self._asked.pop(member, None)
@@ -100,6 +103,7 @@ class LossDetector(Service):
 
     # -- the caller ----------------------------------------------------------------------
 
+    @override
     def tick(self) -> None:
         """Asks the callees of calls that have waited for long."""
         now = time.monotonic()

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError
@@ -49,8 +51,8 @@ class DebuggerService(Service):
         found = membership.records[membership.own_id].directory
         return Path(found) if found else None
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handler of notices of breakpoints."""
         return {Kind.BREAKPOINT: self._on_breakpoint}
 
     @contextlib.contextmanager
@@ -81,12 +83,12 @@ class DebuggerService(Service):
             if member != membership.own_id and not self.agent.closed:
                 self.agent.outbox.post(member, Message(Kind.BREAKPOINT, body=body))
 
+    @override
     def stats(self) -> Mapping[str, int]:
-        """Returns how many threads of this worker stand at a breakpoint."""
         return {"breakpoints": len(self._releases)}
 
+    @override
     def close(self) -> None:
-        """Lets all threads that stand at a breakpoint go on."""
         with self._lock:
             self._closed = True
             releases = list(self._releases)
@@ -95,6 +97,7 @@ class DebuggerService(Service):
 
     # -- in the I/O thread ---------------------------------------------------------------
 
+    @override
     def tick(self) -> None:
         """Postpones all deadlines by the time since the last tick, while any program stands."""
         if not self._releases and not self._others:
@@ -107,6 +110,7 @@ class DebuggerService(Service):
         self.agent.caller.calls.postpone(seconds)
         self.agent.callee.requests.postpone(seconds)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Forgets a worker that is lost."""
         self._others.discard(member)

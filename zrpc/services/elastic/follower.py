@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
@@ -167,8 +169,8 @@ class LogFollower(threading.Thread):
             self.join(2 * self._state.limits.leave_seconds)
         del self._log  # the store closes with its last user, if this worker hosts it
 
+    @override
     def run(self) -> None:
-        """Follows the log until `close`."""
         try:
             while not self._closing:
                 self._follow()

@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.membership.endpoints import endpoint_of
@@ -65,6 +67,7 @@ class ElasticMembership(Service):
         """
         self.follower.admission.wait(deadline, timeout)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Reports the loss of a peer in the log, if this worker has seen its process end."""
         reason = self.agent.liveness.reason(member)
@@ -75,10 +78,11 @@ class ElasticMembership(Service):
         if reason is Reason.ENDED:
             self.follower.report_loss(member, Departure.ENDED)
 
+    @override
     def close(self) -> None:
-        """Announces that this worker leaves, and ends the follower's thread."""
         self.follower.close()
 
+    @override
     def tick(self) -> None:
         """Drops members that left long ago, if their last messages have not come."""
         now = time.monotonic()

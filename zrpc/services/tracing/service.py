@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import ExtensionReader, Service
@@ -72,12 +74,12 @@ class TracingService(Service):
         except (OSError, ValueError) as error:
             logger.error("%s: no trace is written: %s", self.agent.worker_info, error)
 
+    @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        """Returns what reads the trace context of a request."""
         return {Tag.TRACE_CONTEXT: self._handler_spans.read}
 
+    @override
     def message_hooks(self) -> MessageHooks:
-        """Returns what runs handlers within spans of OpenTelemetry."""
         return self._handler_spans
 
     def begin(self, session: str, capacity: int) -> Recording:
@@ -117,13 +119,14 @@ class TracingService(Service):
         self._threads = {**self._threads, **found}
         return self._threads
 
+    @override
     def tick(self) -> None:
         """Notes the names of threads, which may end before a trace does."""
         if self._recordings:
             self._seen_threads()
 
+    @override
     def close(self) -> None:
-        """Writes what is not written yet; the last worker makes one file of those of all."""
         if self._writer is None:
             return
         membership = self.agent.membership
