@@ -125,7 +125,6 @@ class _Debugger(pdb.Pdb):
         self._base = base
         super().set_trace(frame, **options)
 
-    @override
     def set_stepinstr(self) -> None:
         # By it `set_trace` of Python 3.13 and newer stops within the line of the call. Older ones
         # stop at the next line, and so does this debugger on all of them.
