@@ -64,6 +64,7 @@ NEIGHBOURS = {
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("loss_detection", "loss_rules"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room: everything else in it is private to it.
