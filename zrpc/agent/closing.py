@@ -72,7 +72,7 @@ class Closing:
         )
 
     def _waits_in_vain(self) -> bool:
-        """Whether what services wait for may be lost with a connection: nothing comes for long."""
+        """Whether what services wait for may be lost with a connection: nothing has come lately."""
         received = sum(self._agent.dispatcher.received.values())
         return self._quiescence.lasted(received) > self._shutdown.timing.services
 
@@ -137,7 +137,7 @@ class Closing:
             agent.liveness.close,
             *(service.close for service in agent.services),
             lambda: agent.event_loop.close(self._shutdown.timing.join),
-            # Coroutines may await the futures that have failed just now.
+            # Coroutines may await the futures that have just failed.
             lambda: agent.completions.close(self._shutdown.timing.join, finish=True),
             lambda: ended.append(agent.pool.close(self._patience_seconds)),
             lambda: self._warn_of_handlers(all(ended)),

@@ -247,7 +247,7 @@ class CollectiveShutdown(Shutdown):
 
     def _send(self, outgoing: Outgoing) -> None:
         if self._termination.done:
-            self.phase = Phase.DONE  # before the messages, by which other workers leave
+            self.phase = Phase.DONE  # before the messages that let other workers leave
         for member, message in outgoing:
             self._post(member, message)
         self._advance(self.phase)

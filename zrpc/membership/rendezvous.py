@@ -238,7 +238,7 @@ class _Rendezvous:
 
     @property
     def _absent(self) -> list[int]:
-        """The ranks of which no valid record was found yet."""
+        """The ranks without a valid record so far."""
         return [rank for rank in range(self._record.world_size) if rank not in self._came]
 
     def _may_read(self, pause: float = 0.0) -> bool:

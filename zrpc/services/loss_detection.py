@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 # A question names no more calls than this: the oldest.
 _MAX_CALLS_PER_QUESTION = 1024
 
-# The question's number, the way by which it goes, the number of ways, and how many messages went
+# The question's number, its way, the number of ways, and how many messages went
 # that way before.
 _HEAD = struct.Struct("<QBBQ")
 _CALL_ID = struct.Struct("<Q")
@@ -80,7 +80,7 @@ class LossDetector(Service):
 
     @override
     def tick(self) -> None:
-        """Asks the callees of calls that have waited for long."""
+        """Asks the callees of slow calls."""
         now = time.monotonic()
         least_age = self.rules.timing.question_seconds
         if now - self._checked_at < least_age:

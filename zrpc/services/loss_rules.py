@@ -56,7 +56,7 @@ class LossRules:
         self._questions: dict[MemberId, _Question] = {}
         # How many messages are missing, by sender and way, and since when.
         self._short: dict[tuple[MemberId, int], tuple[int, float]] = {}
-        # The number of each peer's latest question and answer, and the ways by which it has come.
+        # The number of each peer's latest question and answer, and the ways on which it has come.
         self._copies: dict[tuple[int, MemberId], tuple[int, set[int]]] = {}
 
     def forget(self, member: MemberId) -> None:

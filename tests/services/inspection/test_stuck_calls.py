@@ -1,4 +1,4 @@
-"""The warning about calls that wait for long."""
+"""The warning about slow calls."""
 
 from __future__ import annotations
 

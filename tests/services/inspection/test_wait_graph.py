@@ -67,7 +67,7 @@ def test_handlers_that_wait_for_each_other_by_futures_that_they_share() -> None:
     main = world.thread(0, own=False)
     there = world.thread(1, handles=world.call(0, main, 1))
     back = world.thread(0, handles=world.call(1, there, 0))
-    back.calls = main.calls  # it waits for the future by which it was called itself
+    back.calls = main.calls  # it waits for the future of its own call
     [cycle] = world.graph.cycles()
     assert ranks(cycle) == [0, 1]
     assert len(cycle) == 4  # two threads, and the two calls between them

@@ -149,7 +149,7 @@ class _Debugger(pdb.Pdb):
 
     @override
     def _cmdloop(self) -> None:
-        self.cmdloop()  # pdb's own would go on after a Ctrl-C, by which the launcher stops workers
+        self.cmdloop()  # pdb's own would go on after a Ctrl-C, the launcher's way to stop
 
     @override
     def set_continue(self) -> None:

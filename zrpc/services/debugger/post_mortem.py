@@ -10,7 +10,7 @@ from zrpc.agent.service import Service
 
 __all__ = ["PostMortem"]
 
-# The variable by which the launcher asks for it.
+# The variable with which the launcher asks for it.
 _POST_MORTEM = "ZRPC_PDB"
 
 

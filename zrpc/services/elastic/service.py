@@ -33,7 +33,7 @@ __all__ = ["ElasticMembership"]
 class ElasticMembership(Service):
     """Keeps an agent's view of its mesh as the log says.
 
-    Its methods run in the I/O thread, but for `await_admission` and `close`. At first the agent
+    Its methods run in the I/O thread, but for `close`. At first the agent
     knows no other worker, and the state is that in which its worker was accepted.
 
     Attributes:
@@ -57,15 +57,6 @@ class ElasticMembership(Service):
             agent.peers.introduce(record, endpoint_of(agent.membership, record))
             if member in state.admitted:
                 agent.peers.admit(member)
-
-    def await_admission(self, deadline: float, timeout: float) -> None:
-        """Waits until this worker is in, and in a mesh of a fixed size all are.
-
-        Raises:
-            RendezvousError: it took longer; the store failed.
-            AuthenticationError: a member does not trust this worker.
-        """
-        self.follower.admission.wait(deadline, timeout)
 
     @override
     def on_member_lost(self, member: MemberId) -> None:

@@ -1,6 +1,6 @@
 """Plugs inspection into an agent.
 
-It warns of calls that wait for long, reports full pools to callers, and answers questions about
+It warns of slow calls, reports full pools to callers, and answers questions about
 what the worker is doing.
 """
 

@@ -10,8 +10,8 @@ and the thread's stack still holds the function that runs handlers. That must be
 the calls that the thread waits for are looked up, so no thread is shown with the request of one
 moment and the call of another.
 
-To look at a frame is to hold what it refers to. If its function returns meanwhile, the looking
-thread is the one that drops those objects, as the garbage collector may drop things in any thread.
+Holding a frame keeps its locals alive. If its function returns meanwhile, they are freed in the
+thread that looks, as the garbage collector may free things in any thread.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _describe(extension: bytes) -> str:
 
 @contextmanager
 def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Iterator[None]:
-    """Has all workers record while a ``with`` statement runs, and writes one file at its end."""
+    """Records on all workers while a ``with`` statement runs, and writes one file at its end."""
     path = Path(path).absolute()
     path.write_text("")  # if that is not possible, it is better known now
     session = secrets.token_hex(8)
@@ -204,7 +204,7 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
     found: dict[Path, WorkerTrace] = {}
     for suffix in (ENDED, RUNNING):
         for each in directory.glob(f"*{suffix}"):
-            with suppress(FileNotFoundError):  # its worker gives it another name just now
+            with suppress(FileNotFoundError):  # its worker is renaming it
                 found[each] = WorkerTrace.read(each)
     cut = [
         f"{trace.name} (rank {trace.rank}): it was killed, or runs on; what it did last is missing"
