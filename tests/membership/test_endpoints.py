@@ -25,6 +25,8 @@ from zrpc.errors import AuthenticationError, OptionError, RpcError
 from zrpc.membership.endpoints import Meeting, listen_if_needed
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.transport.curve import KeyPair
+from zrpc.transport.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -302,6 +304,25 @@ def test_a_malformed_range_in_the_environment_is_an_error_without_tcp_too(
             told = "ZRPC_PORT_RANGE must be the first and the last TCP port"
             example = f"such as '20000-20100', from 1 to 65535, but got {text!r}"
             refuses(outcomes, OptionError, told, example)
+
+
+def test_a_worker_listens_once_though_a_record_is_replaced() -> None:
+    keys = KeyPair.new()
+    own, stale, new = (
+        peer_record(rank, 2, start=start, ipc=False, public_key=keys.public)
+        for rank, start in ((0, 0), (1, 0), (1, 1))
+    )
+    network = Network(own.identity, 0, 2, ipc=False)
+    meeting = Meeting(HashStore(), "", SECRET, ZmqRpcBackendOptions(), None)
+    before = listeners()
+    with contextlib.ExitStack() as stack:
+        stack.callback(network.close, linger=0, lost=())
+        found = {
+            listen_if_needed([own, other], own=own, network=network, meeting=meeting, keys=keys)
+            for other in (stale, new)
+        }
+        assert found == {network.tcp_endpoint}
+        assert len(listeners() - before) == 1
 
 
 # -- directories ---------------------------------------------------------------------------
