@@ -65,6 +65,7 @@ NEIGHBOURS = {
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("loss_detection", "loss_rules"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room: everything else in it is private to it.
@@ -134,12 +135,13 @@ SURFACE: dict[str, set[str]] = {
         "pending_calls",
         "recorder",
     },
-    "zrpc.agent": {"agent", "current", "service", "stats"},
+    "zrpc.agent": {"agent", "current", "service", "shutdown", "stats"},
     "zrpc.services": {
         "autograd.grad_lock",
         "autograd.passes",
         "autograd.service",
         "collectives",
+        "debugger.post_mortem",
         "debugger.prompt",
         "debugger.service",
         "elastic.join",

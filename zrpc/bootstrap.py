@@ -19,7 +19,15 @@ from torch.distributed import Store
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
-from zrpc.membership.endpoints import Meeting, check_security, find_endpoints, listen, make_keys
+from zrpc.membership.endpoints import (
+    Meeting,
+    address_of,
+    announce_endpoint,
+    check_reachable,
+    listen,
+    listen_if_needed,
+    make_keys,
+)
 from zrpc.membership.init_method import local_world_size, restart_count
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import StoreLost, meet
@@ -31,6 +39,7 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
+from zrpc.services.debugger.post_mortem import PostMortem
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
@@ -56,6 +65,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     LossDetector,
     TracingService,
     DebuggerService,
+    PostMortem,
     MetricsService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
@@ -212,10 +222,14 @@ def _join_fixed(
         record,
         meeting.options.init_timeout,
         meeting.secret,
-        check=partial(check_security, meeting=meeting),
+        listen=partial(listen_if_needed, own=record, network=network, meeting=meeting, keys=keys),
+        check=check_reachable,
     )
-    membership = Membership(records, record.member_id)
-    network.connect(find_endpoints(network, membership, meeting, keys))
+    own = records[record.rank]
+    if own.endpoint:
+        announce_endpoint(own.info, own.endpoint, keys is not None)
+    network.connect([address_of(each, own) for each in records])
+    membership = Membership(records, own.member_id)
     agent = Agent(network, membership, meeting.options, meeting.store)
     try:
         agent.serve(services)

@@ -49,7 +49,7 @@ class Pool:
 
 
 class Calls:
-    """A number of calls in flight, none of which expires."""
+    """A number of calls in flight that never expire."""
 
     earliest = NEVER
 

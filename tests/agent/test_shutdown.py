@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zrpc.agent import shutdown
-from zrpc.agent.shutdown import ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Phase, ShutdownTiming, SoloShutdown
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_it_waits_for_silence(clock: Any) -> None:
     assert leaving.asked
     clock.now += 0.02
     leaving.idle(3, 6)
-    assert (leaving.asked, leaving.settled, leaving.wait(1)) == (False, True, True)
+    assert (leaving.asked, leaving.phase, leaving.wait(1)) == (False, Phase.SETTLED, True)
     assert not leaving.done
 
 
@@ -52,15 +52,15 @@ def test_work_in_progress_at_first_is_waited_for_and_nothing_else(clock: Any) ->
     leaving.look()
     clock.now += 100
     leaving.look()
-    assert not leaving.settled
+    assert leaving.phase is Phase.BEGUN
     in_progress.discard("first")
     leaving.look()
-    assert leaving.settled
+    assert leaving.phase is Phase.SETTLED
 
 
-def test_it_leaves_all_the_same(clock: Any) -> None:
+def test_it_leaves_when_it_is_told_to(clock: Any) -> None:
     leaving = SoloShutdown(lambda: {"endless"}, ShutdownTiming())
     leaving.begin()
     leaving.leave_anyway()
     assert leaving.wait(0)
-    assert not leaving.settled
+    assert leaving.phase is Phase.BEGUN

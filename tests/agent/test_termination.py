@@ -351,12 +351,15 @@ def test_the_leader_knows_which_ranks_are_missing() -> None:
     assert Termination(1, range(4)).missing == []
 
 
-def test_only_the_loss_of_another_member_counts() -> None:
+def test_what_does_not_count() -> None:
+    """The loss of a stranger or of itself, a stranger's word, and the counts that nobody asks."""
     leader = Termination(0, [0, 1])
     leader.begin()
-    assert leader.on_member_lost(5) == []
-    assert leader.on_member_lost(0) == []  # itself
+    assert leader.on_member_lost(5) == leader.on_member_lost(0) == []
+    assert leader.receive(7, TerminationMessage(Step.JOIN)) == []
     assert leader.waits_for_all
+    assert leader.missing == [1]
+    assert Termination(1, [0, 1]).idle(3, 3) == []
 
 
 def test_counts_of_an_earlier_round_do_not_count() -> None:
@@ -367,17 +370,6 @@ def test_counts_of_an_earlier_round_do_not_count() -> None:
     leader.idle(0, 0)
     assert not leader.done
     assert not leader.asked  # it waits for the counts of this round
-
-
-def test_an_idle_worker_that_nobody_asks_says_nothing() -> None:
-    assert Termination(1, [0, 1]).idle(3, 3) == []
-
-
-def test_strangers_are_not_heard() -> None:
-    leader = Termination(0, [0, 1])
-    leader.begin()
-    assert leader.receive(7, TerminationMessage(Step.JOIN)) == []
-    assert leader.missing == [1]
 
 
 @pytest.mark.system

@@ -17,6 +17,7 @@ from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.agent.current import current_agent
+from zrpc.agent.shutdown import Phase
 from zrpc.testing import Mesh
 
 MakeMesh = Callable[..., Mesh]
@@ -141,7 +142,7 @@ def test_a_thread_that_calls_on_keeps_no_worker_in_an_elastic_mesh(mesh: Mesh) -
 @pytest.mark.zrpc(workers=3)
 def test_threads_go_on_calling_until_the_last_worker_has_called_shutdown(mesh: Mesh) -> None:
     first = [mesh.submit(rank, rpc.shutdown) for rank in (0, 1)]
-    until(lambda: all(mesh.agent(rank).graceful_shutdown.begun for rank in (0, 1)))
+    until(lambda: all(mesh.agent(rank).graceful_shutdown.phase >= Phase.BEGUN for rank in (0, 1)))
     for to in range(3):
         call = in_thread(mesh, 0, lambda to=to: rpc.rpc_sync(to, echo, (to,)))  # type: ignore[misc]
         assert call.result(SOON) == to

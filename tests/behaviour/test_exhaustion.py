@@ -198,7 +198,7 @@ def test_no_memory_left(mesh: Mesh) -> None:
 
 def ask_often() -> None:
     """Asks its callees after calls that wait, so often."""
-    rpc.api.current_agent().service(LossDetector).timing = LossDetectionTiming(0.1)
+    rpc.api.current_agent().service(LossDetector).rules.timing = LossDetectionTiming(0.1)
 
 
 @pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20, "shared_memory": 0})

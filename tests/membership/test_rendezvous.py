@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,11 @@ from tests.support.records import peer_record
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.membership.exchange import exchange
 from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.record_reader import RecordReader
 from zrpc.membership.rendezvous import (
     RendezvousTiming,
     StoreLost,
-    _Rendezvous,
     digest_of,
     meet,
 )
@@ -43,13 +43,17 @@ def record(rank: int, world_size: int, **changes: Any) -> PeerRecord:
     return peer_record(rank, world_size, start=next(_starts), **changes)
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
+every_store = pytest.mark.parametrize("connect", ["hash", "file", "tcp"], indirect=True)
+
+
+@pytest.fixture
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
     """Returns a function that gives a worker its own connection to the store."""
-    if request.param == "hash":
+    kind = getattr(request, "param", "hash")
+    if kind == "hash":
         store = dist.HashStore()
         yield lambda: store
-    elif request.param == "file":
+    elif kind == "file":
         yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
     else:
         host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -68,19 +72,19 @@ def start(
     return start_all(calls, 2 * SOON)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_all_see_the_same_records(connect: Connect, size: int) -> None:
-    records = [record(rank, size) for rank in range(size)]
-    assert start(connect, records)() == [records] * size
+@every_store
+def test_all_see_the_same_records_and_where_each_listens(connect: Connect) -> None:
+    for size in (1, 2, 7):
+        records = [record(rank, size) for rank in range(size)]
+        found = start(connect, records[:1], listen=lambda found: f"0 of {len(found)}")
+        late = start(connect, records[1:], listen=lambda found: f"not 0 of {len(found)}")
+        listening = [
+            replace(each, endpoint=f"{'not ' * bool(each.rank)}0 of {size}") for each in records
+        ]
+        assert found() + late() == [listening] * size
 
 
-def test_late_workers_are_waited_for(connect: Connect) -> None:
-    records = [record(rank, 3) for rank in range(3)]
-    first = start(connect, records[:2])
-    assert start(connect, records[2:])() == [records]
-    assert first() == [records] * 2
-
-
+@every_store
 @pytest.mark.system
 def test_records_of_an_earlier_mesh_are_not_used(connect: Connect) -> None:
     # The store outlives the mesh, as torchrun's does.
@@ -92,14 +96,7 @@ def test_records_of_an_earlier_mesh_are_not_used(connect: Connect) -> None:
     assert first() == [records] * 2
 
 
-def test_a_worker_that_tries_again_is_met(connect: Connect) -> None:
-    left_again = record(1, 2)
-    [outcome] = start(connect, [left_again], timeout=0.05)()
-    assert isinstance(outcome, RendezvousError)
-    records = [record(0, 2), record(1, 2)]
-    assert start(connect, records)() == [records] * 2
-
-
+@every_store
 def test_a_worker_that_tries_again_while_others_wait(connect: Connect) -> None:
     left_again = record(1, 3)
     waiting = [record(0, 3)]
@@ -128,7 +125,7 @@ class PlayedHost:
         )
 
     def confirm(self) -> None:
-        self.entries.set(f"{self.digest}/0", "met")
+        self.entries.set(f"{self.digest}/0", "=")
 
     def end(self) -> Any:
         del self.entries, self._store
@@ -153,18 +150,6 @@ def test_a_host_that_exits_before_it_knows_that_all_have_met() -> None:
     assert isinstance(error, RendezvousError)
     assert not isinstance(error, StoreLost)
     assert f"which is {host.records[0].info}, or the launcher" in str(error)
-
-
-def of_an_ended_host() -> dist.TCPStore:
-    """Returns a client's store that is no longer served."""
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return dist.TCPStore("127.0.0.1", host.port, is_master=False)
-
-
-def test_a_host_that_exits_before_all_have_published_where_they_listen() -> None:
-    store = of_an_ended_host()
-    with pytest.raises(RendezvousError, match="lost their store"):
-        exchange(store, [record(0, 2), record(1, 2)], 1, "here", SOON)
 
 
 @pytest.mark.system
@@ -194,15 +179,15 @@ def error_if_host_exits_first(
 ) -> Exception:
     """Returns the error of a worker whose host exits once the worker has read its record."""
     read = threading.Event()
-    read_present = _Rendezvous._read_present
+    present = RecordReader.present
 
-    def read_and_tell(self: _Rendezvous, ranks: list[int]) -> list[PeerRecord]:
+    def read_and_tell(self: RecordReader, ranks: list[int]) -> list[PeerRecord]:
         try:
-            return read_present(self, ranks)
+            return present(self, ranks)
         finally:
             read.set()
 
-    monkeypatch.setattr(_Rendezvous, "_read_present", read_and_tell)
+    monkeypatch.setattr(RecordReader, "present", read_and_tell)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     entries = SignedStore(store, None)
@@ -217,9 +202,9 @@ def error_if_host_exits_first(
 
 
 @pytest.mark.system
-def test_missing_ranks_are_named(connect: Connect) -> None:
-    [first, second] = start(connect, [record(0, 4), record(2, 4)], timeout=0.2)()
-    for error in (first, second):
+@every_store
+def test_missing_ranks_are_named_at_the_deadline(connect: Connect) -> None:
+    for error in start(connect, [record(0, 4), record(2, 4)], timeout=0.2)():
         assert isinstance(error, RendezvousError)
         assert re.search(
             r"expected 4 workers( at 127.0.0.1:\d+)? within 0.2 s, but ranks 1, 3 are missing: "
@@ -227,12 +212,15 @@ def test_missing_ranks_are_named(connect: Connect) -> None:
             r"node0 \(0, 2\)$",
             str(error),
         )
+    [error] = start(connect, [record(1, 4)], timeout=0.0)()
+    assert "within 0 s" in str(error)
 
 
 @pytest.mark.system
 def test_workers_that_left_again_are_named(connect: Connect) -> None:
     stale = record(1, 2, name="gone")
-    start(connect, [stale], timeout=0.05)()
+    [outcome] = start(connect, [stale], timeout=0.05)()
+    assert isinstance(outcome, RendezvousError)
     [error] = start(connect, [record(0, 2)], timeout=0.2)()
     assert isinstance(error, RendezvousError)
     assert "WorkerInfo(id=1, name=gone)" in str(error)
@@ -251,62 +239,82 @@ def test_a_store_of_another_mesh_is_named(secret: ClusterSecret | None) -> None:
     assert "is that of another mesh: give each mesh a MASTER_PORT of its own" in str(info.value)
 
 
-def test_one_name_twice(connect: Connect) -> None:
-    for error in start(connect, [record(0, 2, name="same"), record(1, 2, name="same")])():
-        assert isinstance(error, RendezvousError)
-        assert "worker name same is not unique: ranks 0 and 1 both have it" in str(error)
-
-
-def refuse(_: list[PeerRecord]) -> None:
+def refuse(_: list[PeerRecord]) -> Any:
     raise AuthenticationError("these can't form a mesh")
 
 
-def test_workers_that_can_not_form_a_mesh(connect: Connect) -> None:
-    for error in start(connect, [record(0, 2), record(1, 2)], check=refuse)():
-        assert isinstance(error, AuthenticationError)
-        assert "these can't form a mesh" in str(error)
+@every_store
+def test_why_workers_can_not_form_a_mesh_is_told_to_all(connect: Connect) -> None:
+    same = [record(0, 2, name="same"), record(1, 2, name="same")]
+    text = "worker name same is not unique: ranks 0 and 1 both have it"
+    for error in start(connect, same)():
+        assert isinstance(error, RendezvousError)
+        assert text in str(error)
+    for hook in ("listen", "check"):
+        for error in start(connect, [record(0, 2), record(1, 2)], **{hook: refuse})():
+            assert isinstance(error, AuthenticationError)
+            assert "these can't form a mesh" in str(error)
+
+
+def test_a_worker_that_can_not_listen_is_named(connect: Connect) -> None:
+    other = start(connect, [record(0, 3), record(1, 3)])
+    [own] = start(connect, [record(2, 3)], listen=refuse)()
+    assert isinstance(own, AuthenticationError)
+    for error in other():
+        assert isinstance(error, RendezvousError)
+        assert "expected all workers to publish where they listen, but WorkerInfo(id=2," in str(
+            error
+        )
+        assert "on node0 failed: these can't form a mesh" in str(error)
+
+
+def test_a_worker_listens_again_for_a_record_that_was_replaced(connect: Connect) -> None:
+    stale, first = record(1, 2), record(0, 2)
+    start(connect, [stale], timeout=0.05)()
+    seen: list[PeerRecord] = []
+
+    def listen(records: list[PeerRecord]) -> str:
+        seen.append(records[1])
+        return refuse(records) if records[1] == stale else "here"
+
+    waiting = start(connect, [first], listen=listen)
+    until(lambda: seen)
+    second = record(1, 2)
+    assert start(connect, [second])() == waiting()
+    assert seen == [stale, second]
 
 
 def start_and_take_part_by_hand(
-    connect: Connect, timing: RendezvousTiming = TIMING, names: tuple[str, str] = ("same", "same")
+    connect: Connect, timing: RendezvousTiming = TIMING, hook: str = "check"
 ) -> tuple[Callable[[], list[Any]], Callable[[], None]]:
     """Starts rank 0, and plays rank 1 until it reads why there is no mesh."""
-    records = [record(rank, 2, name=name) for rank, name in enumerate(names)]
-    finish = start(connect, records[:1], timing=timing, check=refuse)
+    records = [record(rank, 2) for rank in range(2)]
+    finish = start(connect, records[:1], timing=timing, **{hook: refuse})
     store = connect()
     entries, digest = SignedStore(store, None), digest_of(records)
     entries.set("record/1", records[1].dump())
-    entries.set(f"{digest}/1", "met")
+    entries.set(f"{digest}/1", "=")
     store.wait([f"zrpc/{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
     return finish, lambda: entries.set(f"{digest}/1/refused", "1")
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("names", "why"),
-    [
-        (("same", "same"), "worker name same is not unique"),
-        (("one", "two"), "these can't form a mesh"),
-    ],
-    ids=["names", "check"],
-)
-def test_rank_0_stays_until_the_others_have_read_why(
-    connect: Connect, names: tuple[str, str], why: str
-) -> None:
+@pytest.mark.parametrize("hook", ["check", "listen"])
+def test_rank_0_stays_until_the_others_have_read_why(connect: Connect, hook: str) -> None:
     # It might close the store, and the others would report a lost connection.
-    finish, read = start_and_take_part_by_hand(connect, names=names)
+    finish, read = start_and_take_part_by_hand(connect, hook=hook)
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(finish)
         assert not wait([outcome], 0.2).done
         read()
         [error] = outcome.result(SOON)
-    assert why in str(error)
+    assert "these can't form a mesh" in str(error)
 
 
 def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:
     finish, _ = start_and_take_part_by_hand(connect, RendezvousTiming(failure_read_seconds=0.1))
     [error] = finish()
-    assert "worker name same is not unique" in str(error)
+    assert "these can't form a mesh" in str(error)
 
 
 def test_one_rank_twice() -> None:
@@ -434,69 +442,12 @@ def test_a_smaller_world_is_reported(connect: Connect) -> None:
     assert isinstance(errors[2], RendezvousError)
 
 
-@pytest.mark.parametrize("timeout", [0.0, 0.1])
-def test_the_deadline_is_kept(connect: Connect, timeout: float) -> None:
-    [error] = start(connect, [record(0, 2)], timeout=timeout)()
-    assert isinstance(error, RendezvousError)
-    assert f"within {timeout:g} s" in str(error)
-
-
 def test_a_store_that_fails_is_a_rendezvous_error() -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    del host
     with pytest.raises(RendezvousError, match="the store failed while the workers were meeting"):
-        meet(of_an_ended_host(), record(0, 1), 1)
-
-
-def test_exchange(connect: Connect) -> None:
-    records = [record(rank, 3) for rank in range(3)]
-    found = {}
-
-    def run(rank: int) -> None:
-        found[rank] = exchange(connect(), records, rank, f"value {rank}", SOON)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert list(found.values()) == [["value 0", "value 1", "value 2"]] * 3
-
-
-def test_a_worker_that_gives_no_value_is_named(connect: Connect) -> None:
-    records = [record(rank, 3) for rank in range(3)]
-    with pytest.raises(RendezvousError, match=r"within 0.1 s .*\[WorkerInfo\(id=1.*id=2"):
-        exchange(connect(), records, 0, "value", 0.1)
-
-
-@pytest.mark.system
-def test_rank_0_stays_until_the_others_have_read_what_is_wrong_with_a_value(
-    connect: Connect,
-) -> None:
-    def check(values: list[str]) -> None:
-        raise RendezvousError(f"{values} don't do")
-
-    records = [record(rank, 2) for rank in range(2)]
-    entries, digest = SignedStore(connect(), None), digest_of(records)
-    entries.set(f"{digest}/value/1", "=there")
-    with ThreadPoolExecutor(1) as thread:
-        outcome = thread.submit(exchange, connect(), records, 0, "here", SOON, check=check)
-        assert not wait([outcome], 0.2).done
-        entries.set(f"{digest}/1/refused", "1")
-        with pytest.raises(RendezvousError, match=r"\['here', 'there'\] don't do"):
-            outcome.result(SOON)
-
-
-def test_exchanges_of_two_meshes_do_not_meet(connect: Connect) -> None:
-    store = connect()
-    for value in ("first", "second"):
-        records = [record(0, 1)]
-        assert exchange(store, records, 0, value, SOON) == [value]
-
-
-def test_identities_have_the_form_that_zeromq_requires() -> None:
-    identity = record(0, 1).identity
-    assert identity[0:1] == b"z"
-    assert identity.isascii()
-    assert len(identity) == 23
+        meet(client, record(0, 1), 1)
 
 
 @pytest.mark.system

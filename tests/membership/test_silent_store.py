@@ -16,7 +16,6 @@ from tests.support.records import peer_record
 from tests.support.waiting import SOON, until
 from zrpc.errors import RendezvousError
 from zrpc.launch import Task
-from zrpc.membership.exchange import exchange
 from zrpc.membership.rendezvous import meet
 from zrpc.membership.signed_store import SignedStore
 from zrpc.services.elastic.join import claim
@@ -104,12 +103,6 @@ def test_a_rendezvous_whose_store_falls_silent_ends_at_its_deadline(hosted: Host
     stopper.start()  # it waits for the record
     check_silent(run(meet, hosted.store, peer_record(1, 2), 3 * TIMEOUT))
     stopper.join()
-
-
-def test_an_exchange_ends_at_its_deadline(hosted: HostedStore) -> None:
-    hosted.stop()
-    records = [peer_record(rank, 2) for rank in range(2)]
-    check_silent(run(exchange, hosted.store, records, 0, "value", TIMEOUT))
 
 
 def test_a_claim_ends_at_its_deadline(hosted: HostedStore) -> None:

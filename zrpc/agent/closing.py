@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import zmq
 
 from zrpc.agent.leave_message import LeaveMessage
-from zrpc.agent.shutdown import Quiescence, Shutdown
+from zrpc.agent.shutdown import Phase, Quiescence, Shutdown
 from zrpc.calls.last_calls import LastCalls
 from zrpc.errors import RpcError, RpcTimeoutError
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.thread_pool import in_pool
-from zrpc.wire.member_id import rank_of
 
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
@@ -73,7 +72,7 @@ class Closing:
         )
 
     def _waits_in_vain(self) -> bool:
-        """Whether what services wait for may be lost with a connection: nothing comes for long."""
+        """Whether what services wait for may be lost with a connection: nothing has come lately."""
         received = sum(self._agent.dispatcher.received.values())
         return self._quiescence.lasted(received) > self._shutdown.timing.services
 
@@ -107,10 +106,7 @@ class Closing:
         with contextlib.suppress(zmq.ZMQError):  # another thread has closed the agent meanwhile
             self._agent.receiver.in_io_thread(self._shutdown.begin)
         if not self._shutdown.wait(timeout):
-            missing = [rank_of(member) for member in self._shutdown.missing]
-            who = f"; ranks {missing} have not begun to shut down" if missing else ""
-            if unfinished := [rank_of(member) for member in self._shutdown.unfinished]:
-                who += f"; calls are still in progress on ranks {unfinished}"
+            who = self._shutdown.obstacles()
             if running := len(self._agent.callee.requests):
                 who += f"; calls of others are still running here: {running}"
             raise RpcTimeoutError(
@@ -141,7 +137,7 @@ class Closing:
             agent.liveness.close,
             *(service.close for service in agent.services),
             lambda: agent.event_loop.close(self._shutdown.timing.join),
-            # Coroutines may await the futures that have failed just now.
+            # Coroutines may await the futures that have just failed.
             lambda: agent.completions.close(self._shutdown.timing.join, finish=True),
             lambda: ended.append(agent.pool.close(self._patience_seconds)),
             lambda: self._warn_of_handlers(all(ended)),
@@ -152,7 +148,7 @@ class Closing:
 
     def _say_farewell(self) -> None:
         agent = self._agent
-        gracefully = self._shutdown.settled
+        gracefully = self._shutdown.phase >= Phase.SETTLED
         self._shutdown.leave_anyway()
         agent.callee.requests.close()
         if not self._shutdown.done:
@@ -182,7 +178,8 @@ class Closing:
     def _close_network(self) -> None:
         self._agent.store = None  # closes it if this worker hosts it and nobody else holds it
         timing = self._shutdown.timing
-        linger = timing.linger if self._shutdown.settled else timing.linger_not_graceful
+        gracefully = self._shutdown.phase >= Phase.SETTLED
+        linger = timing.linger if gracefully else timing.linger_not_graceful
         self._agent.network.close(linger, self._agent.membership.lost)
 
 

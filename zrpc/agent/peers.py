@@ -27,7 +27,7 @@ __all__ = ["Peers"]
 
 logger = logging.getLogger(__name__)
 
-# How often a worker that was declared dead, and is heard all the same, is told so.
+# How often a worker that was declared dead, and is heard again, is told so.
 _TELL_DEAD_SECONDS = 1.0
 # How long that message has to be sent. The lost worker may not exist any more.
 _SEND_SECONDS = 10.0

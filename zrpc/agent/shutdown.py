@@ -12,13 +12,23 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from enum import IntEnum
+
+from typing_extensions import override
 
 from zrpc.agent.termination import Outgoing, Termination, TerminationMessage
 from zrpc.membership.view import Membership
 from zrpc.runtime.thread_pool import pass_gate
-from zrpc.wire.member_id import MemberId
+from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["CollectiveShutdown", "Quiescence", "Shutdown", "ShutdownTiming", "SoloShutdown"]
+__all__ = [
+    "CollectiveShutdown",
+    "Phase",
+    "Quiescence",
+    "Shutdown",
+    "ShutdownTiming",
+    "SoloShutdown",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,16 @@ class ShutdownTiming:
     linger_not_graceful: float = 0.1
 
 
+class Phase(IntEnum):
+    """How far a worker's shutdown has come."""
+
+    RUNNING = 0
+    BEGUN_ELSEWHERE = 1  # at workers that leave together with this one
+    BEGUN = 2
+    SETTLED = 3  # this worker has nothing left to do, or to say
+    DONE = 4  # nor has any other
+
+
 class Shutdown:
     """One worker's wait until it may leave. Subclasses override what they need.
 
@@ -66,20 +86,27 @@ class Shutdown:
         timing: how long its steps take.
 
     Attributes:
-        done: whether the whole mesh has nothing left to do.
-        settled: whether this worker has nothing left to do, or to say.
-        in_progress: whether a shutdown has begun, here or, if all leave together, anywhere.
-        begun: whether it has begun here.
+        phase: how far it has come; it never goes back.
     """
 
     def __init__(self, timing: ShutdownTiming) -> None:
         self.timing = timing
-        self.done = self.settled = self.in_progress = self.begun = False
+        self.phase = Phase.RUNNING
         # Open once this worker may leave. Not an event: its lock might be held by a thread that a
         # signal handler interrupts, and the I/O thread would wait for that.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._openers = [self._gate.release]  # taken by the thread that opens the gate
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a shutdown has begun, here or, if all leave together, anywhere."""
+        return self.phase > Phase.RUNNING
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole mesh has nothing left to do."""
+        return self.phase is Phase.DONE
 
     @property
     def waits_for_all(self) -> bool:
@@ -96,15 +123,9 @@ class Shutdown:
         """Whether all workers have begun to shut down; false if each leaves by itself."""
         return False
 
-    @property
-    def missing(self) -> list[MemberId]:
-        """The members that have not begun to shut down, as far as this worker knows."""
-        return []
-
-    @property
-    def unfinished(self) -> list[MemberId]:
-        """The members that have begun and still have work, as far as this worker knows."""
-        return []
+    def obstacles(self) -> str:
+        """Returns what other workers are waited for, as far as is known here: "; ..." or ""."""
+        return ""
 
     def wait(self, timeout: float) -> bool:
         """Waits until this worker may leave; False if that took longer.
@@ -121,12 +142,13 @@ class Shutdown:
 
     def begin(self) -> None:
         """Begins the shutdown of this worker."""
+        self._advance(Phase.BEGUN)
 
     def look(self) -> None:
         """Does what is due; must be called often while a shutdown is in progress."""
 
     def idle(self, sent: int, received: int) -> None:
-        """Learns that this worker has nothing to do; must be called while `asked`.
+        """Notes that this worker has nothing to do; must be called while `asked`.
 
         Args:
             sent: counted messages that it ever sent to the members that live.
@@ -134,17 +156,22 @@ class Shutdown:
         """
 
     def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
-        """Takes in a termination message.
+        """Handles a termination message.
 
         Raises:
             ProtocolError: it is none.
         """
 
     def admit(self, member: MemberId) -> None:
-        """Learns that a member has joined."""
+        """Notes that a member has joined."""
 
     def on_member_lost(self, member: MemberId) -> None:
-        """Learns that a member is lost."""
+        """Notes that a member is lost."""
+
+    def _advance(self, phase: Phase) -> None:
+        self.phase = max(self.phase, phase)
+        if self.phase >= Phase.SETTLED:
+            self.leave_anyway()
 
 
 class CollectiveShutdown(Shutdown):
@@ -167,66 +194,63 @@ class CollectiveShutdown(Shutdown):
         self._next_reminder = 0.0
 
     @property
+    @override
     def waits_for_all(self) -> bool:
-        """Whether this worker leads, and all others must tell it that they have begun."""
         return self._termination.waits_for_all
 
     @property
+    @override
     def asked(self) -> bool:
-        """Whether a leader must be told as soon as this worker is idle."""
         return self._termination.asked
 
     @property
+    @override
     def all_begun(self) -> bool:
-        """Whether all workers have begun to shut down."""
         return self._termination.all_begun
 
-    @property
-    def missing(self) -> list[MemberId]:
-        """The members that have not begun to shut down, as far as this worker knows."""
-        return self._termination.missing
+    @override
+    def obstacles(self) -> str:
+        missing = [rank_of(member) for member in self._termination.missing]
+        unfinished = [rank_of(member) for member in self._termination.unfinished]
+        text = f"; ranks {missing} have not begun to shut down" if missing else ""
+        return text + (f"; calls are still in progress on ranks {unfinished}" if unfinished else "")
 
-    @property
-    def unfinished(self) -> list[MemberId]:
-        """The members that have begun and still have work, as far as this worker knows."""
-        return self._termination.unfinished
-
+    @override
     def begin(self) -> None:
-        """Begins the shutdown of this worker."""
-        self.in_progress = self.begun = True
+        super().begin()
         self._next_reminder = time.monotonic() + self.timing.remind
         self._send(self._termination.begin())
 
+    @override
     def look(self) -> None:
-        """Repeats now and then what may have been lost."""
         now = time.monotonic()
         if now >= self._next_reminder:
             self._next_reminder = now + self.timing.remind
             self._send(self._termination.remind())
 
+    @override
     def idle(self, sent: int, received: int) -> None:
-        """Tells the leaders that this worker has nothing to do; see `Shutdown`."""
         self._send(self._termination.idle(sent, received))
 
+    @override
     def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
-        """Takes in a termination message; see `Shutdown`."""
-        self.in_progress = True
+        self._advance(Phase.BEGUN_ELSEWHERE)
         self._send(self._termination.receive(sender, TerminationMessage.parse(body)))
 
+    @override
     def admit(self, member: MemberId) -> None:
-        """Learns that a member has joined."""
         self._termination.admit(member)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
-        """Learns that a member is lost."""
         self._send(self._termination.on_member_lost(member))
 
     def _send(self, outgoing: Outgoing) -> None:
-        self.done = self.settled = self._termination.done
+        if self._termination.done:
+            self.phase = Phase.DONE  # before the messages that let other workers leave
         for member, message in outgoing:
             self._post(member, message)
-        if self.done:
-            self.leave_anyway()
+        self._advance(self.phase)
 
 
 class SoloShutdown(Shutdown):
@@ -237,7 +261,7 @@ class SoloShutdown(Shutdown):
     the whole mesh is done.
 
     Args:
-        work: returns what this worker does just now: its calls and its handlers.
+        work: returns what this worker is doing: its calls and its handlers.
         timing: for how long work that begins after `begin` is waited for too.
     """
 
@@ -249,31 +273,28 @@ class SoloShutdown(Shutdown):
         self._quiescence = Quiescence()
 
     @property
+    @override
     def asked(self) -> bool:
-        """Whether `idle` must be called as soon as this worker is idle."""
-        return self.in_progress and not self.settled
+        return self.phase is Phase.BEGUN
 
+    @override
     def begin(self) -> None:
-        """Begins the shutdown of this worker."""
-        self.in_progress = self.begun = True
+        super().begin()
         self._first = self._work()
         self._new_work_until = time.monotonic() + self.timing.new_work
 
+    @override
     def look(self) -> None:
-        """Ends the wait if all that is left to do began too late to count."""
+        # All that is left may have begun too late to count.
         if self.asked and time.monotonic() >= self._new_work_until:
             self._first &= self._work()
             if not self._first:
-                self._settle()
+                self._advance(Phase.SETTLED)
 
+    @override
     def idle(self, sent: int, received: int) -> None:
-        """Ends the wait if nothing has come in for a moment; see `Shutdown`."""
         if self._quiescence.lasted(received) >= self.timing.quiet:
-            self._settle()
-
-    def _settle(self) -> None:
-        self.settled = True
-        self.leave_anyway()
+            self._advance(Phase.SETTLED)
 
 
 class Quiescence:

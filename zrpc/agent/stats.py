@@ -160,7 +160,7 @@ class Stats:
         rrefs_held: references that it holds to values of others.
         autograd_contexts: distributed autograd contexts that it takes part in.
         reconnects: connections that were made again.
-        messages_lost: messages to it that are known to be lost, and calls of which it is not known
+        messages_lost: messages to it that are known to be lost, and calls for which it is not known
             whether they were.
         heartbeats_missed: how often a peer did not answer heartbeats in time, or its connection
             broke.

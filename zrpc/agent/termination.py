@@ -253,7 +253,7 @@ class Termination:
 
     @property
     def _uncovered(self) -> set[MemberId]:
-        """The members that no leader covers which has let this worker go, or which it waits for."""
+        """The members covered neither by a leader that released us nor by one still pending."""
         return (self._members - self._covered).intersection(*self._leaders.values())
 
     def _first_leader(self) -> Outgoing:

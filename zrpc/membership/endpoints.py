@@ -1,26 +1,23 @@
 """Where each worker of a mesh can be reached, and which workers may connect there.
 
 Workers of one host use Unix sockets. If any two can't, all of them listen on a network interface
-too, and exchange the addresses.
+too, and publish where.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import zmq
 from torch.distributed import Store
 
 from zrpc.errors import AuthenticationError, RpcError
-from zrpc.membership.exchange import exchange
 from zrpc.membership.init_method import master_host
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
@@ -35,15 +32,16 @@ from zrpc.transport.network import DESCRIPTORS_PER_PEER, Network
 __all__ = [
     "MAKE_A_SECRET",
     "Meeting",
+    "address_of",
     "announce_endpoint",
     "check_curve",
     "check_descriptors",
-    "check_security",
+    "check_reachable",
     "choose_interface",
     "endpoint_of",
-    "find_endpoints",
     "is_loopback",
     "listen",
+    "listen_if_needed",
     "listen_on",
     "make_keys",
 ]
@@ -102,17 +100,48 @@ def check_curve() -> None:
         )
 
 
-def check_security(records: list[PeerRecord], meeting: Meeting) -> None:
-    """Refuses tcp if the workers' security differs, or if no secret vouches for their keys.
+def listen_if_needed(
+    records: list[PeerRecord],
+    *,
+    own: PeerRecord,
+    network: Network,
+    meeting: Meeting,
+    keys: KeyPair | None,
+) -> str:
+    """Listens on tcp for the workers that meet, if any two need that; returns the endpoint, or "".
 
-    All workers find the same here, so it is for `rendezvous.meet`: the host of the store stays
-    until the others know, too.
+    May be called again with other records.
 
     Raises:
-        AuthenticationError: the security differs, or a secret is missing.
+        AuthenticationError: the security differs; a secret is missing; a directory can't be
+            trusted.
+        RpcError: it can't listen; there are too few descriptors.
     """
-    if _all_by_ipc(records):
-        return
+    needed = not _all_by_ipc(records)
+    if needed:
+        _check_security(records, meeting)
+    neighbours = [each for each in records if each != own and own.reaches_by_ipc(each)]
+    for record in neighbours:
+        check_private(Path(record.directory))
+    check_descriptors(own.info, len(neighbours))
+    if not needed:
+        return ""
+    if meeting.options.transport == "ipc":
+        raise RpcError(
+            "transport='ipc' needs all workers on one host with one directory for sockets, "
+            f"but they are on {_hosts(records)} hosts, or see different ones"
+        )
+    curve = None if keys is None else Curve(keys, [])
+    endpoint = network.tcp_endpoint or listen_on(
+        network, choose_interface(meeting.init_method), curve, meeting.ports
+    )
+    for record in records:
+        network.introduce(record.rank, "", PeerKey(record.public_key, record.identity))
+    return endpoint
+
+
+def _check_security(records: list[PeerRecord], meeting: Meeting) -> None:
+    """Refuses tcp if the workers' security differs, or if no secret vouches for their keys."""
     for record in records:
         _check_same_security(records[0], record)
     if records[0].public_key and meeting.secret is None:
@@ -125,49 +154,16 @@ def check_security(records: list[PeerRecord], meeting: Meeting) -> None:
         )
 
 
-def find_endpoints(
-    network: Network, membership: Membership, meeting: Meeting, keys: KeyPair | None
-) -> list[str]:
-    """Returns where each worker can be reached; listens on tcp if any two workers need that.
-
-    Raises:
-        AuthenticationError: a worker's directory can't be trusted.
-        RpcError: a worker can't be reached.
-    """
-    records = list(membership.records.values())
-    endpoints = [f"ipc://{Path(record.directory) / 'inbox'}" for record in records]
-    if _all_by_ipc(records):
-        _check_neighbours(membership)
-        return endpoints
-    try:
-        _check_neighbours(membership)
-        if meeting.options.transport == "ipc":
+def check_reachable(records: Sequence[PeerRecord]) -> None:
+    """Raises an RpcError if a worker listens where others can't reach it."""
+    for record in records:
+        if is_loopback(record.endpoint) and _networks(records) > 1:
             raise RpcError(
-                "transport='ipc' needs all workers on one host with one directory for sockets, "
-                f"but they are on {_hosts(records)} hosts, or see different ones"
+                f"{record.info} listens on {record.endpoint}, which other hosts and containers "
+                f"can't reach: set {_IFACE} there to the name or the address of the network "
+                "interface that leads to them (the master's name may mean loopback in its "
+                "/etc/hosts)"
             )
-    except RpcError as error:
-        _tell_failure(membership, meeting, error)
-        raise
-    peers = [PeerKey(record.public_key, record.identity) for record in records]
-    curve = None if keys is None else Curve(keys, peers)
-    tcp = _exchange_tcp(network, membership, meeting, curve)
-    return [
-        endpoints[record.rank] if membership.reaches_by_ipc(record.member_id) else tcp[record.rank]
-        for record in records
-    ]
-
-
-def _check_neighbours(membership: Membership) -> None:
-    """Checks that this worker may and can talk to all that it reaches by Unix sockets."""
-    neighbours = [
-        record
-        for member, record in membership.records.items()
-        if member != membership.own_id and membership.reaches_by_ipc(member)
-    ]
-    for record in neighbours:
-        check_private(Path(record.directory))
-    check_descriptors(membership.info, len(neighbours))
 
 
 def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
@@ -208,7 +204,7 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
     mine = membership.records[membership.own_id]
     if mine.reaches_by_ipc(record):
         check_private(Path(record.directory))
-        return f"ipc://{Path(record.directory) / 'inbox'}"
+        return address_of(record, mine)
     local = is_loopback(mine.endpoint) or is_loopback(record.endpoint)
     if not (mine.endpoint and record.endpoint) or (local and _networks([mine, record]) > 1):
         silent = record.info if mine.endpoint and not is_loopback(mine.endpoint) else mine.info
@@ -219,6 +215,13 @@ def endpoint_of(membership: Membership, record: PeerRecord) -> str:
             "address"
         )
     _check_same_security(mine, record)
+    return record.endpoint
+
+
+def address_of(record: PeerRecord, own: PeerRecord) -> str:
+    """Returns where a worker can be reached from this one."""
+    if own.reaches_by_ipc(record):
+        return f"ipc://{Path(record.directory) / 'inbox'}"
     return record.endpoint
 
 
@@ -256,55 +259,6 @@ def _check_same_security(mine: PeerRecord, record: PeerRecord) -> None:
             f"{clear.info} talks in the clear (security='none'), but {other.info} does not: give "
             "all workers the same security"
         )
-
-
-def _exchange_tcp(
-    network: Network, membership: Membership, meeting: Meeting, curve: Curve | None
-) -> list[str]:
-    """Listens on tcp; returns the endpoints of all workers."""
-    records = list(membership.records.values())
-    try:
-        mine = listen_on(network, choose_interface(meeting.init_method), curve, meeting.ports)
-    except RpcError as error:
-        _tell_failure(membership, meeting, error)
-        raise
-    found = exchange(
-        meeting.store,
-        records,
-        membership.own_id,
-        mine,
-        meeting.options.init_timeout,
-        meeting.secret,
-        check=partial(_check_reachable, records),
-    )
-    announce_endpoint(membership.info, mine, curve is not None)
-    return found
-
-
-def _tell_failure(membership: Membership, meeting: Meeting, error: RpcError) -> None:
-    """Tells the others, which wait for this worker's address, why there will be none."""
-    records = list(membership.records.values())
-    timeout = min(meeting.options.init_timeout, _FAILURE_SECONDS)
-    with contextlib.suppress(RpcError):
-        exchange(
-            meeting.store,
-            records,
-            membership.own_id,
-            str(error),
-            timeout,
-            meeting.secret,
-            failed=True,
-        )
-
-
-def _check_reachable(records: Sequence[PeerRecord], endpoints: Sequence[str]) -> None:
-    for record, endpoint in zip(records, endpoints, strict=True):
-        if is_loopback(endpoint) and _networks(records) > 1:
-            raise RpcError(
-                f"{record.info} listens on {endpoint}, which other hosts and containers can't "
-                f"reach: set {_IFACE} there to the name or the address of the network interface "
-                "that leads to them (the master's name may mean loopback in its /etc/hosts)"
-            )
 
 
 def listen_on(network: Network, interface: str, curve: Curve | None, ports: range | None) -> str:

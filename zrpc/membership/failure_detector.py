@@ -231,7 +231,7 @@ class FailureDetector:
         return [loss for loss in losses if loss is not None]
 
     def _last_before(self, peer: _Peer) -> float:
-        """When a peer last answered for the first time that was asked with this one, or before.
+        """Returns the time of the latest first answer among the peers asked by then.
 
         That is when this one answered, if it ever has.
         """

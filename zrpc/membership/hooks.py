@@ -38,7 +38,7 @@ class Hooks:
         self._notified: list[WorkerInfo] = []
 
     def add(self, hook: Hook) -> RemovableHandle:
-        """Has ``hook`` called for each worker of earlier `notify` calls, and of later ones."""
+        """Calls ``hook`` for each worker of earlier `notify` calls, and of later ones."""
         with self._lock:
             handle = RemovableHandle(self._hooks)
             self._hooks[handle.id] = hook
@@ -48,7 +48,7 @@ class Hooks:
         return handle
 
     def notify(self, info: WorkerInfo) -> None:
-        """Has all hooks called for a worker; calls none itself."""
+        """Submits all hooks for a worker; calls none itself."""
         with self._lock:
             self._notified.append(info)
             keys = list(self._hooks)
@@ -56,7 +56,7 @@ class Hooks:
             self._submit(partial(self._run, key, info))
 
     def forget(self, member: MemberId) -> None:
-        """Has hooks that are added later not called for this worker."""
+        """Drops a worker, so that hooks added later are not called for it."""
         with self._lock:
             self._notified = [info for info in self._notified if info.member_id != member]
 

@@ -86,7 +86,7 @@ class LivenessMonitor:
         self._tried_in_vain: dict[MemberId, str] = {}
         # The members that have connected to this worker to see whether it lives.
         self._greeted: set[MemberId] = set()
-        # Why workers left of which messages are still in flight, and how many they have sent.
+        # Departed workers whose messages are still arriving: the reason, and how many they sent.
         self._deferred_leaves: dict[MemberId, tuple[Reason, int]] = {}
         network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from zrpc.membership.peer_record import PeerRecord
 
-__all__ = [
-    "describe_hosts",
-    "describe_missing",
-    "describe_places",
-    "describe_refused",
-    "rank_ranges",
-]
+__all__ = ["describe_hosts", "describe_missing", "describe_places", "rank_ranges"]
 
 _HOSTS_NAMED = 8
 
@@ -41,18 +35,6 @@ def describe_missing(ranks: Iterable[int]) -> str:
         f"{are.format(rank_ranges(missing))} missing: start them, or check RANK and WORLD_SIZE. If "
         "they only need longer, set ZRPC_INIT_TIMEOUT or init_timeout to more seconds"
     )
-
-
-def describe_refused(errors: Mapping[int, Exception], hint: str) -> str:
-    """Returns the ranks whose records were refused, and why the first of them was.
-
-    Args:
-        errors: by rank; at least one.
-        hint: what else may be wrong, or nothing.
-    """
-    rank, error = next(iter(errors.items()))
-    ranks = f"rank{'s' if len(errors) > 1 else ''} {rank_ranges(errors)}"
-    return f"what claims to be {ranks} was refused{hint}. Rank {rank}: {error}"
 
 
 def describe_places(records: Iterable[PeerRecord]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
 
-__all__ = ["PeerRecord", "claimed_token"]
+__all__ = ["PeerRecord", "is_token"]
 
 _TOKEN = re.compile("[0-9a-f]{32}")
 
@@ -55,7 +55,7 @@ class PeerRecord:
         if wrong := [name for name in _KINDS if type(values[name]).__name__ != _KINDS[name]]:
             raise ValueError(f"a peer record has a wrong {wrong[0]}: {values[wrong[0]]!r}")
         record = cls(**values)
-        if not _TOKEN.fullmatch(record.token):
+        if not is_token(record.token):
             raise ValueError(f"a peer record has a wrong token: {record.token!r}")
         try:
             record.info  # noqa: B018  # it checks the name
@@ -124,10 +124,6 @@ class PeerRecord:
 _KINDS = {field.name: field.type for field in fields(PeerRecord)}
 
 
-def claimed_token(entry: bytes) -> str:
-    """Returns the token in a record whose signature was refused; empty if there is none."""
-    try:
-        token = str(json.loads(entry.partition(b" ")[2])["token"])
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return ""
-    return token if _TOKEN.fullmatch(token) else ""
+def is_token(text: str) -> bool:
+    """Whether a text has the form of a record's token."""
+    return _TOKEN.fullmatch(text) is not None

@@ -5,6 +5,9 @@ stale: a store may outlive a mesh (torchrun's does, a file may), and any worker 
 a failure. So the workers then confirm that they have seen the same records. Each writes a key that
 is named by the tokens of all records. A record that is replaced meanwhile is read again.
 
+A worker listens for the others before it confirms, once it knows from their records who they are.
+Its confirmation says where it can be reached by TCP, or why it can't be.
+
 A worker that has confirmed may give up before the last one confirms: its time is over, or a record
 was replaced. So the workers also agree on the outcome. The first that sees all confirmations writes
 "met", and one that gives up writes "abandoned", each only if nothing is written yet (an atomic
@@ -26,17 +29,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.launch_stop import stop_error
-from zrpc.membership.missing_ranks import describe_hosts, describe_places, describe_refused
-from zrpc.membership.peer_record import PeerRecord, claimed_token
+from zrpc.membership.missing_ranks import describe_hosts
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.record_reader import RecordReader, announce, wait_for
 from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
@@ -45,22 +47,17 @@ __all__ = [
     "TIMING",
     "RendezvousTiming",
     "StoreLost",
-    "await_readers",
     "digest_of",
     "meet",
     "store_errors",
-    "wait_for",
 ]
 
-logger = logging.getLogger(__name__)
-
-# The store is polled with a pause that grows from the first number to the second. Its own wait()
-# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
-# network error, and FileStore's polls once a second.
-_PAUSE_SECONDS = (0.001, 0.05)
 # What the workers agree on, see above.
 _MET = "met"
 _ABANDONED = "abandoned"
+# What a confirmation begins with: the worker's endpoint follows, or the reason why it has none.
+_LISTENS = "="
+_FAILED = "!"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +87,10 @@ def meet(
     timeout: float,
     secret: ClusterSecret | None = None,
     timing: RendezvousTiming = TIMING,
+    listen: Callable[[list[PeerRecord]], str] = lambda _: "",
     check: Callable[[list[PeerRecord]], None] = lambda _: None,
 ) -> list[PeerRecord]:
-    """Exchanges peer records with all other ranks; returns those of all, by rank.
+    """Exchanges peer records with all other ranks; returns those of all, with their endpoints.
 
     Args:
         store: shared by all.
@@ -100,30 +98,31 @@ def meet(
         timeout: seconds.
         secret: signs the records.
         timing: the times of this rendezvous.
+        listen: gets the records of all and returns this worker's endpoint for TCP, empty if it
+            needs none. If it raises an RpcError, no worker joins. It is called again if a record is
+            replaced.
         check: raises an RpcError if these workers can't form a mesh, and all of them find that.
 
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
-            or one rank; the world sizes differ; the store fails.
+            or one rank; the world sizes differ; a worker can't listen; the store fails.
         StoreLost: the store is gone, and rank 0 had not confirmed this worker's record in it.
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
-        return _Rendezvous(entries, record, timeout, timing, place).run(check)
+        return _Rendezvous(entries, record, timeout, timing, place, listen).run(check)
 
 
 @contextlib.contextmanager
-def store_errors(met: Sequence[PeerRecord] = ()) -> Iterator[None]:
-    """Raises a RendezvousError if a store fails while workers meet in it, or after they have."""
+def store_errors() -> Iterator[None]:
+    """Raises a RendezvousError if a store fails while workers meet in it."""
     try:
         yield
     except RpcError:
         raise
     except (RuntimeError, OSError) as error:
-        if met:
-            raise _host_ended(met, error) from error
         kind = StoreLost if isinstance(error, DistNetworkError) else RendezvousError
         raise kind(
             f"the store failed while the workers were meeting: {error}. If its host (rank 0, or "
@@ -150,6 +149,7 @@ class _Rendezvous:
         timeout: float,
         timing: RendezvousTiming,
         place: str,
+        listen: Callable[[list[PeerRecord]], str],
     ) -> None:
         self._entries = entries
         self._record = record
@@ -162,30 +162,44 @@ class _Rendezvous:
             else ""
         )
         self._timing = timing
-        self._keys = [f"record/{rank}" for rank in range(record.world_size)]
-        # What is in place of a record, by rank: the entry, and what is wrong with it.
-        self._refused: dict[int, tuple[bytes, Exception]] = {}
+        self._reader = RecordReader(entries, record, self._deadline, timing.failure_read_seconds)
         self._next_read = 0.0
         self._came: set[int] = set()  # ranks whose records were found while others were missing
         # What is wrong with a record that was found meanwhile; it may be of an earlier run.
         self._mismatch: str | None = None
-        self._same_rank = SameRank(entries, record, self._read_present)
+        self._same_rank = SameRank(entries, record, self._reader.present)
+        self._listen = listen
+        # The confirmations of the present records by their keys, and why this worker can't listen.
+        self._confirmations: dict[str, str] = {}
+        self._failure: RpcError | None = None
 
     def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
-        self._entries.set(self._keys[self._record.rank], self._record.dump())
+        self._reader.write_own()
         while True:
             records = self._gather()
             digest = digest_of(records)
             if self._confirmed(digest, records):
                 try:
                     _check(records, self._record)
-                    check(records)
+                    if self._failure is not None:
+                        raise self._failure
+                    found = [self._with_endpoint(digest, record) for record in records]
+                    check(found)
                 except RpcError:
                     self._shorten_deadline(self._timing.failure_read_seconds)
-                    await_readers(self._entries, records, self._record.rank, self._deadline)
+                    self._await_readers(digest)
                     raise
-                return records
+                return found
             self._await_change(records)
+
+    def _with_endpoint(self, digest: str, record: PeerRecord) -> PeerRecord:
+        text = self._confirmations[f"{digest}/{record.rank}"]
+        if text.startswith(_FAILED):
+            raise RendezvousError(
+                f"expected all workers to publish where they listen, but {record.info} on "
+                f"{record.host} failed: {text.removeprefix(_FAILED)}"
+            )
+        return replace(record, endpoint=text.removeprefix(_LISTENS))
 
     def _gather(self) -> list[PeerRecord]:
         """Waits until there is a record of each rank."""
@@ -194,106 +208,45 @@ class _Rendezvous:
         def complete() -> bool:
             absent = self._absent
             # The first one alone is asked for most of the time, as a request names each key.
-            if not absent or (self._check(absent[:1]) and self._check(absent)):
-                records[:] = self._read_records()
+            if not absent or (self._reader.exist(absent[:1]) and self._reader.exist(absent)):
+                records[:] = self._reader.all()
             elif self._may_read(self._timing.present_check_seconds):
-                present = self._read_present(absent)
+                present = self._reader.present(absent)
                 self._came |= {record.rank for record in present}
                 mismatches = (record.size_mismatch(self._record) for record in present)
                 self._mismatch = next(filter(None, mismatches), self._mismatch)
                 self._same_rank.look()
-            return len(records) == len(self._keys)
+            return len(records) == self._record.world_size
 
         try:
-            if not wait_for(complete, self._deadline):
+            if not self._wait_for(complete):
                 raise self._incomplete()
         except DistNetworkError as error:
             why = self._mismatch
             # Its host may have waited in vain for the same ranks, and for less time.
-            missing = set(self._absent).difference(self._refused)
+            missing = set(self._absent).difference(self._reader.refused)
             if why is None and self._came and missing:
                 why = f"{self._expected} but {self._same_rank.describe(missing)}"
-            if why is None and self._refused:
-                why = self._refusal()
+            if why is None and self._reader.refused:
+                why = self._refusal
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
         self._mismatch = None
         return records
 
-    def _read_records(self) -> list[PeerRecord]:
-        """Returns the records of all ranks, without the refused ones."""
-        entries = self._entries.get_all_raw(self._keys)
-        found = [self._read(rank, entry) for rank, entry in enumerate(entries)]
-        mine = found[self._record.rank]
-        if mine is None:
-            raise AuthenticationError(
-                f"the record of worker {self._record.name} (rank {self._record.rank}) was "
-                f"replaced: {self._refused[self._record.rank][1]}"
-            )
-        if mine != self._record:
-            raise RendezvousError(
-                f"rank {mine.rank} is not unique: workers "
-                f"{describe_places([self._record, mine])} both have it"
-            )
-        return [record for record in found if record is not None]
-
     @property
     def _absent(self) -> list[int]:
-        """The ranks of which no valid record was found yet."""
-        return [rank for rank in range(len(self._keys)) if rank not in self._came]
+        """The ranks without a valid record so far."""
+        return [rank for rank in range(self._record.world_size) if rank not in self._came]
 
     def _may_read(self, pause: float = 0.0) -> bool:
         """Whether it is time to read the records of all ranks again; then the next time is set."""
         if time.monotonic() < self._next_read:
             return False
-        pause = max(pause, self._timing.read_seconds_per_rank * len(self._keys))
+        pause = max(pause, self._timing.read_seconds_per_rank * self._record.world_size)
         self._next_read = time.monotonic() + pause
         return True
-
-    def _check(self, ranks: Iterable[int]) -> bool:
-        """Whether there is an entry for each of these ranks."""
-        return self._entries.check([self._keys[rank] for rank in ranks])
-
-    def _read_present(self, ranks: Sequence[int]) -> list[PeerRecord]:
-        """Returns the valid records of some ranks."""
-        present = [rank for rank in ranks if self._check([rank])]
-        entries = self._entries.get_all_raw([self._keys[rank] for rank in present])
-        found = [self._read(*pair) for pair in zip(present, entries, strict=True)]
-        return [record for record in found if record is not None]
-
-    def _read(self, rank: int, entry: bytes) -> PeerRecord | None:
-        """Returns the record in an entry; None, after a protest, if it isn't a member's."""
-        try:
-            record = PeerRecord.parse(self._entries.verified(self._keys[rank], entry))
-            if record.member_id != rank:
-                raise ValueError(
-                    f"expected the record of rank {rank}, found that of {record.member_id}"
-                )
-        except (AuthenticationError, ValueError) as error:
-            self._refuse(rank, entry, error)
-            return None
-        self._refused.pop(rank, None)
-        return record
-
-    def _refuse(self, rank: int, entry: bytes, error: Exception) -> None:
-        token = claimed_token(entry)
-        if rank not in self._refused or self._refused[rank][0] != entry:
-            self._refused[rank] = entry, error
-            logger.warning(
-                "%s refuses what claims to be worker %d: %s", self._record.info, rank, error
-            )
-            if token:
-                self._entries.set(_protest_key(token, self._record.token), "refused")
-        if token and self._entries.check([_protest_key(self._record.token, token)]):
-            # For the other worker to read the protest too: this one may be the host.
-            self._shorten_deadline(self._timing.failure_read_seconds)
-            heard = [f"heard/{token}/{self._record.token}"]
-            _announce(self._entries, f"heard/{self._record.token}/{token}", heard, self._deadline)
-            raise AuthenticationError(
-                f"worker {self._record.name} (rank {self._record.rank}) and the worker of rank "
-                f"{rank} refuse each other: {error}"
-            )
 
     def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
         """Confirms these records after rank 0, and waits until all have.
@@ -303,12 +256,18 @@ class _Rendezvous:
         Raises:
             RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
         """
+        self._confirmations, self._failure = {}, None
         keys = {f"{digest}/{record.rank}": record for record in records}
         first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
         if mine != first and not self._all_see({first: keys.pop(first)}, records):
             return False
         try:
-            self._entries.set(mine, "seen")
+            own = f"{_LISTENS}{self._listen(records)}"
+        except RpcError as error:
+            self._failure, own = error, f"{_FAILED}{error}"
+        try:
+            self._entries.set(mine, own)
+            self._confirmations[mine] = own
             del keys[mine]
             return self._all_go_on(digest, keys, records)
         except DistNetworkError as error:
@@ -331,14 +290,16 @@ class _Rendezvous:
             agreed = self._entries.get_or_set(outcome, _ABANDONED)
             if agreed == _ABANDONED or isinstance(error, AuthenticationError):
                 raise
-            return True
-        return self._entries.get_or_set(outcome, _MET if met else _ABANDONED) == _MET
+            met = False
+        if self._entries.get_or_set(outcome, _MET if met else _ABANDONED) == _ABANDONED:
+            return False
+        if not met:
+            self._read_confirmations(keys)  # another worker has seen all of them
+        return True
 
     def _await_change(self, records: list[PeerRecord]) -> None:
         """Waits until a record is replaced, after others have abandoned these."""
-        if not wait_for(
-            lambda: self._may_read() and self._read_records() != records, self._deadline
-        ):
+        if not self._wait_for(lambda: self._may_read() and self._reader.all() != records):
             raise RendezvousError(
                 f"{self._expected} but some of them left again, or are from an earlier run"
                 f"{self._maybe_another_mesh}: start them again"
@@ -352,13 +313,12 @@ class _Rendezvous:
             nonlocal replaced
             if self._entries.check(list(keys)):
                 return True
-            replaced = self._may_read() and self._read_records() != records
+            replaced = self._may_read() and self._reader.all() != records
             return replaced
 
-        if wait_for(seen, self._deadline):
+        if self._wait_for(seen):
             if not replaced:
-                # It refuses a confirmation that its rank has not written.
-                self._entries.get_all(list(keys))
+                self._read_confirmations(keys)
             return not replaced
         _check(records, self._record)
         late = [record.info for key, record in keys.items() if not self._entries.check([key])]
@@ -367,46 +327,42 @@ class _Rendezvous:
             f"{self._maybe_another_mesh}: start them again"
         )
 
+    def _read_confirmations(self, keys: Iterable[str]) -> None:
+        """Reads confirmations that exist; refuses one that its rank has not written."""
+        names = list(keys)
+        self._confirmations |= zip(names, self._entries.get_all(names), strict=True)
+
     def _incomplete(self) -> RendezvousError | AuthenticationError:
-        records = self._read_present(range(len(self._keys)))
+        records = self._reader.present(range(self._record.world_size))
         for record in records:
             if (mismatch := record.size_mismatch(self._record)) is not None:
                 return RendezvousError(mismatch)
-        if self._refused:
-            return AuthenticationError(self._refusal())
-        missing = set(range(len(self._keys))) - {record.rank for record in records}
+        if self._reader.refused:
+            return AuthenticationError(self._refusal)
+        missing = set(range(self._record.world_size)) - {record.rank for record in records}
         self._same_rank.look()
         return RendezvousError(
             f"{self._expected} but {self._same_rank.describe(missing)}; {describe_hosts(records)}"
         )
 
+    @property
     def _refusal(self) -> str:
-        errors = {rank: error for rank, (_, error) in self._refused.items()}
-        return f"{self._expected} but {describe_refused(errors, self._maybe_another_mesh)}"
+        return f"{self._expected} {self._reader.refusal(self._maybe_another_mesh)}"
+
+    def _await_readers(self, digest: str) -> None:
+        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+
+        Rank 0 may host the store, and a failure here often ends its program.
+        """
+        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
+        own = keys[self._record.rank]
+        announce(self._entries, own, () if self._record.rank else keys, self._deadline)
 
     def _shorten_deadline(self, seconds: float) -> None:
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
-
-def wait_for(done: Callable[[], bool], deadline: float) -> bool:
-    """Waits until ``done()``; returns False at the deadline.
-
-    Raises:
-        RendezvousError: the launcher stops all workers.
-    """
-    pause, longest = _PAUSE_SECONDS
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        if (error := stop_error()) is not None:
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    return True
-
-
-def _protest_key(against: str, by: str) -> str:
-    return f"protest/{against}/{by}"
+    def _wait_for(self, done: Callable[[], bool]) -> bool:
+        return wait_for(done, self._deadline)
 
 
 def digest_of(records: Iterable[PeerRecord]) -> str:
@@ -425,22 +381,3 @@ def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
                 f"worker name {record.name} is not unique: ranks {other.rank} and {record.rank} "
                 "both have it"
             )
-
-
-def await_readers(
-    entries: SignedStore, records: Sequence[PeerRecord], own_rank: int, deadline: float
-) -> None:
-    """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
-
-    Rank 0 may host the store, and a failure here often ends its program.
-    """
-    digest = digest_of(records)
-    keys = [f"{digest}/{record.rank}/refused" for record in records]
-    _announce(entries, keys[own_rank], () if own_rank else keys, deadline)
-
-
-def _announce(entries: SignedStore, key: str, awaited: Sequence[str], deadline: float) -> None:
-    """Writes an entry; then waits until there are others, unless the store is gone."""
-    with contextlib.suppress(RuntimeError, OSError):
-        entries.set(key, "1")
-        wait_for(lambda: not awaited or entries.check(awaited), deadline)

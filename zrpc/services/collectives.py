@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import Service
@@ -199,6 +201,7 @@ class Collectives(Service):
         silent = filter(agent.liveness.may_live, lost)
         return self._living().union(agent.membership.infos[member].name for member in silent)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Fails the gatherings that a peer takes part in.
 
@@ -217,8 +220,8 @@ class Collectives(Service):
         for gathering in failed:
             self.agent.completions.submit(partial(gathering.fail, error))
 
+    @override
     def close(self) -> None:
-        """Drops what was collected; the callers learn that this worker is gone."""
         with self._lock:
             self._collected.clear()
             self._declined.clear()

@@ -19,17 +19,18 @@ answers are told, and have the peer asked as callees are.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
+
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
+from zrpc.services.loss_rules import LossDetectionTiming, LossRules
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -41,24 +42,10 @@ logger = logging.getLogger(__name__)
 # A question names no more calls than this: the oldest.
 _MAX_CALLS_PER_QUESTION = 1024
 
-# The question's number, the way by which it goes, the number of ways, and how many messages went
+# The question's number, its way, the number of ways, and how many messages went
 # that way before.
 _HEAD = struct.Struct("<QBBQ")
 _CALL_ID = struct.Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class LossDetectionTiming:
-    """When callees are asked, in seconds.
-
-    Attributes:
-        question_seconds: how often a callee is asked, and the age from which calls are asked about.
-        patience_seconds: how long the first answer is waited for before the question is repeated: a
-            large message may be ahead of the question, or the question may be lost.
-    """
-
-    question_seconds: float = 1.0
-    patience_seconds: float = 2.0
 
 
 # What each new detector goes by.
@@ -72,38 +59,30 @@ class LossDetector(Service):
     large message into the mailbox.
 
     Attributes:
-        timing: when callees are asked; it may be replaced at any time.
+        rules: what is asked, and what answers mean; its timing may be replaced at any time.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.timing = TIMING
+        self.rules = LossRules(TIMING)
         self._checked_at = float("-inf")
-        self._numbers = itertools.count(1)
-        self._asked: dict[MemberId, _Question] = {}
-        # How many messages are missing, by sender and way, and since when.
-        self._short: dict[tuple[MemberId, int], tuple[int, float]] = {}
-        # The number of each peer's latest question and answer, and the ways by which it has come.
-        self._copies: dict[tuple[int, MemberId], tuple[int, set[int]]] = {}
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handlers of the question and of its answer."""
         return {Kind.ROLL_CALL: self._on_roll_call, Kind.MISSING: self._on_missing}
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Forgets a peer; the calls to it have failed."""
-        self._asked.pop(member, None)
-        for kind in (Kind.ROLL_CALL, Kind.MISSING):
-            self._copies.pop((kind, member), None)
-        for way in range(2):
-            self._short.pop((member, way), None)
+        self.rules.forget(member)
 
     # -- the caller ----------------------------------------------------------------------
 
+    @override
     def tick(self) -> None:
-        """Asks the callees of calls that have waited for long."""
+        """Asks the callees of slow calls."""
         now = time.monotonic()
-        least_age = self.timing.question_seconds
+        least_age = self.rules.timing.question_seconds
         if now - self._checked_at < least_age:
             return
         self._checked_at = now
@@ -117,31 +96,16 @@ class LossDetector(Service):
             waiting.pop(member, None)
         if len(self.agent.outbox):  # some of these calls may not have been sent after all
             return
-        self._asked = {member: asked for member, asked in self._asked.items() if member in waiting}
+        self.rules.ask_only(waiting)
         for member, call_ids in waiting.items():
-            self._ask(member, call_ids[:_MAX_CALLS_PER_QUESTION], now)
-
-    def _ask(self, member: MemberId, call_ids: list[int], now: float) -> None:
-        asked = self._asked.get(member) or _Question()
-        if now < asked.patient_until:
-            return
-        # Longer each time, so that an answer comes in time, however slow the network.
-        asked.patience = 2 * asked.patience if asked.number else self.timing.patience_seconds
-        asked.number, asked.patient_until = next(self._numbers), now + asked.patience
-        self._asked[member] = asked
-        self._send(member, Kind.ROLL_CALL, asked.number, call_ids)
+            if number := self.rules.ask(member, now):
+                self._send(member, Kind.ROLL_CALL, number, call_ids[:_MAX_CALLS_PER_QUESTION])
 
     def _on_missing(self, message: Message) -> None:
         number, missing = self._read(message)
-        asked = self._asked.get(message.sender)
-        if not number or asked is None or number != asked.number:
-            return
-        # Not again at once: what is missing has some time to arrive after all.
-        asked.number = 0
-        asked.patient_until = time.monotonic() + self.timing.question_seconds / 2
         calls = self.agent.caller.calls
-        before, asked.missing = asked.missing, {i for i in missing if calls.get(i) is not None}
-        for call_id in sorted(before & asked.missing):
+        known = {call_id for call_id in missing if calls.get(call_id) is not None}
+        for call_id in self.rules.lost_calls(message.sender, number, known, time.monotonic()):
             if calls.get(call_id) is not None:
                 info = self.agent.membership.infos[message.sender]
                 text = (
@@ -188,49 +152,20 @@ class LossDetector(Service):
             raise ProtocolError(f"expected the numbers of calls: {error}") from error
         if way:
             self.agent.dispatcher.break_off(message.sender)
-        self._compare_counts(message.sender, min(way, 1), sent, time.monotonic())
-        latest, seen = self._copies.get((message.kind, message.sender), (0, set()))
-        if number > latest:
-            seen = set()
-            self._copies[message.kind, message.sender] = number, seen
-        elif number < latest or way in seen:
-            return 0, call_ids
-        seen.add(way)
-        return (number if len(seen) == ways else 0), call_ids
+        self._compare_counts(message.sender, min(way, 1), sent)
+        if not self.rules.is_complete(message.kind, message.sender, number, way, ways):
+            number = 0
+        return number, call_ids
 
-    def _compare_counts(self, sender: MemberId, way: int, sent: int, now: float) -> None:
+    def _compare_counts(self, sender: MemberId, way: int, sent: int) -> None:
         """Reports messages as lost if fewer have come by a way than were sent, twice."""
         short = sent - self.agent.dispatcher.received_from(sender, way)
-        before, since = self._short.get((sender, way), (0, now))
-        lost = min(short, before)
-        if lost <= 0:
-            self._short[sender, way] = short, now
-            return
-        if now - since < self.timing.question_seconds / 2:
-            self._short[sender, way] = lost, since
-            return
-        self._short[sender, way] = short - lost, now
-        logger.error(
-            "%s: messages from %s are lost (%d): a connection broke, or there was no memory",
-            self.agent.worker_info,
-            self.agent.membership.infos[sender],
-            lost,
-        )
-        self.agent.dispatcher.count_missing(sender, way, lost)
-
-
-@dataclass(slots=True)
-class _Question:
-    """The latest question to a callee.
-
-    Attributes:
-        number: its number; 0 once it is answered.
-        patience: how long its answer is waited for, in seconds.
-        patient_until: nothing is asked before this time.
-        missing: the calls that the callee did not have when it last answered.
-    """
-
-    number: int = 0
-    patience: float = 0.0
-    patient_until: float = 0.0
-    missing: set[int] = field(default_factory=set)
+        lost = self.rules.lost_messages(sender, way, short, time.monotonic())
+        if lost:
+            logger.error(
+                "%s: messages from %s are lost (%d): a connection broke, or there was no memory",
+                self.agent.worker_info,
+                self.agent.membership.infos[sender],
+                lost,
+            )
+            self.agent.dispatcher.count_missing(sender, way, lost)

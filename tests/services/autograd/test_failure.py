@@ -103,7 +103,7 @@ def test_a_message_is_lost(
 ) -> None:
     """With a connection that breaks; the pass must not wait for it."""
     for rank in range(3):
-        mesh.agent(rank).service(LossDetector).timing = LossDetectionTiming(0.05)
+        mesh.agent(rank).service(LossDetector).rules.timing = LossDetectionTiming(0.05)
     settle(mesh)  # so that all are connected
     with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
         loss = chain(0, None, X).sum()

@@ -15,6 +15,7 @@ from zrpc.bootstrap import join_mesh
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.services.elastic.limits import ElasticLimits
+from zrpc.services.elastic.service import ElasticMembership
 
 
 class Elastic:
@@ -44,6 +45,13 @@ class Elastic:
         """Workers with the names w0, w1 ... and the ranks 0, 1 ..., which join at once."""
         with ThreadPoolExecutor(count) as pool:
             return list(pool.map(lambda i: self.join(f"w{i}", i, **kwargs), range(count)))
+
+    def crash(self, agent: Agent) -> None:
+        """Ends an agent as if its process were killed: it says nothing to anybody."""
+        agent._closing._say_farewell = agent.graceful_shutdown.leave_anyway
+        agent.service(ElasticMembership).follower._announce_leave = lambda: None
+        self.agents.remove(agent)
+        agent.close()
 
     def close(self) -> None:
         agents, self.agents = self.agents, []

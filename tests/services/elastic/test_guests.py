@@ -55,7 +55,7 @@ time.sleep(300)  # it is killed
 
 
 def call(agent: Agent, to: str) -> None:
-    """Has a worker do some of everything for another."""
+    """Uses another worker for some of everything."""
     with agent.as_current():
         ones = torch.ones(ELEMENTS)
         assert torch.equal(rpc.rpc_sync(to, torch.add, (ones, 1)), ones + 1)
@@ -73,7 +73,7 @@ def rest(agents: list[Agent]) -> None:
 
 
 def check(agents: list[Agent], have_guest: Callable[[str], None]) -> None:
-    """Has guests, and checks that nothing of them is left in the workers that stay."""
+    """Invites guests, and checks that nothing of them is left in the workers that stay."""
     for agent in agents:
         agent.service(SharedMemoryService).timing = KEPT
     call(agents[0], agents[1].worker_info.name)

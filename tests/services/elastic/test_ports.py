@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -30,36 +29,22 @@ def port(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.fixture
-def crash(elastic: Elastic) -> Callable[[Agent], None]:
-    def crash(agent: Agent) -> None:
-        """Ends an agent as if its process were killed: it says nothing to anybody."""
-        agent._closing._say_farewell = agent.graceful_shutdown.leave_anyway
-        agent.services[-1].follower._announce_leave = lambda: None
-        elastic.agents.remove(agent)
-        agent.close()
-
-    return crash
-
-
 def call(agent: Agent, to: str) -> int:
     with agent.as_current():
         return rpc.rpc_sync(to, max, (1, 2))
 
 
 @pytest.mark.system
-def test_a_worker_that_comes_back_alone_at_its_port(
-    elastic: Elastic, port: str, crash: Callable[[Agent], None]
-) -> None:
+def test_a_worker_that_comes_back_alone_at_its_port(elastic: Elastic, port: str) -> None:
     """It does not take itself for the one that had its name."""
-    crash(elastic.join("worker", options={"port_range": port}))
+    elastic.crash(elastic.join("worker", options={"port_range": port}))
     again = elastic.join("worker", options={"port_range": port})
     assert call(again, "worker") == 2
 
 
 @pytest.mark.system
 def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
-    elastic: Elastic, port: str, crash: Callable[[Agent], None]
+    elastic: Elastic, port: str
 ) -> None:
     first = elastic.join("first")
     dead = elastic.join("dead", options={"port_range": port})
@@ -71,7 +56,7 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     tick = first.liveness.tick
     first.liveness.tick = lambda leading: [] if held_up.is_set() else tick(leading)
     held_up.set()
-    crash(dead)
+    elastic.crash(dead)
     next_one = elastic.join("next", options={"port_range": port})
     assert next_one.network.tcp_endpoint.endswith(f":{port}")
     held_up.clear()
@@ -81,5 +66,5 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     third = next_one.membership.own_id
     until(lambda: first.liveness._detector.reached(third), "its heartbeats are answered")
     assert call(first, "next") == 2
-    crash(next_one)
+    elastic.crash(next_one)
     until(lambda: third in first.membership.lost, "the third one's end is noticed")

@@ -72,9 +72,8 @@ def test_a_report_travels() -> None:
             Report.parse(wrong)
 
 
-@pytest.mark.parametrize(
-    ("told", "text"),
-    [
+def test_what_a_report_says() -> None:
+    for told, text in (
         (
             Report(Place.POOL, 12, 0, 16, 16, 3),
             "all 16 threads of its pool have been busy for 12 s and 3 requests wait",
@@ -93,10 +92,8 @@ def test_a_report_travels() -> None:
             "its event loop has been held up for 12 s, by a coroutine that does not `await`, and "
             "2 coroutines wait to begin",
         ),
-    ],
-)
-def test_what_a_report_says(told: Report, text: str) -> None:
-    assert told.text() == text
+    ):
+        assert told.text() == text
 
 
 def test_what_was_said_holds_for_a_while() -> None:

@@ -1,4 +1,4 @@
-"""The warning about calls that wait for long."""
+"""The warning about slow calls."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_a_call_does_not_keep_its_function(mesh: Mesh, door: Gate) -> None:
     assert future.wait() == "in"
 
 
-def test_an_object_that_is_called_is_named_by_its_type(mesh: Mesh) -> None:
+def test_an_object_that_is_called_is_named_by_its_type() -> None:
     from zrpc.calls.function_names import name_of
 
     assert name_of((torch.nn.Linear(1, 1), (), {})) == "Linear"

@@ -67,7 +67,7 @@ def test_handlers_that_wait_for_each_other_by_futures_that_they_share() -> None:
     main = world.thread(0, own=False)
     there = world.thread(1, handles=world.call(0, main, 1))
     back = world.thread(0, handles=world.call(1, there, 0))
-    back.calls = main.calls  # it waits for the future by which it was called itself
+    back.calls = main.calls  # it waits for the future of its own call
     [cycle] = world.graph.cycles()
     assert ranks(cycle) == [0, 1]
     assert len(cycle) == 4  # two threads, and the two calls between them
@@ -98,16 +98,12 @@ def test_a_pool_whose_threads_all_wait_for_what_is_queued() -> None:
         "request",
     ]
     assert ranks(cycle) == [0, 1]
-
-
-def test_a_thread_that_can_end_takes_what_is_queued() -> None:
-    assert full_pool(more=True).graph.cycles() == []
-
-
-def test_a_pool_that_has_room_takes_what_is_queued() -> None:
+    assert full_pool(more=True).graph.cycles() == []  # a thread can end
     world = full_pool(more=False)
-    world.snapshots[1].pool.size = 2
+    world.snapshots[1].pool.size = 2  # it has room
     assert world.graph.cycles() == []
+    del world.snapshots[1]  # it was not asked
+    assert world.graph.hopeless() == set()
 
 
 def test_a_coroutine_needs_the_thread_of_its_loop() -> None:
@@ -144,12 +140,6 @@ def test_a_wait_for_two_workers_ends_when_both_have_answered() -> None:
     assert world.graph.cycles() == []
     back.calls += main.calls  # and this one never
     assert len(world.graph.cycles()) == 1
-
-
-def test_nothing_is_reported_about_a_worker_that_was_not_asked() -> None:
-    world = full_pool(more=False)
-    del world.snapshots[1]
-    assert world.graph.hopeless() == set()
 
 
 def test_a_chain_that_comes_back_to_a_thread_that_runs() -> None:

@@ -206,16 +206,6 @@ def test_async_calls_and_coroutines_overlap(mesh: Mesh, tmp_path: Path) -> None:
     trace.check_nesting()
 
 
-def test_calls_that_fail_say_so(mesh: Mesh, tmp_path: Path) -> None:
-    def program() -> None:
-        with pytest.raises(KeyError):
-            rpc.rpc_sync("worker1", fail)
-
-    trace = traced(mesh, tmp_path / "trace.json", program)
-    assert trace.slice("rpc_sync#fail(worker0 -> worker1)")["args"]["failed"]
-    assert trace.slice("fail", 1)["args"]["failed"]
-
-
 def test_references_are_shown(mesh: Mesh, tmp_path: Path) -> None:
     def program() -> None:
         rref = rpc.remote("worker1", max, (1, 2))
@@ -288,48 +278,36 @@ def test_the_oldest_records_are_dropped_and_the_file_says_how_many(
     assert trace.file["otherData"]["dropped"]["worker1"] >= 40
 
 
-def test_nothing_is_recorded_before_and_after(mesh: Mesh, tmp_path: Path) -> None:
-    mesh.run(0, rpc.rpc_sync, "worker1", max, args=(1, 2))
-    trace = traced(mesh, tmp_path / "trace.json", lambda: rpc.rpc_sync("worker1", min, (1, 2)))
-    assert not trace.all("rpc_sync#max(worker0 -> worker1)")
-    assert len(trace.all("rpc_sync#min(worker0 -> worker1)")) == 1
-    assert all(mesh.agent(worker).recorder is None for worker in range(3))
-    mesh.run(0, rpc.rpc_sync, "worker1", max, args=(1, 2))
-
-
 def test_two_traces_at_a_time_have_what_is_theirs(mesh: Mesh, tmp_path: Path) -> None:
     def program() -> None:
         rpc.rpc_sync("worker1", max, (1, 2))
         with rpc.trace(tmp_path / "inner.json"):
             rpc.rpc_sync("worker1", min, (1, 2))
+        rpc.rpc_sync("worker1", abs, (1,))
 
+    mesh.run(0, rpc.rpc_sync, "worker1", pow, args=(1, 2))
     outer = traced(mesh, tmp_path / "outer.json", program)
     inner = Trace(tmp_path / "inner.json")
-    for name, in_inner in (("max", 0), ("min", 1)):
+    for name, in_outer, in_inner in (("pow", 0, 0), ("max", 1, 0), ("min", 1, 1), ("abs", 1, 0)):
         call = f"rpc_sync#{name}(worker0 -> worker1)"
-        assert len(outer.all(call)) == 1
-        assert len(inner.all(call)) == in_inner
+        assert (len(outer.all(call)), len(inner.all(call))) == (in_outer, in_inner)
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
 
 
-def test_spans_of_the_program_are_on_its_thread(mesh: Mesh, tmp_path: Path) -> None:
+def test_an_error_in_the_program_ends_the_trace_and_writes_it(mesh: Mesh, tmp_path: Path) -> None:
+    """With the calls that failed, and the program's own spans on its thread."""
+
     def program() -> None:
         with rpc.span("step"), rpc.span("load"):
-            rpc.rpc_sync("worker1", max, (1, 2))
+            rpc.rpc_sync("worker1", fail)
 
-    trace = traced(mesh, tmp_path / "trace.json", program)
-    step = trace.slice("step", 0)
-    assert {"load", "rpc_sync#max(worker0 -> worker1)"} <= trace.inside(step)
-
-
-def test_an_error_in_the_program_ends_the_trace_and_writes_it(mesh: Mesh, tmp_path: Path) -> None:
-    def program() -> None:
-        rpc.rpc_sync("worker1", max, (1, 2))
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
+    with pytest.raises(KeyError):
         traced(mesh, tmp_path / "trace.json", program)
-    assert Trace(tmp_path / "trace.json").slice("max", 1)
+    trace = Trace(tmp_path / "trace.json")
+    call = "rpc_sync#fail(worker0 -> worker1)"
+    assert {"load", call} <= trace.inside(trace.slice("step", 0))
+    assert trace.slice(call)["args"]["failed"]
+    assert trace.slice("fail", 1)["args"]["failed"]
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
 
 

@@ -12,6 +12,8 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.agent.current import find_agent
 from zrpc.errors import RemoteError
 from zrpc.options import checked_timeout
@@ -113,6 +115,7 @@ class _Debugger(pdb.Pdb):
         # The outermost frame of the program: the session ends with it.
         self._base: FrameType | None = None
 
+    @override
     def set_trace(self, frame: FrameType | None = None, **options: Any) -> None:
         base = frame
         while base is not None and (outer := base.f_back) is not None:
@@ -136,6 +139,7 @@ class _Debugger(pdb.Pdb):
         finally:
             self._end()
 
+    @override
     def interaction(self, frame: FrameType | None, trace: Any, *rest: Any) -> None:
         try:
             super().interaction(frame, trace, *rest)
@@ -143,18 +147,22 @@ class _Debugger(pdb.Pdb):
             self._end()
             raise
 
+    @override
     def _cmdloop(self) -> None:
-        self.cmdloop()  # pdb's own would go on after a Ctrl-C, by which the launcher stops workers
+        self.cmdloop()  # pdb's own would go on after a Ctrl-C, the launcher's way to stop
 
+    @override
     def set_continue(self) -> None:
         super().set_continue()
         if not self.breaks:
             self._end()
 
+    @override
     def set_quit(self) -> None:
         super().set_quit()
         self._end()
 
+    @override
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
         result = super().dispatch_return(frame, arg)
         if frame is self._base:

@@ -9,10 +9,11 @@ them whatever Python does.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
@@ -22,10 +23,8 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["POST_MORTEM", "DebuggerService"]
+__all__ = ["DebuggerService"]
 
-# The variable by which `zrpc launch --pdb` asks for a prompt at each error.
-POST_MORTEM = "ZRPC_PDB"
 # Deadlines are postponed in ticks, of a tenth of a second each. With this they never come early.
 _HEADROOM_SECONDS = 0.25
 _STANDS, _GOES_ON = b"\1", b"\0"
@@ -52,8 +51,8 @@ class DebuggerService(Service):
         found = membership.records[membership.own_id].directory
         return Path(found) if found else None
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handler of notices of breakpoints."""
         return {Kind.BREAKPOINT: self._on_breakpoint}
 
     @contextlib.contextmanager
@@ -84,19 +83,12 @@ class DebuggerService(Service):
             if member != membership.own_id and not self.agent.closed:
                 self.agent.outbox.post(member, Message(Kind.BREAKPOINT, body=body))
 
-    def on_handler_failed(self, error: BaseException) -> None:
-        """Opens a prompt where the error was raised, if `zrpc launch --pdb` asks for that."""
-        if os.environ.get(POST_MORTEM):
-            from zrpc.services.debugger.debugger import post_mortem
-
-            post_mortem(error)
-
+    @override
     def stats(self) -> Mapping[str, int]:
-        """Returns how many threads of this worker stand at a breakpoint."""
         return {"breakpoints": len(self._releases)}
 
+    @override
     def close(self) -> None:
-        """Lets all threads that stand at a breakpoint go on."""
         with self._lock:
             self._closed = True
             releases = list(self._releases)
@@ -105,6 +97,7 @@ class DebuggerService(Service):
 
     # -- in the I/O thread ---------------------------------------------------------------
 
+    @override
     def tick(self) -> None:
         """Postpones all deadlines by the time since the last tick, while any program stands."""
         if not self._releases and not self._others:
@@ -117,6 +110,7 @@ class DebuggerService(Service):
         self.agent.caller.calls.postpone(seconds)
         self.agent.callee.requests.postpone(seconds)
 
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Forgets a worker that is lost."""
         self._others.discard(member)

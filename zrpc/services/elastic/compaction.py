@@ -1,4 +1,4 @@
-"""How far back the log of a mesh reaches: the rules by which old events are deleted. No I/O here.
+"""How far back the log of a mesh reaches: the rules for the deletion of old events. No I/O here.
 
 A worker that reads the log knows which workers are in the mesh, and old events serve no other
 purpose. So now and then a member writes that down, in a *snapshot*

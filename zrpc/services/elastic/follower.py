@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
@@ -50,7 +52,12 @@ class _Admission:
         return self._settled.is_set()
 
     def wait(self, deadline: float, timeout: float) -> None:
-        """Waits until this worker is in; see `ElasticMembership.await_admission`."""
+        """Waits until this worker is in, and in a mesh of a fixed size all are.
+
+        Raises:
+            RendezvousError: it took longer; the store failed.
+            AuthenticationError: a member does not trust this worker.
+        """
         if not self._settled.wait(max(0.0, deadline - time.monotonic())):
             raise RendezvousError(self._too_late(timeout))
         if self._failure is not None:
@@ -155,7 +162,7 @@ class LogFollower(threading.Thread):
         self._wake = threading.Event()
 
     def report_loss(self, member: MemberId, why: Departure) -> None:
-        """Has a loss reported in the log. From any thread."""
+        """Queues a loss to report in the log. From any thread."""
         self._losses.append((member, why, ""))
         self._wake.set()
 
@@ -167,8 +174,8 @@ class LogFollower(threading.Thread):
             self.join(2 * self._state.limits.leave_seconds)
         del self._log  # the store closes with its last user, if this worker hosts it
 
+    @override
     def run(self) -> None:
-        """Follows the log until `close`."""
         try:
             while not self._closing:
                 self._follow()
@@ -223,7 +230,7 @@ class LogFollower(threading.Thread):
         return True
 
     def _hand_over(self, changes: list[Change], skipped: bool) -> bool:
-        """Has the I/O thread make changes, and waits for that; returns False if the agent closes.
+        """Makes changes in the I/O thread, and waits for that; returns False if the agent closes.
 
         If events were skipped, workers may have come and gone that the log no longer mentions.
         """
@@ -238,13 +245,13 @@ class LogFollower(threading.Thread):
             with_endpoints.append((change, endpoint))
         done = threading.Event()
 
-        def errand() -> None:
+        def make_changes() -> None:
             try:
                 self._apply_changes(with_endpoints, starts)
             finally:
                 done.set()
 
-        self._agent.receiver.in_io_thread(errand)
+        self._agent.receiver.in_io_thread(make_changes)
         while not done.wait(self._state.limits.poll_seconds):
             if self._closing:
                 return False

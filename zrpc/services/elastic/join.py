@@ -55,7 +55,7 @@ def join_running(
             service = agent.service(ElasticMembership)
             entries.deadline = None  # the follower may wait
             service.follower.start()
-            service.await_admission(deadline, meeting.options.init_timeout)
+            service.follower.admission.wait(deadline, meeting.options.init_timeout)
         except BaseException:
             agent.close()
             entries.deadline = time.monotonic()

@@ -89,7 +89,7 @@ class StateSnapshot:
 
     position: int
     members: Mapping[MemberId, PeerRecord]
-    joined: Mapping[MemberId, int]  # the position of the event by which each of them joined
+    joined: Mapping[MemberId, int]  # the position of the event with which each joined
     admitted: frozenset[MemberId]
     departed: Mapping[MemberId, tuple[PeerRecord, Departure]]
     starts: Mapping[int, int]

@@ -15,6 +15,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.membership.endpoints import endpoint_of
@@ -31,7 +33,7 @@ __all__ = ["ElasticMembership"]
 class ElasticMembership(Service):
     """Keeps an agent's view of its mesh as the log says.
 
-    Its methods run in the I/O thread, but for `await_admission` and `close`. At first the agent
+    Its methods run in the I/O thread, but for `close`. At first the agent
     knows no other worker, and the state is that in which its worker was accepted.
 
     Attributes:
@@ -56,15 +58,7 @@ class ElasticMembership(Service):
             if member in state.admitted:
                 agent.peers.admit(member)
 
-    def await_admission(self, deadline: float, timeout: float) -> None:
-        """Waits until this worker is in, and in a mesh of a fixed size all are.
-
-        Raises:
-            RendezvousError: it took longer; the store failed.
-            AuthenticationError: a member does not trust this worker.
-        """
-        self.follower.admission.wait(deadline, timeout)
-
+    @override
     def on_member_lost(self, member: MemberId) -> None:
         """Reports the loss of a peer in the log, if this worker has seen its process end."""
         reason = self.agent.liveness.reason(member)
@@ -75,10 +69,11 @@ class ElasticMembership(Service):
         if reason is Reason.ENDED:
             self.follower.report_loss(member, Departure.ENDED)
 
+    @override
     def close(self) -> None:
-        """Announces that this worker leaves, and ends the follower's thread."""
         self.follower.close()
 
+    @override
     def tick(self) -> None:
         """Drops members that left long ago, if their last messages have not come."""
         now = time.monotonic()

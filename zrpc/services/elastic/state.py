@@ -122,7 +122,7 @@ class MembershipState:
         return self._joined[token][0] if token in self._joined else None
 
     def joined_at(self, token: str) -> int:
-        """Returns the position of the event by which the member with this token joined."""
+        """Returns the position of the event with which the member with this token joined."""
         return self._joined[token][1]
 
     def refusal(self, token: str) -> str | None:

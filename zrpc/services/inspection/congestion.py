@@ -1,4 +1,4 @@
-"""The rules by which callers are told that their requests have to wait. No I/O in here.
+"""When callers are told that their requests have to wait: the rules. No I/O here.
 
 Requests wait in two places: in the queue of the pool, and at the event loop, whose thread is held
 up by a coroutine that does not ``await``. If a worker finds something queued each time it looks,
@@ -135,7 +135,7 @@ class Congestion:
         return None if since is None else now - since
 
     def report(self, now: float, size: int, running: int, queued: int) -> Report | None:
-        """Returns what there is to report; None if jobs don't wait, or not for long yet."""
+        """Returns what there is to report; None if no job waits, or only since a moment ago."""
         full_for = self.full_for(now)
         if full_for is None or full_for < self._settings.report_after_seconds:
             return None

@@ -82,7 +82,7 @@ class MeshView:
         return MeshView(snapshots, names=self.names)
 
     def ask_other_hosts(self, timeout: float, question: str = OTHERS) -> None:
-        """Has workers ask those that can't be reached from here, for ``timeout`` seconds.
+        """Asks workers that can't be reached from here through others, for ``timeout`` seconds.
 
         For each that does not answer, the others say what they last heard of it.
         """

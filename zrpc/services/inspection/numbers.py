@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.shutdown import Phase
 from zrpc.agent.stats import take_stats
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
 
@@ -36,7 +37,7 @@ def _resident_bytes() -> int:
 def _state(agent: Agent) -> str:
     if any(service.stats().get("breakpoints") for service in agent.services):
         return "at a breakpoint"
-    if agent.graceful_shutdown.begun:
+    if agent.graceful_shutdown.phase >= Phase.BEGUN:
         return "leaving"
     oldest = agent.caller.calls.oldest()
     limit = agent.options.warn_after or DEFAULT_WARN_AFTER_SEC

@@ -7,8 +7,8 @@ import os
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-import zrpc
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Activity, Call, Frame, Request, Snapshot
 from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
@@ -17,7 +17,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 
 __all__ = ["Report", "stack_text"]
 
-_ZRPC = zrpc.__path__[0] + os.sep
+_ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
 # The files that run programs and handlers.
 _RUNNERS = (_ZRPC + "launch", os.path.join(_ZRPC, "calls", "execution.py"), threading.__file__)
 

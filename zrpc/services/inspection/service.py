@@ -1,6 +1,6 @@
 """Plugs inspection into an agent.
 
-It warns of calls that wait for long, reports full pools to callers, and answers questions about
+It warns of slow calls, reports full pools to callers, and answers questions about
 what the worker is doing.
 """
 
@@ -12,6 +12,8 @@ import struct
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
@@ -72,16 +74,16 @@ class InspectionService(Service):
         self._asked: dict[int, tuple[Visitor, set[MemberId]]] = {}
         self._numbers = itertools.count(1)
 
+    @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handlers of reports of full pools, and of questions from other hosts."""
         return {
             Kind.BUSY: self._on_busy,
             Kind.INSPECT: self._on_inspect,
             Kind.SNAPSHOT: self._on_snapshot,
         }
 
+    @override
     def explain(self, member: MemberId) -> str:
-        """Returns what is known of a worker's pool. May be called from any thread."""
         membership = self.agent.membership
         info = membership.infos.get(member)
         if info is None:
@@ -95,13 +97,14 @@ class InspectionService(Service):
         text = self._reports.describe(member, name, now, member in membership.lost)
         return f"; {text}" if text else ""
 
+    @override
     def close(self) -> None:
-        """Stops answering questions."""
         if self._listener is not None:
             self._listener.close()
 
     # -- in the I/O thread ---------------------------------------------------------------
 
+    @override
     def tick(self) -> None:
         """Warns of calls, reports full pools to callers, and answers visitors."""
         now = time.monotonic()

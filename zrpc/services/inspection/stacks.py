@@ -10,8 +10,8 @@ and the thread's stack still holds the function that runs handlers. That must be
 the calls that the thread waits for are looked up, so no thread is shown with the request of one
 moment and the call of another.
 
-To look at a frame is to hold what it refers to. If its function returns meanwhile, the looking
-thread is the one that drops those objects, as the garbage collector may drop things in any thread.
+Holding a frame keeps its locals alive. If its function returns meanwhile, they are freed in the
+thread that looks, as the garbage collector may free things in any thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
-import zrpc
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.function_names import asked_for, handler_name
@@ -44,7 +44,7 @@ from zrpc.wire.message import Message
 __all__ = ["activities", "requests_to_begin"]
 
 _HERE = os.path.dirname(__file__) + os.sep
-_ZRPC = zrpc.__path__[0] + os.sep
+_ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)

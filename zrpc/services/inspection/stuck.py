@@ -1,4 +1,4 @@
-"""The warning about calls that wait for long."""
+"""The warning about slow calls."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StuckCalls:
         oldest = self._agent.caller.calls.oldest()
         if oldest is None or now - oldest.begun < self._limit:
             return
-        # Calls that were named already may stay the oldest for long.
+        # Calls that were named already may stay the oldest.
         self._next_check = now + self._limit / 10
         calls = [call for call in self._agent.caller.calls.in_flight() if call.kind != Kind.REMOTE]
         self._named &= {call.call_id for call in calls}

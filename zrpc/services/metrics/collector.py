@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily as _Counter
 from prometheus_client.core import GaugeMetricFamily as _Gauge
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.stats import Stats, take_stats
@@ -64,11 +65,10 @@ class _StatsCollector(Collector):
         self._agent = agent
 
     def describe(self) -> list[Metric]:
-        """Returns nothing: the registry need not read the stats to know the names."""
-        return []
+        return []  # or the registry would read the stats to know the names
 
+    @override
     def collect(self) -> Iterator[Metric]:
-        """Yields all metrics."""
         stats = take_stats(self._agent)
         info = _Gauge("zrpc_worker", "The worker.", labels=["worker", "rank"])
         info.add_metric([stats.name, str(stats.rank)], 1)

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import OptionError
@@ -61,8 +63,8 @@ class MetricsService(Service):
             asked = f"{METRICS_PORT} is {os.environ[METRICS_PORT]}"
             logger.warning("%s serves no metrics: %s (%s)", self.agent.worker_info, place, asked)
 
+    @override
     def close(self) -> None:
-        """Stops the server."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import ExtensionReader, Service
@@ -72,12 +74,12 @@ class TracingService(Service):
         except (OSError, ValueError) as error:
             logger.error("%s: no trace is written: %s", self.agent.worker_info, error)
 
+    @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        """Returns what reads the trace context of a request."""
         return {Tag.TRACE_CONTEXT: self._handler_spans.read}
 
+    @override
     def message_hooks(self) -> MessageHooks:
-        """Returns what runs handlers within spans of OpenTelemetry."""
         return self._handler_spans
 
     def begin(self, session: str, capacity: int) -> Recording:
@@ -117,13 +119,14 @@ class TracingService(Service):
         self._threads = {**self._threads, **found}
         return self._threads
 
+    @override
     def tick(self) -> None:
         """Notes the names of threads, which may end before a trace does."""
         if self._recordings:
             self._seen_threads()
 
+    @override
     def close(self) -> None:
-        """Writes what is not written yet; the last worker makes one file of those of all."""
         if self._writer is None:
             return
         membership = self.agent.membership
@@ -144,7 +147,7 @@ def _describe(extension: bytes) -> str:
 
 @contextmanager
 def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Iterator[None]:
-    """Has all workers record while a ``with`` statement runs, and writes one file at its end."""
+    """Records on all workers while a ``with`` statement runs, and writes one file at its end."""
     path = Path(path).absolute()
     path.write_text("")  # if that is not possible, it is better known now
     session = secrets.token_hex(8)
@@ -201,7 +204,7 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
     found: dict[Path, WorkerTrace] = {}
     for suffix in (ENDED, RUNNING):
         for each in directory.glob(f"*{suffix}"):
-            with suppress(FileNotFoundError):  # its worker gives it another name just now
+            with suppress(FileNotFoundError):  # its worker is renaming it
                 found[each] = WorkerTrace.read(each)
     cut = [
         f"{trace.name} (rank {trace.rank}): it was killed, or runs on; what it did last is missing"
