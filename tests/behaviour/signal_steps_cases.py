@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.observed import stats_of
 from tests.support.steps import at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import until
@@ -21,6 +22,7 @@ from zrpc.testing import Mesh, local_mesh
 pytestmark = pytest.mark.system  # they take some seconds in all
 
 LARGE = torch.ones(100_000)
+LIMIT = 1 << 20
 
 
 class Counter:
@@ -77,6 +79,12 @@ def cancelled() -> None:
     rpc.rpc_async(1, time.sleep, (0.001,)).cancel()
 
 
+def without_room() -> None:
+    half = bytes(LIMIT // 2)
+    futures = [rpc.rpc_async(1, echo, (half,)) for _ in range(3)]
+    assert rpc.wait_all(futures) == [half] * 3
+
+
 def failed() -> None:
     with pytest.raises(ZeroDivisionError):
         rpc.rpc_sync(1, divmod, (1, 0))
@@ -101,6 +109,7 @@ WORK = [
     by_remote,
     with_rref,
     cancelled,
+    without_room,
     failed,
     in_context,
 ]
@@ -108,7 +117,7 @@ WORK = [
 
 @pytest.fixture(scope="module", params=["auto", "tcp"])
 def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    options = {"rpc_timeout": 20, "transport": request.param}
+    options = {"rpc_timeout": 20, "transport": request.param, "max_bytes_in_flight": LIMIT}
     with local_mesh(2, timeout=3600, options=options) as mesh:
         with mesh.agent(0).as_current():
             for work in WORK:  # opens the connections, for example
@@ -135,8 +144,9 @@ def send() -> None:
 
 
 def settles(mesh: Mesh) -> bool:
-    caller = mesh.agent(0).caller
-    return not len(caller.calls) and not len(caller.flow_control)
+    stats = stats_of(mesh)
+    in_flight = any(peer.bytes_in_flight for peer in stats.peers.values())
+    return not stats.calls_in_flight and not in_flight
 
 
 @pytest.mark.parametrize("work", WORK)

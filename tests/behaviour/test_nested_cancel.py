@@ -11,9 +11,10 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.observed import busy
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from tests.support.watched import Keeper, Watched, busy, call_until_it_begins, wait_for
+from tests.support.watched import Keeper, Watched, call_until_it_begins, wait_for
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
