@@ -113,9 +113,16 @@ WORK = [
     failed,
     in_context,
 ]
+# By TCP, only the sending and the receiving are different.
+OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
+each_work = pytest.mark.parametrize(
+    ("_mesh", "work"),
+    [*(("auto", work) for work in WORK), *(("tcp", work) for work in OVER_TCP)],
+    indirect=["_mesh"],
+)
 
 
-@pytest.fixture(scope="module", params=["auto", "tcp"])
+@pytest.fixture(scope="module")
 def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     options = {"rpc_timeout": 20, "transport": request.param, "max_bytes_in_flight": LIMIT}
     with local_mesh(2, timeout=3600, options=options) as mesh:
@@ -149,7 +156,7 @@ def settles(mesh: Mesh) -> bool:
     return not stats.calls_in_flight and not in_flight
 
 
-@pytest.mark.parametrize("work", WORK)
+@each_work
 def test_a_handler_makes_calls_at_any_step(mesh: Mesh, handle: Any, work: Any) -> None:
     answered = []
 
@@ -171,7 +178,7 @@ class Interruption(Exception):
     """What the handler raises."""
 
 
-@pytest.mark.parametrize("work", WORK)
+@each_work
 def test_what_a_handler_raises_at_any_step_passes_unchanged(
     mesh: Mesh, handle: Any, work: Any
 ) -> None:
