@@ -13,9 +13,12 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from zrpc.testing import Mesh
 
 # Until the tests are collected: the objects of torch and of the tests live to the end.
 gc.disable()
@@ -152,6 +155,13 @@ def _forget() -> Iterator[None]:
     """Forgets what a test has sent to other workers as the same object."""
     yield
     forget()
+
+
+@pytest.fixture
+def caller(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, with worker0 as the worker that the test itself is."""
+    with mesh.agent(0).as_current():
+        yield mesh
 
 
 @pytest.fixture

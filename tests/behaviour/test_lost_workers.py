@@ -16,12 +16,16 @@ import pytest
 import zmq
 
 import zrpc as rpc
+from tests.support.agents import join_all
 from tests.support.gates import Gate
+from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.targets import echo
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
-from zrpc.membership.failure_detector import Reason
+from zrpc.agent.service import Service
 from zrpc.testing import Mesh, faults
+from zrpc.wire.member_id import MemberId
 
 MakeMesh = Callable[..., Mesh]
 
@@ -51,13 +55,6 @@ def error_of(to: int, function: Any, *args: Any) -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
-def has_heartbeats_of(rank: int) -> bool:
-    from zrpc.agent.current import current_agent
-    from zrpc.wire.member_id import MemberId
-
-    return current_agent().liveness._detector.reached(MemberId(rank))
-
-
 def kind_of_error(wait: Callable[[], Any]) -> str:
     try:
         wait()
@@ -81,7 +78,7 @@ def await_file(path: Any) -> None:
 def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     assert mesh.run(0, rpc.rpc_sync, 1, max, (1, 2)) == 2  # it is heard
     # Before its first heartbeat is answered, a lost worker is one that could not be reached.
-    until(lambda: mesh.run(0, has_heartbeats_of, 1), "the first heartbeat")
+    until(lambda: mesh.run(0, answers_heartbeats, 1), "the first heartbeat")
     pending = mesh.submit(0, error_of, 1, rest, f"{tmp_path}/entered")
     await_file(tmp_path / "entered")
     stopped = time.time()
@@ -161,8 +158,7 @@ if rank == 0:
     assert not current_agent().membership.shares_host(1)
     assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     began = time.monotonic()
-    detector = current_agent().liveness._detector
-    while not detector.monitors(1) or detector.suspects(1):
+    while current_agent().liveness.silence(1) != 0.0:
         assert time.monotonic() < began + 10, "no heartbeat was answered"
         time.sleep(0.02)
     began = time.monotonic()
@@ -191,11 +187,13 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
         assert programs.wait(pids[1], 1).code == 0
 
 
-def test_a_worker_that_leaves(mesh: Mesh) -> None:
-    mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
-    mesh.run(1, rpc.shutdown, graceful=False)
-    with pytest.raises(rpc.WorkerDied, match=r"worker1 \(rank 1\) is gone: it left the mesh"):
-        mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_leaves(mesh: Mesh, rank: int) -> None:
+    mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
+    mesh.run(rank, rpc.shutdown, graceful=False)
+    text = rf"worker{rank} \(rank {rank}\) is gone: it left the mesh"
+    with pytest.raises(rpc.WorkerDied, match=text):
+        mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
 
 
 # -- what is no death ------------------------------------------------------------------------
@@ -220,10 +218,10 @@ def test_a_large_message_is_no_silence(mesh: Mesh) -> None:
     def both_ways() -> int:
         import torch
 
-        tensor = torch.ones(40_000_000)
+        tensor = torch.ones(20_000_000)
         return rpc.rpc_sync(1, torch.neg, (tensor,)).numel()
 
-    assert mesh.run(0, both_ways) == 40_000_000
+    assert mesh.run(0, both_ways) == 20_000_000
     assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
 
 
@@ -292,40 +290,32 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
 # -- hooks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.zrpc(workers=3)
-def test_an_error_about_one_loss_leaves_no_other_unsaid(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two workers are found lost at once, as if their host were gone."""
-    agent = mesh.agent(0)
-    detector, tell = agent.liveness._detector, agent._on_member_lost
-    tick, lost = detector.tick, [rpc.WorkerInfo("worker1", 1), rpc.WorkerInfo("worker2", 2)]
+class FailsToTell(Service):
+    """Fails when worker1 is lost."""
 
-    def lose_both(now: float) -> list[Any]:
-        members = [lost.pop(0).member_id for _ in range(len(lost))]
-        found = [detector.declare_lost(member, Reason.ENDED, now) for member in members]
-        return [*found, *tick(now)]
-
-    def fail_to_tell(member: Any) -> None:
+    def on_member_lost(self, member: MemberId) -> None:
         if member == 1:
             raise RuntimeError("dictionary changed size during iteration")
-        tell(member)
 
-    monkeypatch.setattr(agent.peers, "_on_member_lost", fail_to_tell)
+
+@pytest.mark.usefixtures("no_leaks")
+def test_an_error_about_one_loss_leaves_no_other_unsaid() -> None:
+    names = [(f"worker{rank}", rank, 3) for rank in range(3)]
+    agent, *others = join_all(*names, services=[FailsToTell])
     with Gate() as gate, agent.as_current():
-        waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
-        gate.await_entry()
-        monkeypatch.setattr(detector, "tick", lose_both)
-        until(waiting.done, "it is known that the callee is gone")
-        with pytest.raises(rpc.WorkerDied):
-            waiting.wait()
+        waiting = [rpc.rpc_async(rank, gate.wait_inside, timeout=0) for rank in (1, 2)]
+        gate.await_entry(2)
+        closing = start_all([other.close for other in others], SOON)
+        for future in waiting:
+            until(future.done, "it is known that the callee is gone")
+            with pytest.raises(rpc.WorkerDied):
+                future.wait()
         # The I/O thread still finds what is too late.
-        endless = rpc.rpc_async(0, gate.wait_inside, timeout=0.05)
-        until(endless.done, "its deadline is noticed")
         with pytest.raises(rpc.RpcTimeoutError):
-            endless.wait()
-    for rank in range(3):  # they don't agree about who is lost
-        mesh.run(rank, rpc.shutdown, graceful=False)
+            rpc.rpc_async(0, gate.wait_inside, timeout=0.05).wait()
+        gate.open()
+        assert closing() == [None, None]
+    agent.close()
 
 
 @pytest.mark.zrpc(workers=3)

@@ -39,6 +39,7 @@ def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
 # -- dtypes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_dtypes(shared: Mesh) -> None:
     assert {torch.float32, torch.bfloat16, torch.complex32, torch.bool, torch.uint16} <= set(DTYPES)
     assert len(DTYPES) > 20

@@ -1,10 +1,12 @@
-"""What a worker of a mesh of threads counts."""
+"""What a worker counts and knows, as it shows it."""
 
 from __future__ import annotations
 
 import zrpc
+from zrpc.agent.current import current_agent
 from zrpc.agent.stats import PeerStats, Stats
 from zrpc.testing import Mesh
+from zrpc.wire.member_id import MemberId
 
 
 def stats_of(mesh: Mesh, rank: int = 0) -> Stats:
@@ -20,3 +22,8 @@ def busy(mesh: Mesh, rank: int = 1) -> int:
 def calls_to(mesh: Mesh, peer: int, rank: int = 0) -> PeerStats:
     """Returns the traffic of a worker with a peer that it has called."""
     return stats_of(mesh, rank).peers[f"worker{peer}"]
+
+
+def answers_heartbeats(peer: int) -> bool:
+    """Returns whether a peer of this worker answers its heartbeats."""
+    return current_agent().liveness.silence(MemberId(peer)) == 0.0
