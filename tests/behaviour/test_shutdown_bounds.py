@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import zrpc as rpc
+from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
-from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
+from zrpc.agent.service import Service
 from zrpc.testing import Mesh, faults
 
 MakeMesh = Callable[..., Mesh]
@@ -68,49 +67,6 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
     assert mesh.run(1, rpc.rpc_sync, 2, echo, (1,)) == 1
     mesh.run(1, rpc.shutdown)
     ends[1].result(SOON)
-
-
-# -- while another thread calls --------------------------------------------------------------------
-
-
-def test_a_call_that_begins_while_the_worker_closes(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was packed before, and is sent after all calls in flight have failed."""
-    agent = mesh.agent(0)
-    caller, close_loop, submit = agent.caller, agent.event_loop.close, agent.caller._submit
-    enter = caller.calls.enter
-    packed, failed, submitted = (threading.Event() for _ in range(3))
-
-    def enter_late(call: Any) -> None:
-        packed.set()
-        assert failed.wait(SOON)
-        enter(call)
-
-    def submit_and_tell(*args: Any) -> None:
-        try:
-            submit(*args)
-        finally:
-            submitted.set()
-
-    def close_late(timeout: float) -> None:
-        failed.set()
-        assert submitted.wait(SOON)
-        close_loop(timeout)
-
-    def call() -> Any:
-        with agent.as_current():
-            return rpc.rpc_sync(1, echo, (1,), timeout=0)
-
-    monkeypatch.setattr(caller.calls, "enter", enter_late)
-    monkeypatch.setattr(caller, "_submit", submit_and_tell)
-    monkeypatch.setattr(agent.event_loop, "close", close_late)
-    finish = start_all([call], 5.0)
-    assert packed.wait(SOON)
-    agent.close()
-    [outcome] = finish()
-    assert isinstance(outcome, rpc.NotInitializedError)
-    assert not len(caller.calls)
 
 
 # -- with a handler that never returns ------------------------------------------------------------
@@ -179,30 +135,23 @@ def test_from_a_callback(mesh: Mesh) -> None:
 # -- with a part of it that fails ----------------------------------------------------------------
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("error", [ValueError("a defect"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("part", ["caller.calls.fail", "services.0.close", "event_loop.close"])
-def test_the_rest_is_done(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
-) -> None:
-    """Nothing of the worker is left: the fixture sees to that."""
-    agent = mesh.agent(0)
-    *path, name = part.split(".")
-    owner: object = agent
-    for each in path:
-        owner = owner[int(each)] if isinstance(owner, list) else getattr(owner, each)
-    done = getattr(owner, name)
+class FailsAtTheEnd(Service):
+    def close(self) -> None:
+        raise self.agent.options.error
 
-    def fail(*args: object) -> None:
-        done(*args)
-        raise error
 
-    monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(type(error)) as info:
-        agent.shutdown(graceful=False)
-    assert info.value is error
-    info.value.__traceback__ = None
-    assert not Path(agent.membership.records[0].directory).exists()
+@pytest.mark.usefixtures("no_leaks")
+def test_the_rest_is_done_if_a_service_fails() -> None:
+    """Whatever it raises."""
+    for error in (ValueError("a defect"), KeyboardInterrupt()):
+        options = rpc.ZmqRpcBackendOptions()
+        options.error = error  # type: ignore[attr-defined]
+        [agent] = join_all(("alone", 0, 1), options=options, services=[FailsAtTheEnd])
+        with pytest.raises(type(error)) as info:
+            agent.shutdown(graceful=False)
+        assert info.value is error
+        info.value.__traceback__ = None
+        assert not Path(agent.membership.records[0].directory).exists()
 
 
 # -- programs --------------------------------------------------------------------------------
@@ -215,9 +164,9 @@ rank = int(os.environ["RANK"])
 """
 
 
-def test_from_del(succeed: Succeed) -> None:
+def test_from_del_and_at_the_end_of_an_interpreter(succeed: Succeed, programs: Programs) -> None:
     """Of an object of main, of one in a cycle, of a handler's, and at the interpreter's end."""
-    succeed(
+    outputs = succeed(
         HEAD
         + """
 class Leaves:
@@ -241,7 +190,7 @@ del leaves
 assert ended == []  # it is in a cycle
 gc.collect()
 assert ended == [True], ended
-assert not rpc._is_current_rpc_agent_set()
+assert not rpc.is_initialized()
 
 rpc.init_rpc(f"w{rank}")
 if rank == 0:
@@ -252,14 +201,26 @@ if rank == 0:
     rpc.shutdown(timeout=20)
 else:
     limit = time.monotonic() + 20
-    while rpc._is_current_rpc_agent_set():
+    while rpc.is_initialized():
         assert time.monotonic() < limit
         time.sleep(0.01)
 at_the_end = Leaves(False)
 at_the_end.me = None
+
+# The mesh that is forgotten is shut down at the end, and waits for what is in progress.
+def slow():
+    time.sleep(0.3)
+    open("slow-has-run", "w").close()
+
+rpc.init_rpc(f"w{rank}")
+assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+if rank == 0:
+    rpc.rpc_async("w1", slow)
 """,
         cold=True,
     )
+    assert (programs.directory / "slow-has-run").exists()
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_ctrl_c_during_init(programs: Programs) -> None:

@@ -18,7 +18,7 @@ import zrpc as rpc
 from tests.support.steps import at_step, count_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from tests.support.ways import ways
+from tests.support.ways import WAYS
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 
@@ -195,12 +195,12 @@ def function(number: int, frame: Any, error: BaseException) -> None:
     raise error
 
 
-HANDLERS: dict[str, Callable[[BaseException], Any]] = {
-    "a function": lambda error: lambda number, frame: function(number, frame, error),
-    "a method": lambda error: Owner(error).method,
-    "an object": Owner,
-    "a partial": lambda error: functools.partial(function, error=error),
-}
+HANDLERS: list[Callable[[BaseException], Any]] = [
+    lambda error: lambda number, frame: function(number, frame, error),
+    lambda error: Owner(error).method,
+    Owner,
+    lambda error: functools.partial(function, error=error),
+]
 
 ERRORS = [
     TimeIsOver("after a time"),
@@ -211,28 +211,22 @@ ERRORS = [
 
 
 class TestErrorsOfHandlers:
-    @pytest.mark.parametrize("kind", HANDLERS)
-    @pytest.mark.parametrize("error", ERRORS, ids=repr)
-    def test_while_arguments_are_pickled(
-        self, shared: Mesh, handle: Handle, kind: str, error: BaseException
-    ) -> None:
-        handle(HANDLERS[kind](error))
-        for args in [(Sends(),), (Sends(), lambda: 1)]:
-            with pytest.raises(type(error)) as caught:
-                rpc.rpc_sync(1, echo, args)
-            assert caught.value is error
-        call()
+    def test_while_arguments_are_pickled(self, shared: Mesh, handle: Handle) -> None:
+        for make, error in itertools.product(HANDLERS, ERRORS):
+            handle(make(error))
+            for args in [(Sends(),), (Sends(), lambda: 1)]:
+                with pytest.raises(type(error)) as caught:
+                    rpc.rpc_sync(1, echo, args)
+                assert caught.value is error
+            call()
 
-    @pytest.mark.parametrize("error", ERRORS, ids=repr)
-    @ways
-    def test_while_a_result_is_unpickled(
-        self, shared: Mesh, handle: Handle, call: Any, error: BaseException
-    ) -> None:
-        handle(Owner(error).method)
-        with pytest.raises(type(error)) as caught:
-            call(1, SendsOnArrival)
-        assert caught.value is error
-        assert call(1, echo, (1,)) == 1
+    def test_while_a_result_is_unpickled(self, shared: Mesh, handle: Handle) -> None:
+        for way, error in itertools.product(WAYS, ERRORS):
+            handle(Owner(error).method)
+            with pytest.raises(type(error)) as caught:
+                way(1, SendsOnArrival)
+            assert caught.value is error
+            assert way(1, echo, (1,)) == 1
 
     def test_and_a_future_has_its_value_later(self, shared: Mesh, handle: Handle) -> None:
         handle(fail)
