@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import zrpc.agent.dispatcher
+from tests.support.waiting import SOON
 from zrpc.transport.network import Network
 from zrpc.wire.member_id import MemberId
-
-SOON = 5.0
 
 
 def received(network: Network) -> tuple[bytes, bytes, list[bytes]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ import pytest
 import zmq
 
 import zrpc
-from tests.transport.arrivals import SOON, received, spy_on_senders
+from tests.support.waiting import SOON
+from tests.transport.arrivals import received, spy_on_senders
 from zrpc.testing import local_mesh
 from zrpc.transport.address import private_directories
 from zrpc.transport.inbox import Inbox
@@ -74,20 +74,6 @@ def test_a_receiver_that_spins_gets_its_message(pair: Pair, there: bool) -> None
     identity, message, _ = first.receive(SOON, spin=0.02)
     assert (identity, message) == (b"z1", b"message")
     sender.join()
-
-
-def test_a_receiver_does_not_spin_if_another_program_wants_its_core(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    yields: list[None] = []
-    monkeypatch.setattr("zrpc.transport.inbox._yield", lambda: yields.append(None))
-    network = pair.networks[0]
-    assert network.receive(0.0, spin=0.01) is None
-    assert yields
-    yields.clear()
-    network._inbox._core.polled(0.0, time.perf_counter() + 60)  # it is lost until then
-    assert network.receive(0.01, spin=0.01) is None
-    assert not yields
 
 
 def test_a_receiver_that_spins_returns_after_its_timeout(pair: Pair) -> None:
@@ -160,9 +146,8 @@ def test_no_message_is_overlooked_that_comes_before_heartbeats_are_answered(
     first.send(1, b"before")
     assert received(second)[1] == b"before"
     assert second.receive(0.01) is None
-    event = second._inbox._socket.getsockopt(zmq.FD)
     first.send(1, b"message")
-    assert select.select([event], [], [], SOON)[0]  # it has come after the last look
+    time.sleep(0.05)  # it has come after the last look
     second.answer_heartbeats(b"hnobody", b"a notice")  # as when a worker is declared dead
     assert received(second)[1] == b"message"
 
