@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.handled import signal_handlers
 from zrpc.class_versions import ClassVersions
 
 ID = "the id"
@@ -258,9 +259,7 @@ def test_a_signal_handler_may_wait_for_a_thread_that_uses_classes() -> None:
         signal.raise_signal(signal.SIGUSR1)
         fill(cls, attributes)
 
-    before = signal.signal(signal.SIGUSR1, wait)
-    try:
+    with signal_handlers() as handle:
+        handle(wait)
         process.receive((1, {"first": first}), fill_interrupted)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert ended == [True]

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from tests.support.handled import signal_handlers
 from zrpc.error_parts import copy_of_error, pickle_can_make
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.pickling import dumps
@@ -294,10 +295,8 @@ def test_what_a_signal_handler_raises_passes_through() -> None:
     def alarm(*_: object) -> None:
         raise Alarm
 
-    before = signal.signal(signal.SIGUSR1, alarm)
-    try:
+    with signal_handlers() as handle:
+        handle(alarm)
         for act in (copy_of_error, dumps, pickle_can_make):
             with pytest.raises(Alarm):
                 act(Interrupted())
-    finally:
-        signal.signal(signal.SIGUSR1, before)

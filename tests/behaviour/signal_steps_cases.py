@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.handled import signal_handlers
 from tests.support.observed import stats_of
 from tests.support.steps import at_step, some_steps
 from tests.support.targets import echo
@@ -141,9 +142,8 @@ def mesh(_mesh: Mesh) -> Iterator[Mesh]:
 @pytest.fixture
 def handle() -> Iterator[Callable[[Callable[[], object]], None]]:
     """Has a function called by the handler of SIGUSR1."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield lambda function: signal.signal(signal.SIGUSR1, lambda *_: function()) and None
-    signal.signal(signal.SIGUSR1, before)
+    with signal_handlers() as handle:
+        yield lambda function: handle(lambda *_: function())
 
 
 def send() -> None:

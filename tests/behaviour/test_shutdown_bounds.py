@@ -277,27 +277,3 @@ assert failed
     )
     ended = programs.run(source, 1)
     assert [e.code for e in ended] == [0], ended
-
-
-def test_in_a_fork_child(succeed: Succeed) -> None:
-    """It has no agent to shut down; and the parent's is not touched, nor is it at exit."""
-    succeed(
-        HEAD
-        + """
-rpc.init_rpc(f"w{rank}")
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-pid = os.fork()
-if pid == 0:
-    signal.alarm(20)
-    for graceful in (True, False):
-        try:
-            rpc.shutdown(graceful=graceful)
-        except rpc.NotInitializedError:
-            continue
-        os._exit(8)
-    sys.exit(7)  # with all that runs at exit
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-rpc.shutdown()
-"""
-    )

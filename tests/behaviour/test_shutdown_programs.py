@@ -157,11 +157,15 @@ def fork():
     if pid == 0:
         try:
             assert not rpc.is_initialized()
-            try:
-                rpc.rpc_sync("w0", max, (1, 2), timeout=2)
-            except rpc.NotInitializedError:
-                sys.stdout.flush()
-                os._exit(7)
+            uses = [lambda: rpc.rpc_sync("w0", max, (1, 2), timeout=2), rpc.shutdown]
+            for use in [*uses, lambda: rpc.shutdown(graceful=False)]:
+                try:
+                    use()
+                except rpc.NotInitializedError:
+                    continue
+                os._exit(9)
+            sys.stdout.flush()
+            os._exit(7)
         finally:
             os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -170,6 +174,11 @@ def fork():
         + """
 assert fork() == 7, "from the main thread"
 assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
+
+pid = os.fork()
+if pid == 0:
+    sys.exit(6)  # with all that runs at exit
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
 
 import multiprocessing
 child = multiprocessing.get_context("fork").Process(target=print, args=("child",))

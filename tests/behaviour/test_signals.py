@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.handled import Handle, signal_handlers
 from tests.support.steps import at_step, count_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
@@ -24,21 +25,11 @@ from zrpc.testing import Mesh
 
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
-Handle = Callable[..., None]
-
 
 @pytest.fixture
 def handle() -> Iterator[Handle]:
-    """Sets the handler of a signal, SIGUSR1 by default."""
-    before: dict[Any, Any] = {}
-
-    def set_handler(handler: Any, number: int = signal.SIGUSR1) -> None:
-        before.setdefault(number, signal.getsignal(number))
-        signal.signal(number, handler)
-
-    yield set_handler
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signal_handlers() as handle:
+        yield handle
 
 
 def call() -> None:

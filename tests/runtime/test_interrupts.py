@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.steps import at_step
+from tests.support.handled import Handle, signal_handlers
+from tests.support.steps import at_step, interrupt
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
     hold_interrupts,
@@ -28,10 +29,6 @@ pytestmark = pytest.mark.skipif(
     signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
     reason="the program that runs the tests handles Ctrl-C itself",
 )
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_held_interrupt_is_raised_once_on_the_outermost_release() -> None:
@@ -91,28 +88,21 @@ SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 class Handlers:
     """Sets handlers, and notes which signals they are called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Handle) -> None:
         self.called: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._handle = handle
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.called.append(number)
 
     def set(self, number: int, handler: Any = None) -> Any:
-        self._before.setdefault(number, signal.getsignal(number))
-        signal.signal(number, handler or self.note)
-        return signal.getsignal(number)
-
-    def reset(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        return self._handle(handler or self.note, number)
 
 
 @pytest.fixture
 def handlers() -> Iterator[Handlers]:
-    made = Handlers()
-    yield made
-    made.reset()
+    with signal_handlers() as handle:
+        yield Handlers(handle)
 
 
 def test_the_programs_handler_of_any_signal_is_called_on_release(handlers: Handlers) -> None:
@@ -265,14 +255,11 @@ def test_an_error_that_a_handler_has_raised_is_known(handlers: Handlers) -> None
     assert not raised_by_handler(caught.value)
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        hold_interrupts()
-        release_interrupts()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_an_ignored_signal_stays_ignored(handlers: Handlers) -> None:
+    handlers.set(signal.SIGINT, signal.SIG_IGN)
+    hold_interrupts()
+    release_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_holding_in_other_threads_changes_nothing() -> None:
