@@ -99,7 +99,7 @@ class FailsOnce:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("good", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("good", [0, 1, 7])
 def test_a_large_message_that_is_sent_in_part(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, good: int
 ) -> None:
