@@ -184,6 +184,7 @@ def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
     assert not caplog.text
 
 
+@pytest.mark.system
 def test_ctrl_c_between_callbacks_loses_none() -> None:
     def run(number: int) -> None:
         future: rpc.Future[int] = rpc.Future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch.distributed import HashStore
@@ -25,4 +26,4 @@ def join_all(*workers: tuple[str, int, int], **how: Any) -> list[Any]:
     def join(name: str, rank: int, world_size: int) -> Any:
         return join_mesh(name, rank=rank, world_size=world_size, **how)
 
-    return start_all([lambda worker=worker: join(*worker) for worker in workers], SOON)()
+    return start_all([partial(join, *worker) for worker in workers], SOON)()
