@@ -20,6 +20,11 @@ import pytest
 if TYPE_CHECKING:
     from zrpc.testing import Mesh
 
+_HERE = Path(__file__).parent
+if sys.dont_write_bytecode:
+    # Each process of pytest would compile all modules, for seconds. It may not do so beside them.
+    sys.pycache_prefix = str(_HERE.parent / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
 # Until the tests are collected: the objects of torch and of the tests live to the end.
 gc.disable()
 pytest_plugins = ["pytester"]
@@ -29,7 +34,6 @@ from tests.support.identity import forget  # noqa: E402
 from zrpc.launch.forkserver import ForkServer  # noqa: E402
 from zrpc.launch.port import ReservedPort  # noqa: E402
 
-_HERE = Path(__file__).parent
 # Whole folders and files of tests that start processes.
 _SYSTEM_PATHS = (
     "bench/soak",
