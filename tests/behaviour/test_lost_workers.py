@@ -298,14 +298,19 @@ class FailsToTell(Service):
             raise RuntimeError("dictionary changed size during iteration")
 
 
+@pytest.mark.system
 @pytest.mark.usefixtures("no_leaks")
 def test_an_error_about_one_loss_leaves_no_other_unsaid() -> None:
+    """Two workers are found lost at once."""
     names = [(f"worker{rank}", rank, 3) for rank in range(3)]
     agent, *others = join_all(*names, services=[FailsToTell])
     with Gate() as gate, agent.as_current():
         waiting = [rpc.rpc_async(rank, gate.wait_inside, timeout=0) for rank in (1, 2)]
         gate.await_entry(2)
-        closing = start_all([other.close for other in others], SOON)
+        go_on = threading.Event()
+        agent.receiver.in_io_thread(lambda: go_on.wait(SOON) and None)
+        assert start_all([other.close for other in others], SOON)() == [None, None]
+        go_on.set()
         for future in waiting:
             until(future.done, "it is known that the callee is gone")
             with pytest.raises(rpc.WorkerDied):
@@ -313,8 +318,6 @@ def test_an_error_about_one_loss_leaves_no_other_unsaid() -> None:
         # The I/O thread still finds what is too late.
         with pytest.raises(rpc.RpcTimeoutError):
             rpc.rpc_async(0, gate.wait_inside, timeout=0.05).wait()
-        gate.open()
-        assert closing() == [None, None]
     agent.close()
 
 
