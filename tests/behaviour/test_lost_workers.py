@@ -16,16 +16,13 @@ import pytest
 import zmq
 
 import zrpc as rpc
-from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.targets import echo
-from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
-from zrpc.agent.service import Service
+from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
-from zrpc.wire.member_id import MemberId
 
 MakeMesh = Callable[..., Mesh]
 
@@ -290,35 +287,40 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
 # -- hooks -----------------------------------------------------------------------------------
 
 
-class FailsToTell(Service):
-    """Fails when worker1 is lost."""
+@pytest.mark.zrpc(workers=3)
+def test_an_error_about_one_loss_leaves_no_other_unsaid(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers are found lost at once, as if their host were gone."""
+    agent = mesh.agent(0)
+    detector, tell = agent.liveness._detector, agent._on_member_lost
+    tick, lost = detector.tick, [rpc.WorkerInfo("worker1", 1), rpc.WorkerInfo("worker2", 2)]
 
-    def on_member_lost(self, member: MemberId) -> None:
+    def lose_both(now: float) -> list[Any]:
+        members = [lost.pop(0).member_id for _ in range(len(lost))]
+        found = [detector.declare_lost(member, Reason.ENDED, now) for member in members]
+        return [*found, *tick(now)]
+
+    def fail_to_tell(member: Any) -> None:
         if member == 1:
             raise RuntimeError("dictionary changed size during iteration")
+        tell(member)
 
-
-@pytest.mark.system
-@pytest.mark.usefixtures("no_leaks")
-def test_an_error_about_one_loss_leaves_no_other_unsaid() -> None:
-    """Two workers are found lost at once."""
-    names = [(f"worker{rank}", rank, 3) for rank in range(3)]
-    agent, *others = join_all(*names, services=[FailsToTell])
+    monkeypatch.setattr(agent.peers, "_on_member_lost", fail_to_tell)
     with Gate() as gate, agent.as_current():
-        waiting = [rpc.rpc_async(rank, gate.wait_inside, timeout=0) for rank in (1, 2)]
-        gate.await_entry(2)
-        go_on = threading.Event()
-        agent.receiver.in_io_thread(lambda: go_on.wait(SOON) and None)
-        assert start_all([other.close for other in others], SOON)() == [None, None]
-        go_on.set()
-        for future in waiting:
-            until(future.done, "it is known that the callee is gone")
-            with pytest.raises(rpc.WorkerDied):
-                future.wait()
+        waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
+        gate.await_entry()
+        monkeypatch.setattr(detector, "tick", lose_both)
+        until(waiting.done, "it is known that the callee is gone")
+        with pytest.raises(rpc.WorkerDied):
+            waiting.wait()
         # The I/O thread still finds what is too late.
+        endless = rpc.rpc_async(0, gate.wait_inside, timeout=0.05)
+        until(endless.done, "its deadline is noticed")
         with pytest.raises(rpc.RpcTimeoutError):
-            rpc.rpc_async(0, gate.wait_inside, timeout=0.05).wait()
-    agent.close()
+            endless.wait()
+    for rank in range(3):  # they don't agree about who is lost
+        mesh.run(rank, rpc.shutdown, graceful=False)
 
 
 @pytest.mark.zrpc(workers=3)
