@@ -13,10 +13,18 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from zrpc.testing import Mesh
+
+_HERE = Path(__file__).parent
+if sys.dont_write_bytecode:
+    # Each process of pytest would compile all modules, for seconds. It may not do so beside them.
+    sys.pycache_prefix = str(_HERE.parent / ".pytest_cache" / "bytecode")
+    sys.dont_write_bytecode = False
 # Until the tests are collected: the objects of torch and of the tests live to the end.
 gc.disable()
 pytest_plugins = ["pytester"]
@@ -26,7 +34,6 @@ from tests.support.identity import forget  # noqa: E402
 from zrpc.launch.port import ReservedPort  # noqa: E402
 from zrpc.launch.starter import Starter  # noqa: E402
 
-_HERE = Path(__file__).parent
 # Whole folders and files of tests that start processes.
 _SYSTEM_PATHS = (
     "bench/soak",
@@ -152,6 +159,13 @@ def _forget() -> Iterator[None]:
     """Forgets what a test has sent to other workers as the same object."""
     yield
     forget()
+
+
+@pytest.fixture
+def caller(mesh: Mesh) -> Iterator[Mesh]:
+    """The mesh, with worker0 as the worker that the test itself is."""
+    with mesh.agent(0).as_current():
+        yield mesh
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.handled import signal_handlers
 from zrpc.class_versions import ClassVersions
 
 ID = "the id"
@@ -89,36 +90,29 @@ def test_a_class_is_made_once_and_keeps_its_state(a: Process, b: Process) -> Non
     assert (there.total, there.added, b.made) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    "as_attribute",
-    [
+def test_what_is_redefined_follows_its_process() -> None:
+    for as_attribute in (
         lambda f: f,
         property,
         functools.cached_property,
-        lambda f: classmethod(f),
+        classmethod,
         lambda f: staticmethod(functools.partial(f, None)),
         functools.partialmethod,
-    ],
-)
-def test_what_is_redefined_follows_its_process(
-    a: Process, b: Process, as_attribute: Callable[[Any], Any]
-) -> None:
-    def result() -> Any:
+    ):
+        a, b = Process(), Process()
+        thing: Any = a.define(total=0, act=as_attribute(first), gone=first)
+        there = b.receive(a.send())
+        there.total = 7
+        changed: Any = as_attribute(second)
+        if isinstance(changed, functools.cached_property):
+            changed.__set_name__(thing, "act")
+        thing.act, thing.more, thing.limit = changed, third, 3
+        del thing.gone
+        b.receive(a.send())
         found = there().act
-        return found() if callable(found) else found
-
-    a.define(total=0, act=as_attribute(first), gone=first)
-    there = b.receive(a.send())
-    there.total = 7
-    thing: Any = a.known[ID]
-    changed = as_attribute(second)
-    if isinstance(changed, functools.cached_property):
-        changed.__set_name__(thing, "act")
-    thing.act, thing.more, thing.limit = changed, third, 3
-    del thing.gone
-    b.receive(a.send())
-    assert (result(), there().more(), there.limit, there.total) == ("second", "third", 3, 7)
-    assert not hasattr(there, "gone")
+        result = found() if callable(found) else found
+        assert (result, there().more(), there.limit, there.total) == ("second", "third", 3, 7)
+        assert not hasattr(there, "gone")
 
 
 def test_code_that_is_changed_in_place_follows_too(a: Process, b: Process) -> None:
@@ -265,9 +259,7 @@ def test_a_signal_handler_may_wait_for_a_thread_that_uses_classes() -> None:
         signal.raise_signal(signal.SIGUSR1)
         fill(cls, attributes)
 
-    before = signal.signal(signal.SIGUSR1, wait)
-    try:
+    with signal_handlers() as handle:
+        handle(wait)
         process.receive((1, {"first": first}), fill_interrupted)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     assert ended == [True]

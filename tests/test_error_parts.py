@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from tests.support.handled import signal_handlers
 from zrpc.error_parts import copy_of_error, pickle_can_make
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.pickling import dumps
@@ -208,12 +210,11 @@ def content(error: Any) -> Any:
 
 
 def test_an_exception_is_the_same_again() -> None:
-    for make in ERRORS:
-        for way in WAYS:
-            error = make()
-            again = way(error)
-            assert again is not error
-            assert content(again) == content(error)
+    for way, make in itertools.product(WAYS, ERRORS):
+        error = make()
+        again = way(error)
+        assert again is not error
+        assert content(again) == content(error), way
 
 
 def test_a_slot_without_a_value_has_none() -> None:
@@ -290,14 +291,12 @@ class Alarm(Exception):
     """What the signal's handler raises."""
 
 
-@pytest.mark.parametrize("act", [copy_of_error, dumps, pickle_can_make])
-def test_what_a_signal_handler_raises_passes_through(act: Callable[[Any], Any]) -> None:
+def test_what_a_signal_handler_raises_passes_through() -> None:
     def alarm(*_: object) -> None:
         raise Alarm
 
-    before = signal.signal(signal.SIGUSR1, alarm)
-    try:
-        with pytest.raises(Alarm):
-            act(Interrupted())
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with signal_handlers() as handle:
+        handle(alarm)
+        for act in (copy_of_error, dumps, pickle_can_make):
+            with pytest.raises(Alarm):
+                act(Interrupted())

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -100,14 +99,11 @@ def test_all_is_what_it_should_be() -> None:
     assert len(zrpc.__all__) == len(set(zrpc.__all__))
 
 
-def test_each_name_is_there() -> None:
+def test_each_name_is_there_and_described() -> None:
     for name in TORCH_NAMES | TORCH_PRIVATE_NAMES | OWN_NAMES | MODULES:
         value = getattr(zrpc, name)
         assert value is not None, name
         assert getattr(zrpc, name) is value, name
-
-
-def test_each_public_name_is_described() -> None:
     for name in zrpc.__all__:
         value = getattr(zrpc, name)
         if inspect.ismodule(value) or inspect.isfunction(value) or inspect.isclass(value):
@@ -179,19 +175,17 @@ def test_a_star_import_brings_all_names() -> None:
     assert not MODULES & set(namespace)
 
 
-@pytest.mark.parametrize(
-    ("function", "parameters"),
-    [
-        ("init_rpc", ["name", "backend", "rank", "world_size", "rpc_backend_options"]),
-        ("shutdown", ["graceful", "timeout"]),
-        ("rpc_sync", ["to", "func", "args", "kwargs", "timeout"]),
-        ("rpc_async", ["to", "func", "args", "kwargs", "timeout"]),
-        ("remote", ["to", "func", "args", "kwargs", "timeout"]),
-        ("get_worker_info", ["worker_name"]),
-    ],
-)
-def test_parameters_have_the_names_and_the_order_of_torch(function: str, parameters: Any) -> None:
-    assert list(inspect.signature(getattr(zrpc, function)).parameters) == parameters
+def test_parameters_have_the_names_and_the_order_of_torch() -> None:
+    call = ["to", "func", "args", "kwargs", "timeout"]
+    for function, parameters in (
+        (zrpc.init_rpc, ["name", "backend", "rank", "world_size", "rpc_backend_options"]),
+        (zrpc.shutdown, ["graceful", "timeout"]),
+        (zrpc.rpc_sync, call),
+        (zrpc.rpc_async, call),
+        (zrpc.remote, call),
+        (zrpc.get_worker_info, ["worker_name"]),
+    ):
+        assert list(inspect.signature(function).parameters) == parameters
 
 
 def test_defaults_are_those_of_torch() -> None:
@@ -212,7 +206,12 @@ def test_defaults_are_those_of_torch() -> None:
 
 @pytest.mark.system
 def test_importing_zrpc_alone_costs_nothing() -> None:
-    code = "import sys, zrpc; print([m for m in ('torch', 'zmq') if m in sys.modules])"
+    """Nor do its commands and its plugin, errors and names."""
+    code = (
+        "import sys, zrpc, zrpc.cli, zrpc.testing.plugin; zrpc.ProtocolError; dir(zrpc)\n"
+        "heavy = {'torch', 'zmq', 'numpy', 'cloudpickle', 'opentelemetry', 'zrpc.agent.agent'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.support.observed import answers_heartbeats
 from tests.support.programs import Ended, Programs
 from tests.support.targets import echo
 from tests.support.waiting import until
@@ -17,13 +18,6 @@ from tests.support.watched import Watched
 from zrpc.agent.current import set_default_agent
 from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.server import warm_server
-
-
-@pytest.fixture
-def caller(mesh: Mesh) -> Iterator[Mesh]:
-    """The mesh, with worker0 as the worker that the test itself is."""
-    with mesh.agent(0).as_current():
-        yield mesh
 
 
 @pytest.fixture(scope="module")
@@ -38,15 +32,11 @@ def _introduce(mesh: Mesh) -> None:
 
     Later, they would seem to be left behind by some test with a mesh of its own.
     """
-    agents = [mesh.agent(rank) for rank in range(2)]
-    for rank, agent in enumerate(agents):
-        mesh.run(rank, zrpc.rpc_sync, 1 - rank, max, (1, 2))
-        mesh.run(rank, zrpc.rpc_sync, rank, max, (1, 2))
-        until(partial(_is_alive, agent.liveness._detector, 1 - rank), "a heartbeat is answered")
-
-
-def _is_alive(detector: Any, member: Any) -> bool:
-    return detector.monitors(member) and not detector.suspects(member)
+    for rank in range(2):
+        with mesh.agent(rank).as_current():
+            for to in range(2):
+                zrpc.rpc_sync(to, max, (1, 2))
+            until(partial(answers_heartbeats, 1 - rank), "a heartbeat is answered")
 
 
 @pytest.fixture

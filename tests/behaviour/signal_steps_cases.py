@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import zrpc as rpc
-from tests.support.pending import bytes_in_flight
+from tests.support.handled import signal_handlers
+from tests.support.observed import stats_of
 from tests.support.steps import at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import until
@@ -22,6 +23,7 @@ from zrpc.testing import Mesh, local_mesh
 pytestmark = pytest.mark.system  # they take some seconds in all
 
 LARGE = torch.ones(100_000)
+LIMIT = 1 << 20
 
 
 class Counter:
@@ -78,6 +80,12 @@ def cancelled() -> None:
     rpc.rpc_async(1, time.sleep, (0.001,)).cancel()
 
 
+def without_room() -> None:
+    half = bytes(LIMIT // 2)
+    futures = [rpc.rpc_async(1, echo, (half,)) for _ in range(3)]
+    assert rpc.wait_all(futures) == [half] * 3
+
+
 def failed() -> None:
     with pytest.raises(ZeroDivisionError):
         rpc.rpc_sync(1, divmod, (1, 0))
@@ -102,14 +110,22 @@ WORK = [
     by_remote,
     with_rref,
     cancelled,
+    without_room,
     failed,
     in_context,
 ]
+# By TCP, only the sending and the receiving are different.
+OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
+each_work = pytest.mark.parametrize(
+    ("_mesh", "work"),
+    [*(("auto", work) for work in WORK), *(("tcp", work) for work in OVER_TCP)],
+    indirect=["_mesh"],
+)
 
 
-@pytest.fixture(scope="module", params=["auto", "tcp"])
+@pytest.fixture(scope="module")
 def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    options = {"rpc_timeout": 20, "transport": request.param}
+    options = {"rpc_timeout": 20, "transport": request.param, "max_bytes_in_flight": LIMIT}
     with local_mesh(2, timeout=3600, options=options) as mesh:
         with mesh.agent(0).as_current():
             for work in WORK:  # opens the connections, for example
@@ -126,9 +142,8 @@ def mesh(_mesh: Mesh) -> Iterator[Mesh]:
 @pytest.fixture
 def handle() -> Iterator[Callable[[Callable[[], object]], None]]:
     """Has a function called by the handler of SIGUSR1."""
-    before = signal.getsignal(signal.SIGUSR1)
-    yield lambda function: signal.signal(signal.SIGUSR1, lambda *_: function()) and None
-    signal.signal(signal.SIGUSR1, before)
+    with signal_handlers() as handle:
+        yield lambda function: handle(lambda *_: function())
 
 
 def send() -> None:
@@ -136,11 +151,12 @@ def send() -> None:
 
 
 def settles(mesh: Mesh) -> bool:
-    calls = mesh.agent(0).caller.calls
-    return not len(calls) and not bytes_in_flight(calls)
+    stats = stats_of(mesh)
+    in_flight = any(peer.bytes_in_flight for peer in stats.peers.values())
+    return not stats.calls_in_flight and not in_flight
 
 
-@pytest.mark.parametrize("work", WORK)
+@each_work
 def test_a_handler_makes_calls_at_any_step(mesh: Mesh, handle: Any, work: Any) -> None:
     answered = []
 
@@ -162,7 +178,7 @@ class Interruption(Exception):
     """What the handler raises."""
 
 
-@pytest.mark.parametrize("work", WORK)
+@each_work
 def test_what_a_handler_raises_at_any_step_passes_unchanged(
     mesh: Mesh, handle: Any, work: Any
 ) -> None:

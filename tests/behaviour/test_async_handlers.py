@@ -15,7 +15,7 @@ import zrpc as rpc
 from tests.support.later import Later, already_done
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON, until
-from tests.support.ways import Call, ways
+from tests.support.ways import WAYS, Call, ways
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
@@ -67,47 +67,37 @@ def test_answers_with_the_futures_value(shared: Mesh, call: Call) -> None:
     assert call(1, already_done, ("x",)) == "x"
 
 
-@ways
-@pytest.mark.parametrize(
-    ("func", "message"),
-    [
+def test_errors(shared: Mesh) -> None:
+    for func, message in (
         (failed_already, "set"),
         (fails_at_once, "at once"),
         (fails_in_then, "in then"),
         (fails_over_there, "over there"),
-    ],
-    ids=["set_exception", "raises", "then", "nested"],
-)
-def test_errors(shared: Mesh, call: Call, func: Any, message: str) -> None:
-    with pytest.raises(KeyError, match=message) as info:
-        call(1, func)
-    assert "On WorkerInfo(id=1, name=worker1)" in str(info.value.__cause__)
+    ):
+        for call in WAYS:
+            with pytest.raises(KeyError, match=message) as info:
+                call(1, func)
+            assert "On WorkerInfo(id=1, name=worker1)" in str(info.value.__cause__)
 
 
-@ways
-@pytest.mark.parametrize("value", [5, None, "future"])
-def test_without_a_future(shared: Mesh, call: Call, value: Any) -> None:
-    with pytest.raises(RuntimeError, match=ALREADY):
-        call(1, no_future, (value,))
-
-
-def test_without_a_future_in_a_method(shared: Mesh) -> None:
+def test_without_a_future(shared: Mesh) -> None:
+    for call in WAYS:
+        for value in (5, None, "future"):
+            with pytest.raises(RuntimeError, match=ALREADY):
+                call(1, no_future, (value,))
     with pytest.raises(RuntimeError, match=ALREADY):
         rpc.rpc_sync(1, Later(1).no_future)
-
-
-def test_a_future_as_the_futures_value(shared: Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
         rpc.rpc_sync(1, future_of_future)
 
 
-@ways
-def test_methods(shared: Mesh, call: Call) -> None:
-    assert call(1, Later(5).method, (0, 1)) == 6
-    assert call(1, Later.static, (0, 1)) == 2
-    assert call(1, Later(5).static, (0, 1)) == 2
-    assert call(1, Later.of_class, (0, 1)) == ("Later", 1)
-    assert call(1, Later.method, (Later(7), 0, 1)) == 8
+def test_methods(shared: Mesh) -> None:
+    for call in WAYS:
+        assert call(1, Later(5).method, (0, 1)) == 6
+        assert call(1, Later.static, (0, 1)) == 2
+        assert call(1, Later(5).static, (0, 1)) == 2
+        assert call(1, Later.of_class, (0, 1)) == ("Later", 1)
+        assert call(1, Later.method, (Later(7), 0, 1)) == 8
 
 
 def test_through_rref_proxies(shared: Mesh) -> None:
@@ -119,10 +109,6 @@ def test_through_rref_proxies(shared: Mesh) -> None:
     assert rref.rpc_sync().of_class(0, 5) == ("Later", 5)
     with pytest.raises(RuntimeError, match=ALREADY):
         rref.rpc_sync().no_future()
-
-
-def test_through_rref_proxies_async_def(shared: Mesh) -> None:
-    rref = rpc.remote(1, Later, (10,))
     assert rref.rpc_sync().coroutine(1) == 11
     assert rref.rpc_async().coroutine(2).wait() == 12
     assert rref.remote().coroutine(3).to_here() == 13
@@ -170,19 +156,12 @@ class Scripts:
         return torch.jit.fork(_scripted, x)
 
 
-@pytest.mark.parametrize(
-    "func",
-    [forks, script_later, decorated, Scripts.decorated],
-    ids=["python", "script", "decorated", "static"],
-)
-def test_torch_script(shared: Mesh, func: Any) -> None:
-    assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
-
-
-@pytest.mark.parametrize("func", [decorated, Scripts.decorated], ids=["function", "static"])
-def test_a_decorated_script_goes_by_name(shared: Mesh, func: Any) -> None:
-    assert rpc.rpc_sync(1, echo, (func,)) is func
-    assert func(torch.ones(1)).wait() == 2
+def test_torch_script(shared: Mesh) -> None:
+    for func in (forks, script_later, decorated, Scripts.decorated):
+        assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
+    for func in (decorated, Scripts.decorated):
+        assert rpc.rpc_sync(1, echo, (func,)) is func  # by its name
+        assert func(torch.ones(1)).wait() == 2
 
 
 class Argument:

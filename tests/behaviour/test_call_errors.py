@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.waiting import until
-from tests.support.ways import Call, ways
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
+from tests.support.ways import WAYS
 from zrpc.testing import Mesh
 
 # Room for one call; each counts two KiB.
@@ -141,7 +143,7 @@ def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -
         rref.to_here()
         future = rpc.rpc_async("worker2", gate.wait_inside)
         gate.await_entry()
-        mesh.agent(2).close()
+        close = start_all([mesh.agent(2).close], SOON)
         before = error_of(future.wait)
         assert isinstance(before, rpc.WorkerDied)
         assert before.executed is None
@@ -151,6 +153,8 @@ def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -
         owner = error_of(rref.rpc_sync().get, 1)
         assert isinstance(owner, rpc.OwnerDied)
         assert owner.executed is False
+        gate.open()
+        close()
 
 
 def call_what_is_gone() -> None:
@@ -159,12 +163,10 @@ def call_what_is_gone() -> None:
     raise error
 
 
-@ways
-@pytest.mark.parametrize("to", [0, 1])
-def test_a_function_has_run_though_a_call_of_its_own_has_not(
-    shared: Mesh, call: Call, to: int
-) -> None:
-    assert error_of(call, to, call_what_is_gone).executed is None
+def test_a_function_has_run_though_a_call_of_its_own_has_not(shared: Mesh) -> None:
+    for call, to in itertools.product(WAYS, (0, 1)):
+        assert error_of(call, to, call_what_is_gone).executed is None
+        assert error_of(call, to, call_with_what_is_unreadable).executed is None
 
 
 class Unreadable:
@@ -174,24 +176,17 @@ class Unreadable:
         return int, ("no number",)
 
 
-@ways
-@pytest.mark.parametrize("to", [0, 1])
-def test_a_call_that_cannot_be_unpickled_has_not_run(shared: Mesh, call: Call, to: int) -> None:
-    error = error_of(call, to, echo, (Unreadable(),))
-    assert isinstance(error, rpc.SerializationError)
-    assert error.executed is False
-
-
-@ways
-def test_a_call_whose_result_cannot_be_unpickled_has_run(shared: Mesh, call: Call) -> None:
-    error = error_of(call, 1, Unreadable)
-    assert isinstance(error, rpc.SerializationError)
-    assert error.executed is True
-
-
-@ways
-def test_a_function_has_run_though_it_could_not_call_another(shared: Mesh, call: Call) -> None:
-    assert error_of(call, 1, call_with_what_is_unreadable).executed is None
+def test_a_call_that_cannot_be_unpickled_has_not_run_but_one_whose_result_cannot_has(
+    shared: Mesh,
+) -> None:
+    for call, to in itertools.product(WAYS, (0, 1)):
+        error = error_of(call, to, echo, (Unreadable(),))
+        assert isinstance(error, rpc.SerializationError)
+        assert error.executed is False
+    for call in WAYS:
+        error = error_of(call, 1, Unreadable)
+        assert isinstance(error, rpc.SerializationError)
+        assert error.executed is True
 
 
 def call_with_what_is_unreadable() -> None:
@@ -230,17 +225,13 @@ def test_a_mesh_without_a_world_size_says_that_others_may_join(
         rpc.rpc_sync("trainer", echo, (1,))
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "found"),
-    [
+def test_arguments_of_another_type_are_explained(shared: Mesh) -> None:
+    cases: list[tuple[Any, Any, str]] = [
         (5, None, "args of type int"),
         (torch.ones(2), None, "args of type Tensor"),  # the comma of a tuple is forgotten
         ((), [1], "kwargs of type list"),
-    ],
-)
-def test_arguments_of_another_type_are_explained(
-    shared: Mesh, args: Any, kwargs: Any, found: str
-) -> None:
-    for make in rpc.rpc_sync, rpc.rpc_async, rpc.remote:
-        with pytest.raises(TypeError, match=rf"expected args to be a tuple.*{found}"):
-            make("worker1", max, args=args, kwargs=kwargs)
+    ]
+    for args, kwargs, found in cases:
+        for make in rpc.rpc_sync, rpc.rpc_async, rpc.remote:
+            with pytest.raises(TypeError, match=rf"expected args to be a tuple.*{found}"):
+                make("worker1", max, args=args, kwargs=kwargs)

@@ -23,38 +23,23 @@ def whoami() -> rpc.WorkerInfo:
 
 
 @ways
-@pytest.mark.parametrize("to", ["worker1", 1, rpc.WorkerInfo("worker1", 1)], ids=repr)
-def test_destination_by_name_rank_or_info(shared: Mesh, call: Call, to: Any) -> None:
-    assert call(to, whoami) == rpc.WorkerInfo("worker1", 1)
+def test_destinations(shared: Mesh, call: Call) -> None:
+    for name, rank in (("worker1", 1), ("worker0", 0)):
+        for to in (name, rank, rpc.WorkerInfo(name, rank)):
+            assert call(to, whoami) == rpc.WorkerInfo(name, rank)
+    for to in ("nobody", "", 99, -1, 2, rpc.WorkerInfo("worker1", 0)):
+        with pytest.raises(RuntimeError, match="could not find destination"):
+            call(to, whoami)
+    for to in (1.0, None, b"worker1", ["worker1"]):
+        with pytest.raises(ValueError, match=r"."):
+            call(to, whoami)
 
 
 @ways
-@pytest.mark.parametrize("to", ["worker0", 0, rpc.WorkerInfo("worker0", 0)], ids=repr)
-def test_a_worker_can_call_itself(shared: Mesh, call: Call, to: Any) -> None:
-    assert call(to, whoami) == rpc.get_worker_info()
-
-
-@ways
-@pytest.mark.parametrize("to", ["nobody", "", 99, -1, 2, rpc.WorkerInfo("worker1", 0)], ids=repr)
-def test_unknown_destination(shared: Mesh, call: Call, to: Any) -> None:
-    with pytest.raises(RuntimeError, match="could not find destination"):
-        call(to, whoami)
-
-
-@ways
-@pytest.mark.parametrize("to", [1.0, None, b"worker1", ["worker1"]], ids=repr)
-def test_destination_of_a_wrong_type(shared: Mesh, call: Call, to: Any) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        call(to, whoami)
-
-
-@ways
-@pytest.mark.parametrize(
-    "func", [None, 5, "add", torch.ones(1)], ids=["None", "5", "str", "tensor"]
-)
-def test_what_is_not_callable(shared: Mesh, call: Call, func: Any) -> None:
-    with pytest.raises(TypeError, match=r"function should be callable\."):
-        call("worker1", func)
+def test_what_is_not_callable(shared: Mesh, call: Call) -> None:
+    for func in (None, 5, "add", torch.ones(1)):
+        with pytest.raises(TypeError, match=r"function should be callable\."):
+            call("worker1", func)
 
 
 @ways
@@ -63,18 +48,10 @@ def test_args_and_kwargs(shared: Mesh, call: Call) -> None:
         (1, "two"),
         {"three": [3], "four": None},
     )
-
-
-@ways
-def test_kwargs_alone(shared: Mesh, call: Call) -> None:
     assert call(1, int, kwargs={}) == 0
     assert call(1, dict, kwargs={"a": 1}) == {"a": 1}
-
-
-@ways
-@pytest.mark.parametrize("args", [None, (), []], ids=repr)
-def test_no_args(shared: Mesh, call: Call, args: Any) -> None:
-    assert call(1, list, args=args) == []
+    for args in (None, (), []):
+        assert call(1, list, args=args) == []
 
 
 def test_names_of_parameters_may_be_those_of_the_call(shared: Mesh) -> None:
@@ -82,42 +59,23 @@ def test_names_of_parameters_may_be_those_of_the_call(shared: Mesh) -> None:
         return to, func, timeout
 
     assert rpc.rpc_sync(1, named, kwargs={"to": 1, "func": 2, "timeout": 3}) == (1, 2, 3)
+    assert rpc.rpc_sync(1, operator.add, [1, 2]) == 3  # type: ignore[arg-type]
 
 
-def test_args_may_be_a_list(shared: Mesh) -> None:
-    assert rpc.rpc_sync(1, operator.add, [1, 2]) == 3
+VALUES: list[Any] = [
+    *(None, True, 2**200, -0.0, 1j, "é\0\ud800", range(5), slice(1, None, 2), Ellipsis, int),
+    *(b"\0" * 100_000, bytearray(b"x" * 100_000), "y" * 1_000_000),
+    *({1: {2: {3: (4, frozenset({5}))}}}, [[]] * 3),
+    *(torch.Size([1, 2]), torch.float16, torch.device("cpu")),
+    *("__main__", b"a pickle that mentions __main__"),
+]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        2**200,
-        -0.0,
-        1j,
-        "é\0\ud800",
-        b"\0" * 100_000,
-        bytearray(b"x" * 100_000),
-        "y" * 1_000_000,
-        {1: {2: {3: (4, frozenset({5}))}}},
-        [[]] * 3,
-        range(5),
-        slice(1, None, 2),
-        Ellipsis,
-        int,
-        torch.Size([1, 2]),
-        torch.float16,
-        torch.device("cpu"),
-        "__main__",
-        b"a pickle that mentions __main__",
-    ],
-    ids=lambda value: repr(value)[:20],
-)
-def test_values_come_back_as_they_went(shared: Mesh, value: Any) -> None:
-    back = rpc.rpc_sync(1, echo, (value,))
-    assert back == value
-    assert type(back) is type(value)
+def test_values_come_back_as_they_went(shared: Mesh) -> None:
+    for value in VALUES:
+        back = rpc.rpc_sync(1, echo, (value,))
+        assert back == value
+        assert type(back) is type(value)
 
 
 def test_objects_that_refer_to_themselves(shared: Mesh) -> None:
@@ -140,14 +98,6 @@ def append(values: list[Any], value: Any) -> list[Any]:
     return values
 
 
-@ways
-@pytest.mark.parametrize("to", [0, 1])
-def test_arguments_and_results_are_copies(shared: Mesh, call: Call, to: int) -> None:
-    values: list[Any] = [1]
-    assert call(to, append, (values, 2)) == [1, 2]
-    assert values == [1]
-
-
 def returned_and_kept() -> list[int]:
     return _kept
 
@@ -155,10 +105,14 @@ def returned_and_kept() -> list[int]:
 _kept = [1]
 
 
-@pytest.mark.parametrize("to", [0, 1])
-def test_the_callees_object_is_not_the_callers(shared: Mesh, to: int) -> None:
-    rpc.rpc_sync(to, returned_and_kept).append(2)
-    assert _kept == [1]
+@ways
+def test_arguments_and_results_are_copies(shared: Mesh, call: Call) -> None:
+    for to in (0, 1):
+        values: list[Any] = [1]
+        assert call(to, append, (values, 2)) == [1, 2]
+        assert values == [1]
+        rpc.rpc_sync(to, returned_and_kept).append(2)
+        assert _kept == [1]
 
 
 def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh) -> None:
@@ -201,19 +155,12 @@ def meet_at_barrier() -> int:
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh) -> None:
     with Gate() as gate:
-        held = [rpc.rpc_async(0, spin_until_open, (gate,)) for _ in range(2)]
+        held = [rpc.rpc_async(0, gate.work_inside) for _ in range(2)]
         gate.await_entry(2)
         late = rpc.rpc_async(0, gate.wait_inside)
-        # The two that spin use the processor all the time: nobody takes them for waiting.
         assert not gate.entered.acquire(timeout=0.5)
         gate.open()
         assert [f.wait() for f in [*held, late]] == [None] * 3
-
-
-def spin_until_open(gate: Gate) -> None:
-    gate.entered.release()
-    while not gate.opened.is_set():
-        pass
 
 
 # -- who is who ------------------------------------------------------------------------------
@@ -246,18 +193,13 @@ def test_worker_info_is_a_value() -> None:
         info.name = "w2"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", ["a", "A-b_c:9", "x" * 127, "0", ":", "-"])
-def test_names_that_are_allowed(name: str) -> None:
-    assert rpc.WorkerInfo(name, 0).name == name
-
-
-@pytest.mark.parametrize("name", ["", "x" * 128, "a b", "a.b", "a/b", "é", "a\n", "\n", "a\0"])
-def test_names_that_are_not_allowed(name: str) -> None:
-    with pytest.raises(
-        RuntimeError,
-        match=r"Worker name must match .* must be non-empty and shorter than 128 chars, but got",
-    ):
-        rpc.WorkerInfo(name, 0)
+def test_names_that_are_allowed_and_others() -> None:
+    for name in ("a", "A-b_c:9", "x" * 127, "0", ":", "-"):
+        assert rpc.WorkerInfo(name, 0).name == name
+    for name in ("", "x" * 128, "a b", "a.b", "a/b", "é", "a\n", "\n", "a\0"):
+        text = r"Worker name must match .* must be non-empty and shorter than 128 chars, but got"
+        with pytest.raises(RuntimeError, match=text):
+            rpc.WorkerInfo(name, 0)
 
 
 def test_a_mesh_of_one(make_mesh: Callable[..., Mesh]) -> None:
@@ -289,33 +231,21 @@ def call_on(to: int) -> int:
     return rpc.rpc_async(to, agent_number).wait()
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
+def test_before_init() -> None:
+    for use in (
         lambda: rpc.rpc_sync("worker1", max),
         lambda: rpc.rpc_async("worker1", max),
         lambda: rpc.remote("worker1", max),
-        lambda: rpc.get_worker_info(),
+        rpc.get_worker_info,
         lambda: rpc.get_worker_info("worker1"),
-        lambda: rpc.shutdown(),
-    ],
-    ids=["rpc_sync", "rpc_async", "remote", "get_worker_info", "by name", "shutdown"],
-)
-def test_before_init(use: Callable[[], Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized") as info:
-        use()
-    assert isinstance(info.value, rpc.NotInitializedError)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [lambda: rpc.RRef(1), rpc.get_rpc_timeout, lambda: rpc._set_rpc_timeout(1)],
-    ids=["RRef", "get_rpc_timeout", "_set_rpc_timeout"],
-)
-def test_what_needs_an_agent_before_init(use: Callable[[], Any]) -> None:
-    message = r"Current RPC agent is not set! Did you initialize the RPC framework"
-    with pytest.raises(RuntimeError, match=message):
-        use()
+        rpc.shutdown,
+    ):
+        with pytest.raises(rpc.NotInitializedError, match=r"^RPC has not been initialized"):
+            use()
+    for use in (lambda: rpc.RRef(1), rpc.get_rpc_timeout, lambda: rpc.api._set_rpc_timeout(1)):
+        message = r"Current RPC agent is not set! Did you initialize the RPC framework"
+        with pytest.raises(RuntimeError, match=message):
+            use()
 
 
 def test_whether_there_is_an_agent(shared: Mesh) -> None:

@@ -13,18 +13,11 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.observed import busy, stats_of
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from tests.support.watched import Keeper, Watched, busy, call_until_it_begins, wait_for
+from tests.support.watched import Keeper, Watched, call_until_it_begins, wait_for
 from zrpc.testing import Mesh
-
-
-@pytest.fixture
-def one_thread(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> Mesh:
-    """Worker1 runs one handler, however long it takes, and queues the others."""
-    monkeypatch.setattr(caller.agent(1).pool, "relieve", lambda: None)
-    return caller
-
 
 # -- the future --------------------------------------------------------------------------------
 
@@ -104,42 +97,41 @@ def test_a_future_of_ones_own() -> None:
 
 
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_one_that_waits_for_its_turn_never_runs(one_thread: Mesh, watched: Watched) -> None:
+def test_one_that_waits_for_its_turn_never_runs(caller: Mesh, watched: Watched) -> None:
     with Gate() as gate:
-        first = rpc.rpc_async(1, gate.wait_inside, ("first",))
+        first = rpc.rpc_async(1, gate.work_inside, ("first",))
         gate.await_entry()
         futures = [rpc.rpc_async(1, watched.tell, (i,)) for i in range(6)]
-        until(lambda: busy(one_thread) == 7)
+        until(lambda: busy(caller) == 7)
         for future in futures[::2]:
             assert future.cancel()
-        until(lambda: busy(one_thread) == 4)
+        until(lambda: busy(caller) == 4)
         gate.open()
         assert first.wait() == "first"
         torch.futures.wait_all(futures[1::2])
     assert sorted(watched.told) == [1, 3, 5]
-    until(lambda: not one_thread.agent(1).pool.active)
+    until(lambda: not stats_of(caller, 1).threads.running)
 
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
 @pytest.mark.parametrize("end", ["cancel", "timeout"])
-def test_what_is_dropped_leaves_the_queue(one_thread: Mesh, watched: Watched, end: str) -> None:
+def test_what_is_dropped_leaves_the_queue(caller: Mesh, watched: Watched, end: str) -> None:
     """While the handlers before it still run: it would pile up otherwise."""
     with Gate() as gate:
-        rpc.rpc_async(1, gate.wait_inside)
+        rpc.rpc_async(1, gate.work_inside)
         gate.await_entry()
-        pool = one_thread.agent(1).pool
         futures = [
             rpc.rpc_async(1, watched.tell, (i,), timeout=0.1 if end == "timeout" else 0)
             for i in range(5)
         ]
         if end == "cancel":
-            until(lambda: busy(one_thread) == 6)
+            until(lambda: busy(caller) == 6)
             assert all(future.cancel() for future in futures)
         for future in futures:
             with pytest.raises((rpc.RpcCancelledError, rpc.RpcTimeoutError)):
                 future.wait()
-        until(lambda: busy(one_thread) == 1 and not pool._backlog)
+        until(lambda: busy(caller) == 1 and not stats_of(caller, 1).threads.queued)
     assert watched.told == []
 
 

@@ -51,11 +51,12 @@ async def set_event(key: int) -> None:
 
 
 @ways
-@pytest.mark.parametrize("to", [0, 1])
-def test_async_def(shared: Mesh, call: Call, to: int) -> None:
-    assert call(to, double, (4,)) == 8
-    assert call(to, double, kwargs={"x": 5}) == 10
-    assert call(to, Later(3).coroutine, (4,)) == 7
+def test_async_def(shared: Mesh, call: Call) -> None:
+    for to in (0, 1):
+        assert call(to, double, (4,)) == 8
+        assert call(to, double, kwargs={"x": 5}) == 10
+        assert call(to, Later(3).coroutine, (4,)) == 7
+        assert call(1, call_further, (to, 4)) == 9
 
 
 def test_a_local_async_def(shared: Mesh) -> None:
@@ -68,17 +69,10 @@ def test_a_local_async_def(shared: Mesh) -> None:
 
 
 @ways
-def test_async_def_that_awaits_calls(shared: Mesh, call: Call) -> None:
-    assert call(1, call_further, (0, 4)) == 9
-    assert call(1, call_further, (1, 4)) == 9
-
-
-@ways
-@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v")], ids=repr)
-def test_async_def_that_fails(shared: Mesh, call: Call, error: Exception) -> None:
-    with pytest.raises(type(error)) as info:
-        call(1, fail_later, (error,))
-    assert info.value.args == error.args
+def test_async_def_that_fails(shared: Mesh, call: Call) -> None:
+    with pytest.raises(KeyError) as info:
+        call(1, fail_later, (KeyError("k"),))
+    assert info.value.args == ("k",)
     assert "fail_later" in str(info.value.__cause__)
 
 

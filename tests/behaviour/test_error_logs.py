@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import sys
 import threading
 import weakref
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import zrpc as rpc
 from tests.support.failing_log import failing_log
 from tests.support.targets import echo, fail
 from tests.support.waiting import until
-from tests.support.ways import Call, ways
+from tests.support.ways import WAYS
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.usefixtures("goes_on")
@@ -29,24 +31,23 @@ def _records(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRec
     return [r for r in caplog.records if r.levelno >= logging.ERROR and text in _format(r)]
 
 
-@ways
 def test_the_callee_logs_a_failed_handler_once(
-    shared: Mesh, call: Call, caplog: pytest.LogCaptureFixture
+    shared: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = f"of its own {id(call)}"
-    with pytest.raises(ValueError, match="of its own"):
-        call(1, fail, (ValueError(text),))
-    (record,) = _records(caplog, text)
-    assert "WorkerInfo(id=1, name=worker1)" in record.getMessage()
-    assert record.name.startswith("zrpc")
+    for call in WAYS:
+        text = f"of its own {id(call)}"
+        with pytest.raises(ValueError, match="of its own"):
+            call(1, fail, (ValueError(text),))
+        (record,) = _records(caplog, text)
+        assert "WorkerInfo(id=1, name=worker1)" in record.getMessage()
+        assert record.name.startswith("zrpc")
 
 
-@ways
 def test_a_log_that_fails_costs_no_answer_and_no_thread(
-    shared: Mesh, call: Call, capfd: pytest.CaptureFixture[str]
+    shared: Mesh, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with failing_log():
-        for number in range(20):  # more than there are threads
+        for number, call in itertools.product(range(20), WAYS):  # more than there are threads
             with pytest.raises(KeyError, match=f"{number}"):
                 call(1, fail, (KeyError(number),), timeout=5)
         until(lambda: not shared.agent(1).pool.active)
@@ -103,60 +104,28 @@ def test_an_error_of_a_call_whose_future_is_dropped_at_once_is_logged(shared: Me
     assert len(log.records) == 1
 
 
-class _Ways:
-    """The ways to ask a future for its outcome."""
-
-    @staticmethod
-    def wait(future: Any) -> None:
-        future.wait()
-
-    @staticmethod
-    def value(future: Any) -> None:
-        _settle(future)
-        future.value()
-
-    @staticmethod
-    def wait_all(future: Any) -> None:
-        torch.futures.wait_all([future])
-
-    @staticmethod
-    def collect_all(future: Any) -> None:
-        for each in torch.futures.collect_all([future]).wait():
-            each.wait()
-
-    @staticmethod
-    def then(future: Any) -> None:
-        future.then(lambda f: f.wait()).wait()
-
-    @staticmethod
-    def then_value(future: Any) -> None:
-        future.then(lambda f: f.value()).wait()
-
-    @staticmethod
-    def awaited(future: Any) -> None:
-        async def main() -> None:
-            await future
-
-        asyncio.run(main())
-
-    all: ClassVar[list[str]] = [
-        "wait",
-        "value",
-        "wait_all",
-        "collect_all",
-        "then",
-        "then_value",
-        "awaited",
-    ]
+async def _await(future: Any) -> None:
+    await future
 
 
-@pytest.mark.parametrize("way", _Ways.all)
-def test_an_error_that_was_raised_is_not_logged(shared: Mesh, way: str) -> None:
+ASKS: list[Callable[[Any], Any]] = [
+    lambda future: future.wait(),
+    lambda future: (_settle(future), future.value()),
+    lambda future: torch.futures.wait_all([future]),
+    lambda future: [f.wait() for f in torch.futures.collect_all([future]).wait()],
+    lambda future: future.then(lambda f: f.wait()).wait(),
+    lambda future: future.then(lambda f: f.value()).wait(),
+    lambda future: asyncio.run(_await(future)),
+]
+
+
+def test_an_error_that_was_raised_is_not_logged(shared: Mesh) -> None:
     with _Log("asked for") as log:
-        future = rpc.rpc_async(1, fail, (ValueError("asked for"),))
-        with pytest.raises(ValueError, match="asked for"):
-            getattr(_Ways, way)(future)
-        del future
+        for ask in ASKS:
+            future = rpc.rpc_async(1, fail, (ValueError("asked for"),))
+            with pytest.raises(ValueError, match="asked for"):
+                ask(future)
+            del future
         rpc.rpc_sync(1, echo, (1,))
         assert log.records == []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -91,25 +92,19 @@ MAKERS = [
     failed_with_a_cause,
     failed_with_what_its_args_do_not_tell,
 ]
-every_failed_future = pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 
 
-@every_failed_future
-@pytest.mark.parametrize("waited_for", [True, False], ids=["waited for", "not waited for"])
-def test_a_failed_future_is_freed(make: Callable[[], rpc.Future[Any]], waited_for: bool) -> None:
-    class Local:
-        pass
-
-    def use() -> list[weakref.ref[Any]]:
-        future, local = make(), Local()
+def test_a_failed_future_is_freed() -> None:
+    def use(make: Callable[[], rpc.Future[Any]], waited_for: bool) -> weakref.ref[Any]:
+        future = make()
         if waited_for:
             with pytest.raises(KeyError):
                 future.wait()
-        return [weakref.ref(future), weakref.ref(local)]
+        return weakref.ref(future)
 
-    alive = use()
+    alive = [use(make, waited_for) for make in MAKERS for waited_for in (True, False)]
     gc.collect()
-    assert [of() for of in alive] == [None, None]
+    assert [of() for of in alive] == [None] * len(alive)
 
 
 @pytest.fixture
@@ -120,15 +115,15 @@ def no_collections() -> Iterator[None]:
     gc.enable()
 
 
-WAYS: dict[str, Callable[[rpc.Future[Any]], Any]] = {
-    "wait": lambda future: future.wait(),
-    "value": lambda future: future.value(),
-    "wait_all": lambda future: rpc.wait_all([future]),
-    "collect_all": lambda future: rpc.collect_all([future]).wait(),
-    "torch's wait_all": lambda future: torch.futures.wait_all([future]),
-    "then": lambda future: future.then(lambda f: f.wait()).wait(),
-    "await": lambda future: asyncio.run(await_inside(future)),
-}
+WAYS: list[Callable[[rpc.Future[Any]], Any]] = [
+    lambda future: future.wait(),
+    lambda future: future.value(),
+    lambda future: rpc.wait_all([future]),
+    lambda future: rpc.collect_all([future]).wait(),
+    lambda future: torch.futures.wait_all([future]),
+    lambda future: future.then(lambda f: f.wait()).wait(),
+    lambda future: asyncio.run(await_inside(future)),
+]
 
 
 async def await_inside(future: rpc.Future[Any]) -> None:
@@ -136,54 +131,48 @@ async def await_inside(future: rpc.Future[Any]) -> None:
         await future
 
 
-@every_failed_future
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("no_collections")
-def test_the_variables_of_one_that_waits_are_freed_without_the_collector(
-    make: Callable[[], rpc.Future[Any]], way: str
-) -> None:
+def test_the_variables_of_one_that_waits_are_freed_without_the_collector() -> None:
     class Local:
         pass
 
-    def use(times: int) -> weakref.ref[Any]:
+    def use(make: Callable[[], rpc.Future[Any]], ask: Any, times: int) -> weakref.ref[Any]:
         local = Local()
         future = make()
         for _ in range(times):
             with contextlib.suppress(KeyError):
-                WAYS[way](future)
+                ask(future)
         return weakref.ref(local)
 
-    for times in (1, 2):
-        assert use(times)() is None
+    for make, ask, times in itertools.product(MAKERS, WAYS, (1, 2)):
+        assert use(make, ask, times)() is None, (make, times)
 
 
-@every_failed_future
-def test_the_first_that_asks_gets_the_error_and_the_others_get_copies_that_show_its_origin(
-    make: Callable[[], rpc.Future[Any]],
-) -> None:
-    future, caught = make(), []
-    for _ in range(3):
-        with pytest.raises(KeyError) as error:
-            future.wait()
-        caught.append(error.value)
-    assert [frame.name for frame in traceback.extract_tb(caught[0].__traceback__)][-1] in (
-        "give_up",
-        "callback",
-    )
-    for each in caught:
-        assert type(each) is type(caught[0])
-        assert str(each) == str(caught[0])
-        assert "in give_up" in "".join(traceback.format_exception(each))
+def test_the_first_that_asks_gets_the_error_and_the_others_get_copies_that_show_its_origin() -> (
+    None
+):
+    for make in MAKERS:
+        future, caught = make(), []
+        for _ in range(3):
+            with pytest.raises(KeyError) as error:
+                future.wait()
+            caught.append(error.value)
+        *_, last = traceback.extract_tb(caught[0].__traceback__)
+        assert last.name in ("give_up", "callback")
+        for each in caught:
+            assert (type(each), str(each)) == (type(caught[0]), str(caught[0]))
+            assert "in give_up" in "".join(traceback.format_exception(each))
 
 
-@every_failed_future
 def test_an_error_that_nobody_waits_for_is_logged_with_its_origin(
-    make: Callable[[], rpc.Future[Any]], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    make()
-    gc.collect()
-    assert "nobody waited for it" in caplog.text
-    assert "in give_up" in caplog.text
+    for make in MAKERS:
+        caplog.clear()
+        make()
+        gc.collect()
+        assert "nobody waited for it" in caplog.text
+        assert "in give_up" in caplog.text
 
 
 def test_an_error_that_was_asked_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,19 +183,19 @@ def test_an_error_that_was_asked_for_is_not_logged(caplog: pytest.LogCaptureFixt
     assert not caplog.text
 
 
-@every_failed_future
 def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
-    make: Callable[[], rpc.Future[Any]], caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    collected = torch.futures.collect_all([make()])
-    gc.collect()
-    # The future of C++ is there, as a part of what `collected` gives.
-    with pytest.raises(KeyError, match="given up") as caught:
-        collected.wait()
-    assert "in give_up" in "".join(traceback.format_exception(caught.value))
-    del collected
-    gc.collect()
-    assert not caplog.text
+    for make in MAKERS:
+        collected = torch.futures.collect_all([make()])
+        gc.collect()
+        # The future of C++ is there, as a part of what `collected` gives.
+        with pytest.raises(KeyError, match="given up") as caught:
+            collected.wait()
+        assert "in give_up" in "".join(traceback.format_exception(caught.value))
+        del collected, caught
+        gc.collect()
+        assert not caplog.text
 
 
 def test_the_error_that_the_program_has_set_is_raised_itself() -> None:

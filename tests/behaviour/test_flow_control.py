@@ -3,275 +3,311 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
-import torch
 
 import zrpc as rpc
-from tests.support.pending import bytes_in_flight, queued
-from tests.support.waiting import until
-from zrpc.calls.pending_calls import OVERHEAD_BYTES, PendingCalls
+from tests.support.gates import Gate
+from tests.support.observed import busy, calls_to, stats_of
+from tests.support.steps import at_step, some_steps
+from tests.support.targets import echo
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
+from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
 LIMIT = 1 << 20
-SIZE = LIMIT // 16  # of one argument
+PART = bytes(LIMIT // 16)
+HALF = bytes(LIMIT // 2)
 pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flight": LIMIT})
 
-gate = threading.Event()
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with Gate() as gate:
+        yield gate
 
 
-def until_empty(calls: PendingCalls) -> None:
+def until_waiting(mesh: Mesh, count: int = 1, rank: int = 0) -> None:
+    until(lambda: calls_to(mesh, 1 - rank, rank).calls_without_room == count, "calls without room")
+
+
+def until_empty(mesh: Mesh, rank: int = 0) -> None:
     """Waits until no call takes any room: the thread that settles one wakes the caller first."""
-    until(lambda: not bytes_in_flight(calls), "all room is free")
+    until(lambda: not any(each.bytes_in_flight for each in stats_of(mesh, rank).peers.values()))
+    assert not calls_to(mesh, 1 - rank, rank).calls_without_room
 
 
-@pytest.fixture(autouse=True)
-def closed_gate() -> Iterator[Any]:
-    gate.clear()
-    yield
-    gate.set()
+def flood(gate: Gate, count: int, argument: Any = PART) -> int:
+    futures = [rpc.rpc_async(1, gate.wait_inside, (argument,)) for _ in range(count)]
+    return sum(future.wait() == argument for future in futures)
 
 
-def slow(tensor: Any) -> Any:
-    assert gate.wait(30)
-    return tensor.numel()
+def fill(mesh: Mesh, gate: Gate) -> list[Future[int]]:
+    """Has worker0 make a call that leaves no room for another large one."""
+    filling = [mesh.submit(0, flood, gate, 1, HALF)]
+    gate.await_entry()
+    return filling
 
 
-def relay(count: Any) -> Any:
-    """In a handler: calls back, more than fits into the window."""
-    tensor = torch.zeros(SIZE // 4)
-    return sum(f.wait() for f in [rpc.rpc_async(0, torch.numel, (tensor,)) for _ in range(count)])
-
-
-def flood(count: Any) -> Any:
-    tensor = torch.zeros(SIZE // 4)
-    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(count)]
-    return sum(future.wait() for future in futures)
-
-
-def test_calls_wait_rather_than_pile_up(mesh: Mesh) -> None:
-    calls = mesh.agent(0).caller.calls
-    with ThreadPoolExecutor(1) as pool:
-        flooding = pool.submit(mesh.run, 0, flood, 40)
-        until(lambda: queued(calls) or flooding.done(), "a call waits for room")
-        assert not flooding.done()
-        assert 0 < bytes_in_flight(calls) <= LIMIT
+def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:
+    flooding = mesh.submit(0, flood, gate, 40)
+    until(lambda: "worker1" in stats_of(mesh).peers)
+    until_waiting(mesh)
+    assert 0 < calls_to(mesh, 1).bytes_in_flight <= LIMIT
+    with mesh.agent(0).as_current():
         # Calls of other threads wait behind it, not beyond their timeouts.
-        with (
-            mesh.agent(0).as_current(),
-            pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"),
-        ):
+        with pytest.raises(rpc.RpcTimeoutError, match=r"not sent within.*50 ms.*max_bytes_in_fl"):
             rpc.rpc_sync(1, abs, (-1,), timeout=0.05)
-        with mesh.agent(0).as_current():
-            assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
-        gate.set()
-        assert flooding.result(30) == 40 * SIZE // 4
-    until_empty(calls)
-
-
-def pause(number: Any) -> Any:
-    assert gate.wait(30)
-    return number
-
-
-def flood_with_small_ones(count: Any) -> Any:
-    return [future.wait() for future in [rpc.rpc_async(1, pause, (i,)) for i in range(count)]]
+        assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
+    gate.open()
+    assert flooding.result(SOON) == 40
+    until_empty(mesh)
 
 
 @pytest.mark.system
-def test_also_small_calls_wait(mesh: Mesh) -> None:
+def test_also_small_calls_wait(mesh: Mesh, gate: Gate) -> None:
     """So that their number is bounded, at the caller and at the callee."""
-    calls, most = mesh.agent(0).caller.calls, LIMIT // OVERHEAD_BYTES
-    with ThreadPoolExecutor(1) as pool:
-        flooding = pool.submit(mesh.run, 0, flood_with_small_ones, 4 * most)
-        until(lambda: queued(calls) or flooding.done(), "a call waits for room")
-        assert not flooding.done()
-        assert most // 2 < len(mesh.agent(0).caller.calls) <= most + 1
-        assert len(mesh.agent(1).callee.requests) <= most
-        gate.set()
-        assert flooding.result(30) == list(range(4 * most))
-    until_empty(calls)
+    most = LIMIT // OVERHEAD_BYTES
+    flooding = mesh.submit(0, flood, gate, 4 * most, None)
+    until(lambda: "worker1" in stats_of(mesh).peers)
+    until_waiting(mesh)
+    assert most // 2 < stats_of(mesh).calls_in_flight <= most + 1
+    assert busy(mesh) <= most
+    gate.open()
+    assert flooding.result(SOON) == 4 * most
+    until_empty(mesh)
 
 
-def fill(to: Any) -> Any:
-    padding = torch.zeros(SIZE // 4)
-    futures = [rpc.rpc_async(to, call_back, (1 - to, padding)) for _ in range(40)]
+@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 0})
+def test_without_a_limit_no_call_waits(mesh: Mesh, gate: Gate) -> None:
+    flooding = mesh.submit(0, flood, gate, 20, HALF)
+    until(lambda: busy(mesh) == 20)
+    assert calls_to(mesh, 1).room is None
+    gate.open()
+    assert flooding.result(SOON) == 20
+
+
+def test_first_come_first_served(mesh: Mesh, gate: Gate) -> None:
+    filling, order = fill(mesh, gate), []
+
+    def call(argument: bytes) -> None:
+        with mesh.agent(0).as_current():
+            rpc.rpc_sync(1, echo, (argument,))
+        order.append(len(argument))
+
+    for count, argument in enumerate((HALF, b"would fit, but for the one before it"), 1):
+        filling.append(start_all([lambda argument=argument: call(argument)], SOON))
+        until_waiting(mesh, count)
+    gate.open()
+    assert filling[0].result(SOON) == 1
+    for finish in filling[1:]:
+        assert finish() == [None]
+    assert len(order) == 2
+    until_empty(mesh)
+
+
+def test_calls_to_a_lost_worker_no_longer_wait(mesh: Mesh, gate: Gate) -> None:
+    filling = fill(mesh, gate)
+
+    def call() -> None:
+        with mesh.agent(0).as_current():
+            rpc.rpc_sync(1, echo, (HALF,), timeout=0)
+
+    finish = start_all([call] * 3, SOON)
+    until_waiting(mesh, 3)
+    close = start_all([mesh.agent(1).close], SOON)
+    assert {type(error) for error in finish()} == {rpc.WorkerDied}
+    with pytest.raises(rpc.WorkerDied):
+        filling[0].result(SOON)
+    until_empty(mesh)
+    gate.open()
+    assert close() == [None]
+
+
+@pytest.mark.system
+def test_calls_of_many_threads_never_take_more_than_the_limit(mesh: Mesh) -> None:
+    def call(seed: int) -> None:
+        sizes, source = [1000, 50_000, LIMIT // 3, LIMIT // 2], random.Random(seed)
+        with mesh.agent(0).as_current():
+            for _ in range(50):
+                rpc.rpc_sync(1, len, (bytes(source.choice(sizes)),))
+
+    finish = start_all([lambda seed=seed: call(seed) for seed in range(8)], SOON)
+    most = [calls_to(mesh, 1).bytes_in_flight for _ in range(300) if stats_of(mesh).peers]
+    assert finish() == [None] * 8
+    assert max(most, default=0) <= LIMIT
+    until_empty(mesh)
+
+
+def relay(count: int) -> int:
+    """In a handler: calls back, more than fits into the window."""
+    return sum(f.wait() for f in [rpc.rpc_async(0, len, (PART,)) for _ in range(count)])
+
+
+def test_a_handler_may_call_more_than_fits(mesh: Mesh) -> None:
+    assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * len(PART)
+
+
+def call_back(to: int, padding: bytes) -> int:
+    return rpc.rpc_sync(to, len, (padding,))
+
+
+def call_with_calls_back(to: int) -> int:
+    futures = [rpc.rpc_async(to, call_back, (1 - to, PART)) for _ in range(40)]
     return sum(future.wait() for future in futures)
 
 
 def test_handlers_are_not_held_up_by_the_calls_that_wait_for_them(mesh: Mesh) -> None:
     """Both workers fill their windows with calls whose handlers call back."""
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(mesh.run, rank, fill, 1 - rank) for rank in range(2)]
-        assert [future.result(30) for future in futures] == [40 * SIZE // 4] * 2
+    futures = [mesh.submit(rank, call_with_calls_back, 1 - rank) for rank in range(2)]
+    assert [future.result(SOON) for future in futures] == [40 * len(PART)] * 2
 
 
-def call_back(to: Any, padding: Any) -> Any:
-    return rpc.rpc_sync(to, torch.numel, (padding,))
-
-
-def test_a_handler_may_call_more_than_fits(mesh: Mesh) -> None:
-    assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * SIZE // 4
-
-
-def remaining() -> Any:
-    return rpc.current_call().time_remaining()
-
-
-@pytest.mark.system
-def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh: Mesh) -> None:
-    """Also for the callee, which else would work on when nobody waits."""
-    opener = threading.Timer(0.3, gate.set)
-    with mesh.agent(0).as_current():
-        first = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
-        opener.start()
-        assert rpc.rpc_sync(1, remaining, timeout=20) < 19.8
-        first.wait()
-    opener.join()
-
-
-async def flood_from_a_coroutine(to: Any, count: Any) -> Any:
-    """Changes the tensor after each call, which is to arrive as it was."""
-    tensor = torch.zeros(SIZE // 4)
-    futures = []
-    for number in range(count):
-        tensor.fill_(number)
-        futures.append(rpc.rpc_async(to, slow_mean, (tensor,)))
-    flooded.set()
-    return [await future for future in futures]
-
-
-flooded = threading.Event()
-
-
-def slow_mean(tensor: Any) -> Any:
-    assert gate.wait(30)
-    return tensor.mean().item()
-
-
-@pytest.mark.parametrize("where", ["handler", "own loop"])
-def test_calls_from_a_coroutine_are_sent_when_there_is_room(mesh: Mesh, where: str) -> None:
-    flooded.clear()
-    here, there = (1, 0) if where == "handler" else (0, 1)
-
-    def flood_here() -> Any:
-        if where == "handler":
-            return rpc.rpc_sync(here, flood_from_a_coroutine, (there, 40))
-        return asyncio.run(flood_from_a_coroutine(there, 40))
-
-    agent = mesh.agent(here)
-    with ThreadPoolExecutor(1) as pool:
-        flooding = pool.submit(mesh.run, 0, flood_here)
-        assert flooded.wait(30)  # the coroutine was not held up
-        assert len(agent.caller.calls) >= 40
-        assert bytes_in_flight(agent.caller.calls) <= LIMIT
-        assert len(mesh.agent(there).callee.requests) <= 17  # 16 that fit, and that of the handler
-        gate.set()
-        assert flooding.result(30) == [float(number) for number in range(40)]
-    until_empty(agent.caller.calls)
-
-
-async def cancel_what_waits() -> Any:
-    tensor = torch.zeros(SIZE // 4)
-    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(40)]
-    cancelled = [future.cancel() for future in futures[20:]]
-    gate.set()
-    return all(cancelled), sum([await future for future in futures[:20]])
-
-
-def test_what_a_coroutine_cancels_is_never_sent(mesh: Mesh) -> None:
-    sent = mesh.agent(0).network.sent([1])
-    assert mesh.run(0, asyncio.run, cancel_what_waits()) == (True, 20 * SIZE // 4)
-    assert mesh.agent(0).network.sent([1]) - sent == 20
-    until_empty(mesh.agent(0).caller.calls)
-
-
-async def wait_in_vain() -> Any:
-    tensor = torch.zeros(SIZE // 4)
-    futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(20)]
-    with pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"):
-        await rpc.rpc_async(1, slow, (tensor,), timeout=0.05)
-    gate.set()
-    return sum([await future for future in futures])
-
-
-def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh: Mesh) -> None:
-    assert mesh.run(0, asyncio.run, wait_in_vain()) == 20 * SIZE // 4
-    until_empty(mesh.agent(0).caller.calls)
-
-
-def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(make_mesh: MakeMesh) -> None:
-    mesh = make_mesh(workers=2, options={"max_bytes_in_flight": LIMIT})
-
-    async def leave() -> Any:
-        tensor = torch.zeros(SIZE // 4)
-        futures = [rpc.rpc_async(1, slow, (tensor,)) for _ in range(40)]
-        rpc.shutdown(graceful=False)
-        return await asyncio.gather(*futures, return_exceptions=True)
-
-    outcomes = mesh.run(0, asyncio.run, leave())
-    assert {type(outcome) for outcome in outcomes} == {rpc.NotInitializedError}
-    gate.set()
-
-
-@pytest.mark.parametrize("value", [-1, -(1 << 30)])
-def test_a_negative_limit_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="max_bytes_in_flight must be 0"):
-        rpc.ZmqRpcBackendOptions(max_bytes_in_flight=value)
-
-
-def note_the_rest_of_the_time() -> None:
-    call = rpc.current_call()
-    times_left.append(call.time_remaining())
+def time_left() -> float | None:
+    times_left.append(rpc.current_call().time_remaining())
+    return times_left[-1]
 
 
 times_left: list[float | None] = []
 
 
-@pytest.mark.parametrize("in_event_loop", [False, True])
-def test_room_that_comes_at_the_deadline(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, in_event_loop: bool
-) -> None:
-    """A deadline of 0 in the request would mean that there is none."""
-    times_left.clear()
-    caller = mesh.agent(0).caller
-    calls = caller.calls
+@pytest.mark.system
+def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh: Mesh, gate: Gate) -> None:
+    """Also for the callee, which else would work on when nobody waits."""
+    filling = mesh.submit(0, flood, gate, 1, bytes(LIMIT))
+    gate.await_entry()
+    opener = threading.Timer(0.3, gate.open)
+    opener.start()
     with mesh.agent(0).as_current():
-        filling = rpc.rpc_async(1, slow, (torch.zeros(LIMIT // 4),))
-        until(lambda: len(mesh.agent(1).callee.requests), "the window is full")
-        # The I/O thread is late, and so is the thread that gets room: both go on after it.
-        monkeypatch.setattr(caller.calls, "expire", lambda now: None)
-        issue = caller._send
+        assert rpc.rpc_sync(1, time_left, timeout=20) < 19.8
+    opener.join()
+    filling.result(SOON)
 
-        def issue_late(call: Any, *args: Any, **kwargs: Any) -> None:
-            until(lambda: not call.remaining(), "the deadline has passed")
-            issue(call, *args, **kwargs)
 
-        monkeypatch.setattr(caller, "_send", issue_late)
+@pytest.mark.system
+def test_room_that_comes_at_the_deadline(mesh: Mesh) -> None:
+    """The caller is late, at any step. A deadline of 0 in the request would mean no deadline."""
 
-        async def call_in_a_loop() -> Any:
-            return await rpc.rpc_async(1, note_the_rest_of_the_time, timeout=0.3)
-
-        def call() -> Any:
-            with mesh.agent(0).as_current():
-                if in_event_loop:
-                    return asyncio.run(call_in_a_loop())
-                return rpc.rpc_sync(1, note_the_rest_of_the_time, timeout=0.3)
-
-        with ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(call)
-            until(lambda: queued(calls), "a call waits for room")
-            gate.set()
+    def late(number: int) -> bool:
+        with Gate() as gate:
+            filling = rpc.rpc_async(1, gate.wait_inside, (bytes(LIMIT),))
+            opener = threading.Timer(0.002, gate.open)
+            with at_step(number, lambda: time.sleep(0.015)) as steps:
+                try:
+                    opener.start()
+                    rpc.rpc_sync(1, time_left, timeout=0.01)
+                except rpc.RpcTimeoutError:
+                    pass
+            opener.join()
             filling.wait()
-            with pytest.raises(rpc.RpcTimeoutError):
-                calling.result(30)
-        monkeypatch.undo()
-        rpc.rpc_sync(1, abs, (-1,))  # what was sent before has come
-        until(lambda: not len(mesh.agent(1).callee.requests), "all handlers have ended")
+        return bool(steps.place)
+
+    times_left.clear()
+    with mesh.agent(0).as_current():
+        for number in some_steps(lambda: late(0)):
+            late(number)
+    until(lambda: not busy(mesh), "all handlers have ended")
     assert None not in times_left
-    until_empty(calls)
+    until_empty(mesh)
+
+
+# -- calls of coroutines, which never wait for room before they return a future --------------------
+
+
+async def flood_from_a_coroutine(to: int, count: int, gate: Gate, flooded: Gate) -> list[int]:
+    """Changes the argument after each call, which must arrive as it was."""
+    argument = bytearray(PART)
+    futures = []
+    for number in range(count):
+        argument[0] = number
+        futures.append(rpc.rpc_async(to, gate.wait_inside, (argument,)))
+    flooded.open()
+    return [(await future)[0] for future in futures]
+
+
+@pytest.mark.parametrize("in_handler", [True, False])
+def test_calls_from_a_coroutine_are_sent_when_there_is_room(
+    mesh: Mesh, gate: Gate, in_handler: bool
+) -> None:
+    here, there = (1, 0) if in_handler else (0, 1)
+    with Gate() as flooded:
+        if in_handler:
+            arguments = (there, 40, gate, flooded)
+            flooding = mesh.submit(0, rpc.rpc_sync, here, flood_from_a_coroutine, arguments)
+        else:
+            program = flood_from_a_coroutine(there, 40, gate, flooded)
+            flooding = mesh.submit(0, asyncio.run, program)
+        assert flooded.opened.wait(SOON)  # the coroutine was not held up
+        assert stats_of(mesh, here).calls_in_flight >= 40
+        assert calls_to(mesh, there, here).bytes_in_flight <= LIMIT
+        assert busy(mesh, there) <= 17  # 16 that fit, and that of the handler
+        gate.open()
+        assert flooding.result(SOON) == list(range(40))
+    until_empty(mesh, here)
+
+
+def test_what_a_coroutine_cancels_is_never_sent(mesh: Mesh, gate: Gate) -> None:
+    async def cancel_what_waits() -> int:
+        futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(40)]
+        assert all(future.cancel() for future in futures[20:])
+        gate.open()
+        return len([await future for future in futures[:20]])
+
+    assert mesh.run(0, asyncio.run, cancel_what_waits()) == 20
+    assert stats_of(mesh, 1).handlers["Gate.wait_inside"].number == 20
+    until_empty(mesh)
+
+
+@pytest.mark.system
+def test_cancellations_race_with_new_room(mesh: Mesh) -> None:
+    async def race() -> None:
+        for number in range(200):
+            first, second = (rpc.rpc_async(1, len, (bytes(LIMIT),)) for _ in range(2))
+            await asyncio.sleep(number % 20 * 1e-4)
+            cancelled = second.cancel()
+            assert await first == LIMIT
+            if not cancelled:
+                assert await second == LIMIT
+
+    mesh.run(0, asyncio.run, race())
+    until_empty(mesh)
+
+
+def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh: Mesh, gate: Gate) -> None:
+    async def wait_in_vain() -> int:
+        futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(20)]
+        with pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"):
+            await rpc.rpc_async(1, gate.wait_inside, (PART,), timeout=0.05)
+        gate.open()
+        return len([await future for future in futures])
+
+    assert mesh.run(0, asyncio.run, wait_in_vain()) == 20
+    until_empty(mesh)
+
+
+def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(
+    make_mesh: MakeMesh, gate: Gate
+) -> None:
+    mesh = make_mesh(workers=2, options={"max_bytes_in_flight": LIMIT})
+
+    async def leave() -> list[Any]:
+        futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(40)]
+        rpc.shutdown(graceful=False)
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    outcomes = mesh.run(0, asyncio.run, leave())
+    assert {type(outcome) for outcome in outcomes} == {rpc.NotInitializedError}
+
+
+def test_a_negative_limit_is_refused() -> None:
+    for value in (-1, -(1 << 30)):
+        with pytest.raises(ValueError, match="max_bytes_in_flight must be 0"):
+            rpc.ZmqRpcBackendOptions(max_bytes_in_flight=value)

@@ -14,6 +14,7 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo, fail
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
@@ -95,20 +96,13 @@ def test_wait_for_times_out(shared: Mesh) -> None:
 def test_await_of_several_loops_at_once(shared: Mesh) -> None:
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (5,))
-        results: list[int] = []
 
         async def main() -> int:
             return await future
 
-        threads = [
-            threading.Thread(target=lambda: results.append(asyncio.run(main()))) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
+        finish = start_all([lambda: asyncio.run(main())] * 4, SOON)
         gate.open()
-        for thread in threads:
-            thread.join(SOON)
-        assert results == [5] * 4
+        assert finish() == [5] * 4
 
 
 def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
@@ -146,33 +140,31 @@ async def within_no_time(future: rpc.Future[Any]) -> Any:
         return await future
 
 
-WAYS: dict[str, Callable[[rpc.Future[Any]], Any]] = {
-    "await": lambda future: within_no_time(future),
-    "wait_for 0": lambda future: asyncio.wait_for(future, 0),
-    "wait_for": lambda future: asyncio.wait_for(future, SOON),
-    "gather": lambda future: first(asyncio.gather(future, future)),
-    "shield": lambda future: asyncio.shield(future),
-    "as_completed": lambda future: next(iter(asyncio.as_completed([future]))),
-    "ensure_future": lambda future: asyncio.ensure_future(future),
-}
+WAYS: list[Callable[[rpc.Future[Any]], Any]] = [
+    lambda future: within_no_time(future),
+    lambda future: asyncio.wait_for(future, 0),
+    lambda future: asyncio.wait_for(future, SOON),
+    lambda future: first(asyncio.gather(future, future)),
+    asyncio.shield,
+    lambda future: next(iter(asyncio.as_completed([future]))),
+    asyncio.ensure_future,
+]
 
 
 async def first(several: Any) -> Any:
     return (await several)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(
-    shared: Mesh, way: str
-) -> None:
-    async def main() -> Any:
+def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(shared: Mesh) -> None:
+    async def main(ask: Callable[[rpc.Future[Any]], Any]) -> Any:
         done, bad = rpc.rpc_async(1, echo, (7,)), failed()
         done.wait()
         with pytest.raises(KeyError):
-            await WAYS[way](bad)
-        return await WAYS[way](done)
+            await ask(bad)
+        return await ask(done)
 
-    assert asyncio.run(main()) == 7
+    for ask in WAYS:
+        assert asyncio.run(main(ask)) == 7
 
 
 def test_await_of_a_done_future_does_not_turn_the_loop(shared: Mesh) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-import itertools
 import operator
 import threading
 from typing import Any
@@ -14,10 +14,10 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.settled import caught, chain, result_within, settled_in_wait
+from tests.support.settled import caught, chain, result_within
+from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON
-from zrpc.calls import trampoline
 from zrpc.testing import Mesh
 
 
@@ -55,45 +55,32 @@ def test_then_after_an_error(shared: Mesh) -> None:
         future.then(lambda f: f.wait()).wait()
 
 
-def test_an_error_in_then(shared: Mesh) -> None:
-    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(KeyError("mine")))
-    with pytest.raises(KeyError, match="mine"):
-        failed.wait()
-    with pytest.raises(KeyError, match="mine"):
-        failed.then(lambda f: f.value()).wait()
-
-
-@pytest.mark.parametrize("add", ["then", "add_done_callback"])
-@pytest.mark.parametrize("callback", [None, 1, "print"])
-def test_what_cannot_be_called_is_no_callback(shared: Mesh, add: str, callback: Any) -> None:
+def test_what_cannot_be_called_is_no_callback(shared: Mesh) -> None:
     future = rpc.rpc_async(1, echo, (1,))
-    with pytest.raises(TypeError, match=rf"{add}\(\): incompatible function arguments\."):
-        getattr(future, add)(callback)
+    for add in (future.then, future.add_done_callback):
+        for callback in (None, 1, "print"):
+            text = rf"{add.__name__}\(\): incompatible function arguments\."
+            with pytest.raises(TypeError, match=text):
+                add(callback)  # type: ignore[arg-type]
     assert future.then(lambda f: f.wait()).wait() == 1
 
 
 def no_future_expected() -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("callback", "text"),
-    [
+def test_a_callback_that_takes_no_future_raises_the_errors_of_torch(shared: Mesh) -> None:
+    for callback, text in (
         (
             no_future_expected,
             r"no_future_expected\(\) takes 0 positional arguments but 1 was given",
         ),
         (lambda f: f + 1, r"unsupported operand type\(s\) for \+"),
-    ],
-)
-def test_a_callback_that_takes_no_future_raises_the_errors_of_torch(
-    shared: Mesh, callback: Any, text: str
-) -> None:
-    failed = rpc.rpc_async(1, echo, (1,)).then(callback)
-    for kind in (RuntimeError, TypeError):
-        with pytest.raises(
-            kind, match="Got the following error when running the callback: TypeError: .*" + text
-        ):
-            failed.wait()
+    ):
+        failed = rpc.rpc_async(1, echo, (1,)).then(callback)
+        text = "Got the following error when running the callback: TypeError: .*" + text
+        for kind in (RuntimeError, TypeError):
+            with pytest.raises(kind, match=text):
+                failed.wait()
 
 
 def test_a_type_error_of_the_callee_stays_as_it_is_in_a_callback(shared: Mesh) -> None:
@@ -148,12 +135,14 @@ class Outcome(BaseException):
     """As those of pytest, which are not Exceptions either."""
 
 
-@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, Outcome, GeneratorExit])
-def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh, kind: Any) -> None:
-    failed = rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(kind("in then")))
-    assert result_within(failed.then(caught), SOON) is kind
-    with pytest.raises(kind, match="in then"):
-        failed.wait()
+def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh) -> None:
+    for kind in (KeyError, SystemExit, asyncio.CancelledError, Outcome, GeneratorExit):
+        error = kind("in then")
+        failed = rpc.rpc_async(1, echo, (1,)).then(lambda f, error=error: fail(error))
+        assert result_within(failed.then(caught), SOON) is kind
+        for ask in (failed.wait, failed.then(lambda f: f.value()).wait):
+            with pytest.raises(kind, match="in then"):
+                ask()
 
 
 def test_a_callback_that_exits_is_logged_and_harms_nobody(
@@ -195,36 +184,19 @@ def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
     assert not caplog.text
 
 
-def test_ctrl_c_between_callbacks_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = itertools.count()
+@pytest.mark.system
+def test_ctrl_c_between_callbacks_loses_none() -> None:
+    def run(number: int) -> None:
+        future: rpc.Future[int] = rpc.Future()
+        last = chain(future, 30)
+        with at_step(number, interrupt), contextlib.suppress(KeyboardInterrupt):
+            future.set_result(0)
+        if not future.done():  # it was interrupted before that
+            future.set_result(0)
+        assert caught(last) in (None, KeyboardInterrupt)
 
-    def interrupt() -> bool:
-        if next(looks) == 20:
-            raise KeyboardInterrupt
-        return False
-
-    monkeypatch.setattr(trampoline, "_never", interrupt)
-    future: rpc.Future[int] = rpc.Future()
-    last = chain(future, 100)
-    with pytest.raises(KeyboardInterrupt):
-        future.set_result(0)
-    assert last.value() == 100
-
-
-def test_ctrl_c_in_a_callback_interrupts_wait() -> None:
-    future = settled_in_wait(5)
-    ran_in: list[Any] = []
-
-    def interrupt(done: Any) -> None:
-        ran_in.append(threading.current_thread())
-        raise KeyboardInterrupt
-
-    result = future.then(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        future.wait()
-    assert ran_in == [threading.main_thread()]
-    assert future.wait() == 5
-    assert caught(result) is KeyboardInterrupt
+    for number in some_steps(lambda: run(0)):
+        run(number)
 
 
 @pytest.mark.parametrize("depth", [1, 5])

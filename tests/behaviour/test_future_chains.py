@@ -39,7 +39,7 @@ def test_a_long_chain_of_a_call(shared: Mesh) -> None:
 
 def test_an_error_passes_through_a_long_chain() -> None:
     first: rpc.Future[int] = rpc.Future()
-    last = chain(first, 1000)
+    last = chain(first, 200)
     first.set_exception(KeyError("k"))
     assert last.done()
     with pytest.raises(KeyError, match="k"):
@@ -56,18 +56,19 @@ def test_a_long_chain_of_callbacks_that_complete_the_next_future() -> None:
     assert futures[-1].value() == LONG
 
 
-@pytest.mark.parametrize("depth", [0, 50])
-def test_callbacks_of_the_next_future_come_before_the_others(depth: int) -> None:
+def test_callbacks_of_the_next_future_come_before_the_others() -> None:
     """However deep they are, as if each ran inside of what completes its future."""
-    first: rpc.Future[int] = rpc.Future()
-    last = chain(first, depth)
-    order: list[str] = []
-    one = last.then(lambda f: order.append("a"))
-    one.then(lambda f: order.append("a1")).then(lambda f: order.append("a11"))
-    one.then(lambda f: order.append("a2"))
-    last.then(lambda f: order.append("b"))
-    first.set_result(0)
-    assert order == ["a", "a1", "a11", "a2", "b"]
+    for depth in (0, 50):
+        first: rpc.Future[int] = rpc.Future()
+        last = chain(first, depth)
+        order: list[str] = []
+        note = order.append
+        one = last.then(lambda f, note=note: note("a"))
+        one.then(lambda f, note=note: note("a1")).then(lambda f, note=note: note("a11"))
+        one.then(lambda f, note=note: note("a2"))
+        last.then(lambda f, note=note: note("b"))
+        first.set_result(0)
+        assert order == ["a", "a1", "a11", "a2", "b"]
 
 
 @pytest.mark.parametrize("ask", [rpc.Future.wait, rpc.Future.value], ids=["wait", "value"])
@@ -86,7 +87,7 @@ def test_a_callback_deep_in_a_chain_asks_for_what_it_has_brought_about(ask: Any)
     assert result_within(result, SOON) == 150
 
 
-@pytest.mark.parametrize("depth", range(12))
+@pytest.mark.parametrize("depth", [0, 5, 11])
 def test_what_comes_after_what_a_callback_waits_for_is_called_too(depth: int) -> None:
     """Deep in a chain, where both are put off: the callback waits for the first of them only."""
     first: rpc.Future[int] = rpc.Future()

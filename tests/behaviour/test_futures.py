@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import operator
 import pickle
 import threading
@@ -17,12 +16,12 @@ import pytest
 import torch
 
 import zrpc as rpc
-from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
-from tests.support.pending import entered_call, table
-from tests.support.settled import Calling, caught, settled_in_wait
+from tests.support.settled import caught
+from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
-from tests.support.waiting import SOON
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
@@ -36,35 +35,38 @@ def test_it_is_a_torch_future(shared: Mesh) -> None:
     assert future.value() == 3
 
 
-def test_one_in_flight_is_few_objects_for_the_garbage_collector() -> None:
-    """The collector goes through all objects whenever many are new."""
-    calls, calling = table(), Calling()
+def stay() -> None:
+    rpc.current_call().wait_cancelled(SOON)
 
-    def make() -> rpc.Future[Any]:
-        return rpc.Future.of_call(entered_call(calls, peer=0, timeout=60), calling)
 
-    futures = [make()]
+def objects_of_calls(count: int) -> float:
+    """Returns how many objects of the garbage collector's a call in flight is, with its future."""
     gc.collect()
     before = len(gc.get_objects())
-    futures += [make() for _ in range(100)]
-    # The call, the future and a gate of each.
-    assert len(gc.get_objects()) - before <= 4 * 100
+    futures = [rpc.rpc_async(1, stay) for _ in range(count)]
+    made = len(gc.get_objects()) - before
+    for future in futures:
+        future.cancel()
+    return made / count
 
 
-def test_wait_again_and_again(shared: Mesh) -> None:
+@pytest.mark.zrpc(processes=True)
+def test_one_in_flight_is_few_objects_for_the_garbage_collector(mesh: Mesh) -> None:
+    """The collector goes through all objects whenever many are new."""
+    mesh.run(0, objects_of_calls, 10)
+    assert mesh.run(0, objects_of_calls, 100) <= 12
+
+
+def test_each_that_asks_gets_the_same_value_or_error(shared: Mesh) -> None:
     future = rpc.rpc_async(1, list, ("ab",))
     first = future.wait()
-    assert future.wait() is first
-    assert future.value() is first
-
-
-def test_an_error_is_raised_again_and_again(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, fail, (KeyError("k"),))
-    for ask in [future.wait, future.wait, future.value]:
+    assert future.wait() is future.value() is first
+    failed = rpc.rpc_async(1, fail, (KeyError("k"),))
+    for ask in [failed.wait, failed.wait, failed.value]:
         with pytest.raises(KeyError, match="k") as info:
             ask()
         assert "worker1" in str(info.value.__cause__)
-    assert future.done()
+    assert failed.done()
 
 
 def test_done_and_value_before_the_end(shared: Mesh) -> None:
@@ -78,49 +80,33 @@ def test_done_and_value_before_the_end(shared: Mesh) -> None:
         assert future.done()
 
 
-def test_wait_all_keeps_the_order(shared: Mesh) -> None:
+def test_torchs_wait_all_and_collect_all(shared: Mesh) -> None:
     with Gate() as gate:
-        futures = [rpc.rpc_async(1, gate.wait_inside, ("slow",))]
+        futures = [rpc.rpc_async(1, gate.wait_inside, (10,))]
         futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
         for future in futures[1:]:
             future.wait()
+        plain: torch.futures.Future[int] = torch.futures.Future()
+        collected = torch.futures.collect_all([*futures, plain])
         gate.open()
-        assert torch.futures.wait_all(futures) == ["slow", *range(10)]
-
-
-def test_wait_all_of_none() -> None:
-    assert torch.futures.wait_all([]) == []
-
-
-def test_wait_all_raises_the_callees_error(shared: Mesh) -> None:
-    futures = [rpc.rpc_async(1, echo, (1,)), rpc.rpc_async(1, fail, (KeyError("k"),))]
-    with pytest.raises(KeyError, match="k"):
-        torch.futures.wait_all(futures)
-    assert futures[0].wait() == 1
-
-
-def test_collect_all_then_call_on(shared: Mesh) -> None:
-    futures = [rpc.rpc_async(1, operator.mul, (i, i)) for i in range(5)]
+        assert torch.futures.wait_all(futures) == [10, *range(10)]
+    assert not collected.done()
 
     def call_on(collected: torch.futures.Future[Any]) -> int:
         return rpc.rpc_sync(1, sum, ([f.wait() for f in collected.wait()],))
 
-    assert torch.futures.collect_all(futures).then(call_on).wait() == 30
-
-
-def test_collect_all_with_torch_futures_among_them(shared: Mesh) -> None:
-    plain: torch.futures.Future[int] = torch.futures.Future()
-    collected = torch.futures.collect_all([rpc.rpc_async(1, echo, (1,)), plain])
-    assert not collected.done()
-    plain.set_result(2)
-    assert [f.wait() for f in collected.wait()] == [1, 2]
-
-
-def test_collect_all_with_an_error_among_them(shared: Mesh) -> None:
-    futures = [rpc.rpc_async(1, fail, (KeyError("k"),)), rpc.rpc_async(1, echo, (1,))]
-    with pytest.raises(KeyError, match="k"):  # as torch's own futures do
-        torch.futures.collect_all(futures).wait()
-    assert futures[1].wait() == 1
+    then = collected.then(call_on)
+    plain.set_result(1)
+    assert then.wait() == 56
+    assert torch.futures.wait_all([]) == []
+    failed = [rpc.rpc_async(1, echo, (1,)), rpc.rpc_async(1, fail, (KeyError("k"),))]
+    for collect in (
+        torch.futures.wait_all,
+        lambda futures: torch.futures.collect_all(futures).wait(),
+    ):
+        with pytest.raises(KeyError, match="k"):
+            collect(failed)
+    assert failed[0].wait() == 1
 
 
 # -- futures of the program's own ------------------------------------------------------------
@@ -146,22 +132,17 @@ def test_set_exception() -> None:
         future.value()
 
 
-@pytest.mark.parametrize("what", [None, "error", 5])
-def test_set_exception_takes_exceptions_only(what: Any) -> None:
-    with pytest.raises(TypeError, match="Exception"):
-        rpc.Future().set_exception(what)
+def test_set_exception_takes_exceptions_only() -> None:
+    for what in (None, "error", 5):
+        with pytest.raises(TypeError, match="Exception"):
+            rpc.Future().set_exception(what)
 
 
 def test_set_result_wakes_waiting_threads() -> None:
     future: rpc.Future[int] = rpc.Future()
-    results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    finish = start_all([future.wait] * 4, SOON)
     future.set_result(1)
-    for thread in threads:
-        thread.join(SOON)
-    assert results == [1] * 4
+    assert finish() == [1] * 4
 
 
 def test_a_future_can_not_be_pickled(shared: Mesh) -> None:
@@ -223,36 +204,21 @@ def test_the_future_of_a_call_that_the_program_fails(shared: Mesh) -> None:
 def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(shared: Mesh) -> None:
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
-        call = future._call
-        assert call is not None
-        results: list[Any] = []
-        threads = [threading.Thread(target=lambda: results.append(future.wait())) for _ in range(3)]
-        for thread in threads:
-            thread.start()
+        finish = start_all([future.wait] * 3, SOON)
         future.set_result("mine")
-        for thread in threads:
-            thread.join(SOON)
-        assert results == ["mine"] * 3
+        assert finish() == ["mine"] * 3
 
 
 def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
-    future = settled_in_wait("answer")
-    assert future.wait() == "answer"
-    for complete in (future.set_result, lambda _: future.set_exception(KeyError("mine"))):
+    waited, not_waited = (rpc.rpc_async(1, echo, ("answer",)) for _ in range(2))
+    waited.wait()
+    until(not_waited.done)
+    for future in (waited, not_waited):
         with pytest.raises(RuntimeError, match=ALREADY):
-            complete("mine")
-    assert future.wait() == "answer"
-
-
-def test_a_call_that_is_settled_but_not_decoded_yet() -> None:
-    jobs: list[Callable[[], None]] = []
-    call = entered_call(table(), peer=0, timeout=SOON)
-    future = rpc.Future.of_call(call, Calling(complete=jobs.append))
-    call.fail("answer")
-    with pytest.raises(RuntimeError, match=ALREADY):
-        future.set_result("mine")
-    jobs.pop()()
-    assert future.wait() == "answer"
+            future.set_result("mine")
+        with pytest.raises(RuntimeError, match=ALREADY):
+            future.set_exception(KeyError("mine"))
+        assert future.wait() == "answer"
 
 
 def test_answers_and_the_program_race(shared: Mesh) -> None:
@@ -312,15 +278,14 @@ def test_a_future_of_then_that_the_program_completes() -> None:
 def test_many_threads_wait_for_one_future(shared: Mesh) -> None:
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
-        results: list[Any] = []
-        ways = [future.wait, lambda: torch.futures.wait_all([future])[0]]
-        ways.append(lambda: future.then(lambda f: f.wait()).wait())
-        threads = [threading.Thread(target=lambda w=w: results.append(w())) for w in ways * 4]
-        for thread in threads:
-            thread.start()
+        ways: list[Callable[[], Any]] = [
+            future.wait,
+            lambda: torch.futures.wait_all([future])[0],
+            lambda: future.then(lambda f: f.wait()).wait(),
+        ]
+        finish = start_all(ways * 4, SOON)
         gate.open()
-        for thread in threads:
-            thread.join(SOON)
+        results = finish()
         assert results == [["x"]] * 12
         assert len({id(r) for r in results}) == 1  # it was unpickled once
 
@@ -347,28 +312,21 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 }
 
 
-def of_call() -> rpc.Future[Any]:
-    return rpc.Future.of_call(entered_call(table(), peer=0, timeout=60), Calling())
-
-
-@pytest.mark.parametrize("make", [rpc.Future, of_call], ids=["plain", "of a call"])
+@pytest.mark.parametrize("of_call", [False, True])
 @pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
-def test_ctrl_c_leaves_no_future_that_nobody_can_complete(complete: Any, make: Any) -> None:
+def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
+    shared: Mesh, complete: Any, of_call: bool
+) -> None:
     """Other threads may wait for it."""
-    cls = rpc.Future
-    functions = [
-        *(cls.set_result, cls.set_exception, cls.cancel, cls._complete_by, cls._claim),
-        *(cls._claim_for_program, cls._set),
-    ]
-    for number in itertools.count(1):
-        future = make()
-        try:
-            with ctrl_c_at(number, *functions):
-                complete(future)
-        except KeyboardInterrupt:
-            if not future.done():
-                future.set_result(2)  # nobody has claimed it
-            assert future.done()
-        else:
-            break
-    assert number > 3
+
+    def run(number: int) -> None:
+        future = rpc.rpc_async(1, gate.wait_inside) if of_call else rpc.Future()
+        with at_step(number, interrupt), contextlib.suppress(KeyboardInterrupt):
+            complete(future)
+        if not future.done():
+            future.set_result(2)  # nobody has claimed it
+        assert future.done()
+
+    with Gate() as gate:
+        for number in some_steps(lambda: run(0)):
+            run(number)

@@ -41,7 +41,6 @@ WAYS: list[Callable[[torch.Tensor], Any]] = [
     lambda x: zrpc.remote("worker1", Model).rpc_sync().double(x),
     lambda x: zrpc.remote("worker1", Model).rpc_sync().weight(),
 ]
-in_each_way = pytest.mark.parametrize("call", WAYS)
 
 
 class Calling(torch.nn.Module):
@@ -55,19 +54,17 @@ class Calling(torch.nn.Module):
         return self._call(x) + x
 
 
-@in_each_way
-def test_a_call_is_a_constant_of_a_trace_and_a_warning_says_so(
-    caller: Mesh, call: Callable[[torch.Tensor], Any]
-) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("always", torch.jit.TracerWarning)
-        traced: Any = torch.jit.trace(Calling(call), X)
-    assert traced(torch.zeros(3)).tolist() == [2, 2, 2]
-    assert caught
-    for each in caught:
-        assert "does not record calls to other workers" in str(each.message)
-        assert each.filename == __file__
+def test_a_call_is_a_constant_of_a_trace_and_a_warning_says_so(caller: Mesh) -> None:
+    for call in WAYS:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("always", torch.jit.TracerWarning)
+            traced: Any = torch.jit.trace(Calling(call), X)
+        assert traced(torch.zeros(3)).tolist() == [2, 2, 2]
+        assert caught
+        for each in caught:
+            assert "does not record calls to other workers" in str(each.message)
+            assert each.filename == __file__
 
 
 def test_a_tensor_whose_shape_is_traced_is_sent_as_any(caller: Mesh) -> None:
@@ -79,37 +76,22 @@ def test_a_tensor_whose_shape_is_traced_is_sent_as_any(caller: Mesh) -> None:
         assert torch.jit.trace(call, X)(X).tolist() == [9, 9, 9]
 
 
-@in_each_way
-def test_a_call_in_an_exported_module_is_an_error_that_says_why(
-    caller: Mesh, call: Callable[[torch.Tensor], Any]
-) -> None:
-    with pytest.raises(SerializationError, match=r"outside of torch\.export, .* calls to other"):
-        torch.export.export(Calling(call), (X,), strict=False)
-
-
-@in_each_way
-def test_a_call_in_a_module_that_is_exported_strictly_is_an_error_that_names_it(
-    caller: Mesh, call: Callable[[torch.Tensor], Any]
-) -> None:
-    with pytest.raises(Exception, match="zrpc is never compiled, since its calls run on other"):
-        torch.export.export(Calling(call), (X,), strict=True)
-
-
-@in_each_way
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_a_call_in_a_function_of_make_fx_is_an_error_that_says_why(
-    caller: Mesh, call: Callable[[torch.Tensor], Any], mode: str
-) -> None:
-    with pytest.raises(SerializationError, match=r"outside of make_fx, .* calls to other workers"):
-        make_fx(lambda x: call(x) + x, tracing_mode=mode)(X)
-
-
-@pytest.mark.parametrize("call", WAYS[:-1])
-def test_a_value_of_a_symbolic_trace_is_refused_by_an_error_that_says_why(
-    caller: Mesh, call: Callable[[torch.Tensor], Any]
-) -> None:
-    with pytest.raises(SerializationError, match=r"Proxy of torch\.fx\..* in torch\.fx\.wrap"):
-        torch.fx.symbolic_trace(Calling(call))
+def test_a_call_in_a_module_that_is_recorded_is_an_error_that_says_why(caller: Mesh) -> None:
+    for call in WAYS:
+        text = r"outside of torch\.export, .* calls to other"
+        with pytest.raises(SerializationError, match=text):
+            torch.export.export(Calling(call), (X,), strict=False)
+        text = "zrpc is never compiled, since its calls run on other"
+        with pytest.raises(Exception, match=text):
+            torch.export.export(Calling(call), (X,), strict=True)
+        for mode in ("real", "fake", "symbolic"):
+            text = r"outside of make_fx, .* calls to other workers"
+            with pytest.raises(SerializationError, match=text):
+                make_fx(Calling(call), tracing_mode=mode)(X)
+    for call in WAYS[:-1]:  # the last one's arguments are not recorded
+        text = r"Proxy of torch\.fx\..* in torch\.fx\.wrap"
+        with pytest.raises(SerializationError, match=text):
+            torch.fx.symbolic_trace(Calling(call))
 
 
 def by_worker(x: torch.Tensor) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import decimal
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -53,13 +52,11 @@ SETTERS = [
 ]
 
 
-@pytest.mark.parametrize("setter", SETTERS, ids=lambda setter: setter.__name__)
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_what_a_handler_sets_is_not_seen_by_the_next(
-    caller: Mesh, setter: Callable[[], object]
-) -> None:
-    found = [zrpc.rpc_sync("worker1", setter) for _ in range(20)]
-    assert len(set(found)) == 1
+def test_what_a_handler_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
+    for setter in SETTERS:
+        found = [zrpc.rpc_sync("worker1", setter) for _ in range(20)]
+        assert len(set(found)) == 1
 
 
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
@@ -81,25 +78,17 @@ def test_what_a_callback_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
     assert {future.wait() for future in futures} == {"unset"}
 
 
-@pytest.mark.parametrize("setter", [set_variable, set_variable_async])
-def test_handlers_see_what_was_set_before_their_worker_started(
-    alone: int, setter: Callable[[], object]
-) -> None:
+def test_handlers_see_what_was_set_before_their_worker_started(alone: int) -> None:
     def run() -> list[object]:
         variable.set("before")
         with zrpc.session("me", rank=0, world_size=1):
             variable.set("after")
-            return [zrpc.rpc_sync("me", setter) for _ in range(2)]
+            return [zrpc.rpc_sync("me", setter) for setter in (set_variable, set_variable_async)]
 
     assert contextvars.copy_context().run(run) == ["before", "before"]
-
-
-@pytest.mark.parametrize("setter", [set_precision, set_precision_async])
-def test_a_precision_set_before_the_worker_started_holds_in_each_handler(
-    alone: int, setter: Callable[[], object]
-) -> None:
     with decimal.localcontext() as context:
         context.prec = 50
         with zrpc.session("me", rank=0, world_size=1):
-            assert [zrpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
+            for setter in (set_precision, set_precision_async):
+                assert [zrpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
         assert decimal.getcontext().prec == 50

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
-from zrpc.bootstrap import join_mesh
+from tests.support.agents import join_all
 from zrpc.membership.init_method import resolve_rank
 from zrpc.testing.leaks import lasting, no_leaks
 
@@ -51,33 +50,9 @@ def test_they_fit() -> None:
 
 
 def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[Any]:
-    """Starts agents over one store, each in a thread: name, rank, world size.
-
-    Returns the error of each, or None; those that did start are closed.
-    """
-    store = dist.HashStore()
-    outcomes: list[Any] = [None] * len(workers)
-
-    def start(i: int, name: str, rank: int, world_size: int) -> None:
-        try:
-            agent = join_mesh(
-                name, rank=rank, world_size=world_size, store=store, options=options(timeout)
-            )
-        except Exception as error:
-            outcomes[i] = error
-        else:
-            agents.append(agent)
-
-    agents: list[Any] = []
-    threads = [threading.Thread(target=start, args=(i, *w)) for i, w in enumerate(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout + 10)
-        assert not thread.is_alive()
-    for agent in agents:
-        agent.close()
-    return outcomes
+    """Starts agents over one store; returns the error of each, or None. They are closed."""
+    outcomes = join_all(*workers, options=options(timeout))
+    return [each if isinstance(each, Exception) else each.close() for each in outcomes]
 
 
 @pytest.mark.usefixtures("no_leaks")
@@ -122,18 +97,7 @@ def test_missing_ranks_are_named(present: list[int], missing: str) -> None:
 def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
     store = dist.HashStore()
     for name in ["first", "second"]:
-        agents: list[Any] = [None, None]
-
-        def start(rank: int, name: str = name, agents: list[Any] = agents) -> None:
-            agents[rank] = join_mesh(
-                f"{name}{rank}", rank=rank, world_size=2, store=store, options=options()
-            )
-
-        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(15)
+        agents = join_all((f"{name}0", 0, 2), (f"{name}1", 1, 2), store=store)
         with agents[0].as_current():
             assert rpc.rpc_sync(f"{name}1", max, (1, 2)) == 2
         for agent in agents:
@@ -199,43 +163,23 @@ def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> No
     rpc.shutdown()
 
 
-def test_nothing_is_left_of_what_was_shut_down(alone: int) -> None:
-    with no_leaks():
-        rpc.init_rpc("me")
-        assert rpc.rpc_sync("me", max, (1, 2)) == 2
-        rpc.shutdown()
-
-
 @pytest.mark.system
 def test_nothing_is_left_of_what_failed(alone: int) -> None:
     with no_leaks(), pytest.raises(rpc.RendezvousError):
         rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
 
 
-@pytest.mark.parametrize("name", ["", "a b", "x" * 128, "é"])
-def test_bad_names(alone: int, name: str) -> None:
+def test_names_and_numbers_that_do_not_fit(alone: int) -> None:
     with pytest.raises(RuntimeError, match="Worker name must match"):
-        rpc.init_rpc(name)
-    assert not rpc._is_current_rpc_agent_set()
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size"), [(1, 1), (5, 2), (0, 0)], ids=["too high", "far too high", "empty"]
-)
-def test_ranks_that_do_not_fit(alone: int, rank: int, world_size: int) -> None:
-    with pytest.raises(ValueError, match=f"rank={rank} and world_size={world_size}"):
-        rpc.init_rpc("me", rank=rank, world_size=world_size)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rank", "0"), ("rank", False), ("rank", 0.0), ("world_size", "1"), ("world_size", True)],
-    ids=str,
-)
-def test_numbers_of_other_types(alone: int, name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"expected an int as {name}, but got {value!r}")):
-        rpc.init_rpc("me", **{name: value})
-    assert not rpc._is_current_rpc_agent_set()
+        rpc.init_rpc("a b")
+    for rank, world_size in ((1, 1), (5, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"rank={rank} and world_size={world_size}"):
+            rpc.init_rpc("me", rank=rank, world_size=world_size)
+    for name, value in (("rank", "0"), ("rank", False), ("rank", 0.0), ("world_size", True)):
+        text = re.escape(f"expected an int as {name}, but got {value!r}")
+        with pytest.raises(TypeError, match=text):
+            rpc.init_rpc("me", **{name: value})
+    assert not rpc.is_initialized()
 
 
 @pytest.mark.parametrize("scheme", ["env", "file"])
@@ -281,44 +225,36 @@ def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeyp
         rpc.init_rpc("me", rpc_backend_options=options(SHORT))
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_variable_is_no_number(alone: int, monkeypatch: Any, name: str) -> None:
-    monkeypatch.setenv(name, "many")
-    with pytest.raises(rpc.RendezvousError, match="many"):
-        rpc.init_rpc("me")
-
-
-@pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_a_variable_of_the_master_is_missing(alone: int, monkeypatch: Any, name: str) -> None:
-    monkeypatch.delenv(name)
-    with pytest.raises(rpc.RendezvousError, match=name):
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_variable_is_no_number_or_missing(alone: int, monkeypatch: Any, name: str) -> None:
+    if name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "many")
+        text = "many"
+    else:
+        monkeypatch.delenv(name)
+        text = name
+    with pytest.raises(rpc.RendezvousError, match=text):
         rpc.init_rpc("me", rpc_backend_options=options(SHORT))
 
 
-@pytest.mark.parametrize(
-    "init_method",
-    ["", "nonsense", "http://localhost:1", "tcp://", "tcp://localhost", "file://", "tcp://h:port"],
-)
-def test_bad_init_method(alone: int, init_method: str) -> None:
-    with pytest.raises((rpc.RendezvousError, ValueError)) as info:
-        rpc.init_rpc("me", rpc_backend_options=options(SHORT, init_method=init_method))
-    assert str(info.value)
-    assert not rpc._is_current_rpc_agent_set()
+def test_bad_init_methods(alone: int) -> None:
+    for init_method in (
+        *("", "nonsense", "http://localhost:1", "tcp://", "tcp://localhost", "file://"),
+        "tcp://h:port",
+    ):
+        with pytest.raises((rpc.RendezvousError, ValueError)) as info:
+            rpc.init_rpc("me", rpc_backend_options=options(SHORT, init_method=init_method))
+        assert str(info.value)
+        assert not rpc.is_initialized()
 
 
-@pytest.mark.parametrize("wrong", [object(), {"rpc_timeout": 5}, "env://"])
-def test_wrong_options(alone: int, wrong: Any) -> None:
+def test_wrong_options(alone: int) -> None:
     text = "Argument rpc_backend_options must be an instance of RpcBackendOptions"
-    with pytest.raises(TypeError, match=text):
-        rpc.init_rpc("me", rpc_backend_options=wrong)
-
-
-def test_options_of_no_known_back_end(alone: int) -> None:
+    for wrong in (object(), {"rpc_timeout": 5}, "env://"):
+        with pytest.raises(TypeError, match=text):
+            rpc.init_rpc("me", rpc_backend_options=wrong)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Could not infer backend for options"):
         rpc.init_rpc("me", rpc_backend_options=rpc.RpcBackendOptions())
-
-
-def test_wrong_backend(alone: int) -> None:
     with pytest.raises(TypeError, match="backend"):
         rpc.init_rpc("me", backend="tensorpipe")  # type: ignore[arg-type]
 
@@ -344,10 +280,11 @@ def test_a_second_init(alone: int) -> None:
 
 def test_init_again_and_again(alone: int) -> None:
     for i in range(5):
-        rpc.init_rpc(f"me{i}")
-        assert rpc.rpc_sync(f"me{i}", rpc.get_worker_info).name == f"me{i}"
-        rpc.shutdown()
-        assert not rpc._is_current_rpc_agent_set()
+        with no_leaks():
+            rpc.init_rpc(f"me{i}")
+            assert rpc.rpc_sync(f"me{i}", rpc.get_worker_info).name == f"me{i}"
+            rpc.shutdown()
+        assert not rpc.is_initialized()
 
 
 @pytest.mark.system
@@ -409,7 +346,7 @@ def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
         with pytest.raises(rpc.RendezvousError, match="ranks 1-2 are missing") as info:
             rpc.init_rpc("me", rank=0, world_size=3, rpc_backend_options=options(SHORT))
         kept.append(info.value)
-        assert not rpc._is_current_rpc_agent_set()
+        assert not rpc.is_initialized()
     rpc.init_rpc("me")
     assert rpc.rpc_sync("me", max, (1, 2)) == 2
     rpc.shutdown()
@@ -430,20 +367,15 @@ def test_the_init_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
 
 
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
+def test_a_wrong_init_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong, found in (
         ("10m", "expected a number of seconds in ZRPC_INIT_TIMEOUT, found '10m'"),
         ("-1", "ZRPC_INIT_TIMEOUT must be a finite number of seconds"),
         ("inf", "ZRPC_INIT_TIMEOUT must be a finite number of seconds"),
-    ],
-)
-def test_a_wrong_init_timeout_in_the_environment(
-    monkeypatch: pytest.MonkeyPatch, wrong: str, found: str
-) -> None:
-    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", wrong)
-    with pytest.raises(rpc.OptionError, match=found):
-        rpc.init_rpc("me", rank=0, world_size=2)
+    ):
+        monkeypatch.setenv("ZRPC_INIT_TIMEOUT", wrong)
+        with pytest.raises(rpc.OptionError, match=found):
+            rpc.init_rpc("me", rank=0, world_size=2)
 
 
 # -- in processes of their own ---------------------------------------------------------------

@@ -29,7 +29,7 @@ def again(options=None):
 """
 
 
-@pytest.mark.parametrize("init_method", ["env://", "tcp", "file", None])
+@pytest.mark.parametrize("init_method", [None, "tcp", "file"])
 def test_three_meshes_one_after_another(
     succeed: Succeed, programs: Programs, tmp_path: Path, init_method: str | None
 ) -> None:

@@ -7,17 +7,17 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.support.waiting import until
-from zrpc import RpcTimeoutError, current_call, rpc_async, rpc_sync
-from zrpc.bootstrap import join_mesh
-from zrpc.options import ZmqRpcBackendOptions
+from tests.support.agents import join_all
+from tests.support.gates import Gate
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
+from tests.support.watched import Watched
+from zrpc import RpcTimeoutError, rpc_async, rpc_sync, stats
 from zrpc.services.shm.service import SharedMemoryService
 
 pytestmark = [
@@ -28,26 +28,16 @@ pytestmark = [
 
 @pytest.fixture
 def agents() -> Iterator[Any]:
-    store = dist.HashStore()
-    found = [None, None]
-
-    def start(rank: Any) -> None:
-        found[rank] = join_mesh(
-            f"worker{rank}",
-            rank=rank,
-            world_size=2,
-            store=store,
-            options=ZmqRpcBackendOptions(rpc_timeout=20),
-        )
-
-    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = join_all(("worker0", 0, 2), ("worker1", 1, 2))
     yield found
     for agent in found:
         agent.close()
+
+
+def shut_down(agents: Any) -> None:
+    """A graceful shutdown counts all messages sent and received: none may be missing."""
+    finish = start_all([lambda agent=agent: agent.shutdown(timeout=20) for agent in agents], SOON)
+    assert finish() == [None, None]
 
 
 class Interruption(BaseException):
@@ -104,10 +94,6 @@ def sync_call(i: Any) -> None:
     assert rpc_sync("worker1", divmod, args=(i, 7)) == divmod(i, 7)
 
 
-def async_call(i: Any) -> None:
-    assert rpc_async("worker1", divmod, args=(i, 7)).wait() == divmod(i, 7)
-
-
 def tensor_call(i: Any) -> None:
     # Too large for the table: a message of several frames.
     assert rpc_sync("worker1", torch.neg, args=(torch.full((10_000,), i),))[-1] == -i
@@ -133,60 +119,37 @@ def mixed_call(i: Any) -> None:
 # pyzmq looks after signals also where it frees a frame, and can't raise there.
 @pytest.mark.system
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("call", [sync_call, async_call, tensor_call, shared_call, mixed_call])
-def test_an_interruption_at_any_point_loses_no_message(
-    agents: Any, interrupted: Any, call: Any
-) -> None:
+def test_an_interruption_at_any_moment_loses_no_message(agents: Any, interrupted: Any) -> None:
+    """Also in torch or pyzmq; `signal_steps_cases` interrupts each step of zrpc."""
     with agents[0].as_current():
-        call(1)
-        done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(60))
-        assert done
-        call(1)  # the next call is as good as the first
+        for call in (sync_call, tensor_call, shared_call, mixed_call):
+            call(1)
+            done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(20))
+            assert done
+            call(1)  # the next call is as good as the first
         until_all_is_returned(agents)
-    # A graceful shutdown counts all messages sent and received: none may be missing.
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
+    shut_down(agents)
 
 
 def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, interrupted: Any) -> None:
-    gate = threading.Event()
-    gates[id(gate)] = gate
-    with agents[0].as_current():
+    with agents[0].as_current(), Gate() as gate:
         for _ in range(20):
             sync_call(1)
-        future = rpc_async("worker1", wait_for, args=(id(gate),))
+        future = rpc_async("worker1", gate.wait_inside, args=("done",))
         assert interrupted(lambda _: future.wait(), 0.02) == 0
-        gate.set()
+        gate.open()
         assert future.wait() == "done"
-    del gates[id(gate)]
 
 
 def test_an_interrupted_call_is_cancelled(agents: Any, interrupted: Any) -> None:
     """Nobody will ask for its outcome."""
-    seen = threading.Event()
-    gates[id(seen)] = seen
-    with agents[0].as_current():
+    with agents[0].as_current(), Watched() as watched:
         sync_call(1)
-        assert interrupted(lambda _: rpc_sync("worker1", watch, args=(id(seen),)), 0.02) == 0
-        assert seen.wait(20)
-        assert len(agents[0].caller.calls) == 0
+        assert interrupted(lambda _: rpc_sync("worker1", watched.watch), 0.02) == 0
+        assert watched.await_end() == [True]
+        assert not stats().calls_in_flight
         sync_call(2)
-    del gates[id(seen)]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda agent: agent.shutdown(timeout=20), agents))
-
-
-def watch(key: Any) -> None:
-    if current_call().wait_cancelled(20):
-        gates[key].set()
-
-
-gates = {}
-
-
-def wait_for(key: Any) -> Any:
-    assert gates[key].wait(20)
-    return "done"
+    shut_down(agents)
 
 
 def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: Any) -> None:
@@ -208,15 +171,12 @@ def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: 
 
 
 def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any) -> None:
-    gate = threading.Event()
-    gates[id(gate)] = gate
-    with agents[0].as_current():
+    with agents[0].as_current(), Gate() as gate:
         for _ in range(20):
             sync_call(1)
         begin = time.monotonic()
         with pytest.raises(RpcTimeoutError):
-            rpc_sync("worker1", wait_for, args=(id(gate),), timeout=0.05)
+            rpc_sync("worker1", gate.wait_inside, timeout=0.05)
         assert time.monotonic() - begin >= 0.05
-        gate.set()
+        gate.open()
         sync_call(2)
-    del gates[id(gate)]

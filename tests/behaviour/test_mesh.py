@@ -11,7 +11,6 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
@@ -123,19 +122,16 @@ def test_a_lost_worker_is_no_longer_listed_but_counted(mesh: Mesh) -> None:
         assert rpc.world_size() == 3
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
+def test_without_a_mesh_there_is_a_clear_error() -> None:
+    for ask in (
         rpc.get_worker_infos,
         rpc.world_size,
         rpc.barrier,
         lambda: rpc.all_gather(1),
         lambda: rpc.set_rpc_timeout(1),
-    ],
-)
-def test_without_a_mesh_there_is_a_clear_error(ask: Any) -> None:
-    with pytest.raises(rpc.NotInitializedError, match=r"zrpc\.init_rpc"):
-        ask()
+    ):
+        with pytest.raises(rpc.NotInitializedError, match=r"zrpc\.init_rpc"):
+            ask()
     assert not rpc.is_initialized()
 
 
@@ -176,11 +172,3 @@ def test_a_barrier_has_a_timeout_and_fails_loudly(mesh: Mesh) -> None:
         mesh.run(0, rpc.barrier, timeout=0.05)
     with pytest.raises(ValueError, match="to be one of"):
         mesh.run(0, rpc.barrier, ["worker1"])
-
-
-# -- as a script does ---------------------------------------------------------------------------
-
-
-def test_a_local_mesh_needs_no_test() -> None:
-    with rpc.local_mesh(2) as mesh:
-        assert mesh.run("worker0", rpc.rpc_sync, "worker1", echo, args=(3,)) == 3

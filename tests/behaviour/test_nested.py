@@ -47,25 +47,8 @@ def by_wait_all(depth: int) -> int:
     return sum(torch.futures.wait_all(futures))
 
 
-def by_collect_all(depth: int) -> int:
-    if depth == 0:
-        return 0
-    collected = torch.futures.collect_all([rpc.rpc_async(other(), by_collect_all, (depth - 1,))])
-    return 1 + collected.then(lambda f: f.wait()[0].wait()).wait()
-
-
-def by_torch_future(depth: int) -> int:
-    """Waits in C++, where nobody sees it."""
-    if depth == 0:
-        return 0
-    done: torch.futures.Future[int] = torch.futures.Future()
-    future = rpc.rpc_async(other(), by_torch_future, (depth - 1,))
-    future.add_done_callback(lambda f: done.set_result(f.wait()))
-    return 1 + done.wait()
-
-
 def by_event(depth: int) -> int:
-    """Waits for something of threading's, where nobody sees it either."""
+    """Waits for something of threading's, where nobody sees it."""
     if depth == 0:
         return 0
     came = threading.Event()
@@ -110,7 +93,7 @@ def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
-@pytest.mark.parametrize("recurse", [by_wait_all, by_collect_all, by_torch_future, by_event])
+@pytest.mark.parametrize("recurse", [by_wait_all, by_event])
 def test_recursion_with_waits_that_are_not_seen(caller: Mesh, recurse: Any) -> None:
     # Far deeper than the four running threads reach.
     assert rpc.rpc_sync(1, recurse, (7,), timeout=50) == 7

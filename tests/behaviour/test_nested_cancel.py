@@ -11,10 +11,10 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.pending import bytes_in_flight, queued
+from tests.support.observed import busy, calls_to
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from tests.support.watched import Keeper, Watched, busy, call_until_it_begins, wait_for
+from tests.support.watched import Keeper, Watched, call_until_it_begins, wait_for
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
@@ -177,12 +177,12 @@ def test_a_nested_call_that_waits_for_room(caller: Mesh, watched: Watched) -> No
     """It is woken, and never sent."""
     future = rpc.rpc_async(1, fill_the_window, (watched,))
     watched.await_entry()
-    calls = caller.agent(1).caller.calls
-    until(lambda: bool(queued(calls)))
+    until(lambda: calls_to(caller, 0, rank=1).calls_without_room == 1)
     assert future.cancel()
     assert rpc.RpcCancelledError in watched.await_end(2)
-    until(lambda: not busy(caller) and not busy(caller, 0) and not bytes_in_flight(calls))
-    assert not queued(calls)
+    until(lambda: not busy(caller) and not busy(caller, 0))
+    until(lambda: not calls_to(caller, 0, rank=1).bytes_in_flight)
+    assert not calls_to(caller, 0, rank=1).calls_without_room
 
 
 def fill_the_window(watched: Watched) -> None:

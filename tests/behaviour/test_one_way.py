@@ -39,7 +39,8 @@ def unreachable() -> Iterator[str]:
 @pytest.fixture
 def one_way(mesh: Mesh, unreachable: str) -> str:
     """Worker 1 can't connect to worker 0, which can connect to worker 1; returns the address."""
-    mesh.agent(1).network._endpoints[0] = unreachable
+    network = mesh.agent(1).network
+    network.connect([unreachable, *(network.endpoint(rank) for rank in (1, 2))])
     return unreachable
 
 

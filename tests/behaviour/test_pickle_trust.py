@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+import socket
 import struct
 import threading
 from pathlib import Path
@@ -14,6 +16,8 @@ import zmq
 import zrpc as rpc
 from tests.support.targets import echo
 from zrpc.testing import Mesh
+from zrpc.transport.framing import header
+from zrpc.transport.unix_stream import direct_path
 from zrpc.wire.message import Message
 
 _ran = threading.Event()
@@ -39,64 +43,71 @@ def call_with(payload: Any) -> bytes:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("identity", [b"stranger", b"waker", b"z" + bytes(16)])
-def test_what_a_stranger_sends_is_not_unpickled(caller: Mesh, identity: bytes) -> None:
+def test_what_a_stranger_sends_is_not_unpickled(caller: Mesh) -> None:
     _ran.clear()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 2000
-        stranger.routing_id = identity
-        stranger.connect(inbox_of(caller, 1))
-        stranger.send(call_with(Charge()))
-        stranger.send_multipart([b"", b"", b""])
-        stranger.send(b"\0" * 100)
-        # Nothing answers a stranger; that the next calls are answered tells that it was read.
-        assert not stranger.poll(200)
-        for i in range(20):
-            assert rpc.rpc_sync(1, echo, (i,)) == i
+    for identity in (b"stranger", b"waker", b"z" + bytes(16)):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 2000
+            stranger.routing_id = identity
+            stranger.connect(inbox_of(caller, 1))
+            stranger.send(call_with(Charge()))
+            stranger.send_multipart([b"", b"", b""])
+            stranger.send(b"\0" * 100)
+            # Nothing answers a stranger; the next calls' answers show that it was read.
+            assert not stranger.poll(100)
+            for i in range(20):
+                assert rpc.rpc_sync(1, echo, (i,)) == i
+    with socket.socket(socket.AF_UNIX) as direct:
+        direct.connect(str(direct_path(inbox_of(caller, 1))))
+        for first in (b"stranger", b"", b"x" * 10, call_with(Charge())):
+            direct.sendall(header(first) + first)
+        direct.sendall(b"\xff" * 8)
+        with contextlib.suppress(ConnectionResetError):
+            assert direct.recv(1) == b""  # all is read
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
     assert not _ran.is_set()
-
-
-def test_the_charge_works() -> None:
-    """Or the test above would show nothing."""
-    _ran.clear()
     pickle.loads(pickle.dumps(Charge()))
-    assert _ran.is_set()
+    assert _ran.is_set()  # else the test would show nothing
 
 
 # A number that no call of the test has.
 NOBODYS = 2**40
 _HEADER = struct.Struct("<BBHIIfQQ")
+VERSION = Message(1).first_frame()[0]
 
 
-@pytest.mark.parametrize(
-    "frame",
-    [
-        b"",
-        b"\0",
-        b"\xff" * 31,
-        b"\xff" * 200,
-        _HEADER.pack(99, 1, 0, 0, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 250, 0, 0, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 1, 0, 2**31, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 1, 0, 0, 2**31, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 1, 0, 0, 0, float("nan"), NOBODYS, 0),
-        _HEADER.pack(1, 1, 0, 0, 0, -1.0, NOBODYS, 0),
-        _HEADER.pack(1, 1, 0, 3, 0, 0.0, NOBODYS, 0) + b"\1\0\0",
-        _HEADER.pack(1, 2, 0, 0, 0, 0.0, 2**63, 0),
-        _HEADER.pack(1, 8, 0, 0, 0, 0.0, 0, 0) + b"not a termination message",
-        _HEADER.pack(1, 16, 0, 0, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 17, 0, 0, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 18, 0, 0, 0, 0.0, NOBODYS, 0),
-        _HEADER.pack(1, 19, 0, 0, 0, 0.0, 0, 0) + b"?",
-        _HEADER.pack(1, 1, 0, 0, 0, 0.0, NOBODYS, 0) + b"not a pickle",
-    ],
-)
-def test_garbage_from_a_member_ends_nothing(caller: Mesh, frame: bytes) -> None:
-    agent = caller.agent(0)
-    agent.network.send(1, frame, counted=False)
-    for i in range(5):
-        assert rpc.rpc_sync(1, echo, (i,)) == i
-    assert caller.run(1, rpc.rpc_sync, 0, echo, (1,)) == 1
+FRAMES = [
+    b"",
+    b"\0",
+    b"\xff" * 31,
+    b"\xff" * 200,
+    _HEADER.pack(99, 1, 0, 0, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 250, 0, 0, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 1, 0, 2**31, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 1, 0, 0, 2**31, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 1, 0, 0, 0, float("nan"), NOBODYS, 0),
+    _HEADER.pack(VERSION, 1, 0, 0, 0, -1.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 1, 0, 3, 0, 0.0, NOBODYS, 0) + b"\1\0\0",
+    _HEADER.pack(VERSION, 2, 0, 0, 0, 0.0, 2**63, 0),
+    _HEADER.pack(VERSION, 8, 0, 0, 0, 0.0, 0, 0) + b"not a termination message",
+    _HEADER.pack(VERSION, 16, 0, 0, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 17, 0, 0, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 18, 0, 0, 0, 0.0, NOBODYS, 0),
+    _HEADER.pack(VERSION, 19, 0, 0, 0, 0.0, 0, 0) + b"?",
+    _HEADER.pack(VERSION, 1, 0, 0, 0, 0.0, NOBODYS, 0) + b"not a pickle",
+]
+
+
+def test_garbage_from_a_member_is_logged_and_ends_nothing(
+    caller: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    for frame in FRAMES:
+        caller.agent(0).network.send(1, frame, counted=False)
+        for i in range(5):
+            assert rpc.rpc_sync(1, echo, (i,)) == i
+        assert caller.run(1, rpc.rpc_sync, 0, echo, (1,)) == 1
+    for text in ("expected a header of 32 bytes, found 0", "found version 255", "found 250"):
+        assert text in caplog.text
 
 
 def test_the_socket_is_private(mesh: Mesh) -> None:

@@ -50,11 +50,6 @@ class Model:
 class Mistake(Exception):
     pass
 
-class Careful(Exception):
-    def __init__(self, code):
-        super().__init__(code)
-        self.code = code
-
 def fail(kind, *args):
     raise kind(*args)
 
@@ -83,35 +78,6 @@ if __name__ == "__main__":
     sample = rpc.rpc_sync(other, Sample, (torch.ones(3),))
     assert type(sample) is Sample and sample.x.sum() == 3
     part()
-"""
-    )
-
-
-def test_a_function_of_main_is_the_callees_own(succeed: Succeed) -> None:
-    """By reference, where both run the same script: it sees the callee's globals."""
-    succeed(HEAD + "meet(); assert rpc.rpc_sync(other, whose) == 1 - rank; part()\n")
-
-
-def test_exceptions_of_main_arrive_as_themselves(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-meet()
-for call in (rpc.rpc_sync,
-             lambda *args: rpc.rpc_async(*args).wait(),
-             lambda *args: rpc.remote(*args).to_here()):
-    try:
-        call(other, fail, (Mistake, "a", 1))
-    except Mistake as error:
-        assert error.args == ("a", 1)
-        assert f"name={other}" in str(error.__cause__), error.__cause__
-    else:
-        sys.exit("nothing was raised")
-    try:
-        call(other, fail, (Careful, 7))
-    except Careful as error:
-        assert error.code == 7
-part()
 """
     )
 

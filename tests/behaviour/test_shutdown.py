@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,10 +16,13 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.steps import at_step
 from tests.support.targets import echo
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
 from zrpc.functions import async_execution
-from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 
 MakeMesh = Callable[..., Mesh]
@@ -124,32 +128,6 @@ def park() -> Any:
 _entered = threading.Semaphore(0)
 
 
-@transports
-def test_what_is_freed_after_the_end_of_all_work_is_told_to_nobody(
-    make_mesh: MakeMesh, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The owner has left; the end of a worker would wait in vain until the message is sent."""
-    mesh = make_mesh(options={"transport": transport})
-    agent = mesh.agent(0)
-    with agent.as_current():
-        rrefs = [rpc.remote(1, list)]
-        assert rrefs[0].to_here() == []
-    close, may_close = agent._closing.close, threading.Event()
-    monkeypatch.setattr(agent._closing, "close", lambda: may_close.wait(SOON) and close())
-    ends = [end(mesh, rank) for rank in range(2)]
-    ends[1].result(SOON)
-    until(lambda: agent.graceful_shutdown.done)
-    sent = agent.network.sent([1])
-    rrefs.clear()
-    agent.receiver.in_io_thread(lambda: None)  # has it look
-    references = agent.service(RRefService)
-    until(lambda: not references.dropped)
-    until(lambda: not references.references.outgoing)
-    may_close.set()
-    ends[0].result(SOON)
-    assert agent.network.sent([1]) == sent
-
-
 @pytest.mark.system
 def test_it_waits_for_coroutines(mesh: Mesh) -> None:
     _noted.clear()
@@ -204,72 +182,56 @@ def test_it_does_not_wait_for_a_value_that_never_comes(mesh: Mesh) -> None:
     _parked.pop().set_result("too late")
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
-def test_right_after_the_start(make_mesh: MakeMesh, workers: int) -> None:
-    make_mesh(workers=workers).run_all(rpc.shutdown)
+def test_right_after_the_start(make_mesh: MakeMesh) -> None:
+    for workers in (1, 2, 5):
+        make_mesh(workers=workers).run_all(rpc.shutdown, timeout=SOON)
 
 
 def test_idempotent(mesh: Mesh) -> None:
     def twice() -> None:
-        with agent_of_this_thread().as_current():
+        with current_agent().as_current():
             for _ in range(3):
                 rpc.shutdown()
                 rpc.shutdown(graceful=False)
-
-    def agent_of_this_thread() -> Any:
-        from zrpc.agent.current import current_agent
-
-        return current_agent()
 
     mesh.run_all(twice)
 
 
 def test_from_several_threads_at_once(mesh: Mesh) -> None:
     agents = [mesh.agent(rank) for rank in (0, 1)]
-    errors: list[BaseException] = []
-
-    def leave(agent: Any) -> None:
-        try:
-            agent.shutdown()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=leave, args=(agent,)) for agent in agents * 3]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-        assert not thread.is_alive()
-    assert errors == []
+    assert start_all([agent.shutdown for agent in agents * 3], SOON)() == [None] * 6
 
 
-def test_a_thread_begins_it_while_another_ends_it(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+def call(agent: Agent) -> None:
+    with agent.as_current():
+        assert rpc.rpc_sync(1, echo, (1,), timeout=0) == 1
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("begin", [call, Agent.shutdown], ids=["a call", "a shutdown"])
+def test_what_begins_while_another_thread_closes_the_agent_ends(
+    make_mesh: MakeMesh, begin: Callable[[Agent], None]
 ) -> None:
-    agent = mesh.agent(0)
-    errors: list[BaseException] = []
-    begins, ended = threading.Event(), threading.Event()
-    in_io_thread = agent.receiver.in_io_thread
+    """At whichever step of it the agent is closed."""
 
-    def late(errand: Callable[[], None]) -> None:
-        begins.set()
-        assert ended.wait(SOON)
-        in_io_thread(errand)
+    def run(number: int) -> None:
+        mesh = make_mesh(workers=2)
+        agent, closing = mesh.agent(0), []
 
-    def leave() -> None:
-        try:
-            agent.shutdown()
-        except BaseException as error:
-            errors.append(error)
+        def close() -> None:
+            closing.append(threading.Thread(target=agent.close))
+            closing[0].start()
+            closing[0].join(0.05)  # it may wait for this thread
 
-    monkeypatch.setattr(agent.receiver, "in_io_thread", late)
-    thread = threading.Thread(target=leave)
-    thread.start()
-    assert begins.wait(SOON)
-    agent.shutdown(graceful=False)
-    ended.set()
-    thread.join(SOON)
-    assert errors == []
+        with at_step(number, close), contextlib.suppress(rpc.NotInitializedError):
+            begin(agent)
+        agent.close()
+        for thread in closing:
+            thread.join(SOON)
+        mesh.shutdown(graceful=False)
+
+    for number in range(1, 60, 3):
+        run(number)
 
 
 def test_calls_after_it(mesh: Mesh) -> None:
@@ -279,7 +241,7 @@ def test_calls_after_it(mesh: Mesh) -> None:
         for use in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
             with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
                 use("worker1", echo, (1,))
-        assert not rpc._is_current_rpc_agent_set()
+        assert not rpc.is_initialized()
 
 
 @pytest.mark.system
@@ -306,19 +268,15 @@ def test_with_a_timeout(mesh: Mesh) -> None:
         end(mesh, 0, timeout=0.3).result(SOON)
     assert time.monotonic() - begin >= 0.3
     with agent.as_current():
-        assert not rpc._is_current_rpc_agent_set()  # it has left all the same
+        assert not rpc.is_initialized()  # it has left all the same
     with mesh.agent(1).as_current(), pytest.raises(rpc.WorkerDied):
         rpc.rpc_sync(0, echo, (1,), timeout=NOTICED_WITHIN)
 
 
-def test_with_a_timeout_that_is_long_enough(mesh: Mesh) -> None:
-    mesh.run_all(rpc.shutdown, timeout=SOON)
-
-
-@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
-def test_with_what_is_no_timeout(mesh: Mesh, timeout: float) -> None:
-    with pytest.raises(ValueError, match="timeout"):
-        mesh.run(0, rpc.shutdown, timeout=timeout)
+def test_with_what_is_no_timeout(mesh: Mesh) -> None:
+    for timeout in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout"):
+            mesh.run(0, rpc.shutdown, timeout=timeout)
     assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1  # nothing has happened
 
 
@@ -351,7 +309,7 @@ def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str
         with mesh.agent(1).as_current():
             of_its_own = rpc.rpc_async(0, gate.wait_inside)
         gate.await_entry(3)
-        mesh.run(1, rpc.shutdown, graceful=False)
+        leaving = end(mesh, 1, graceful=False)
         with pytest.raises(rpc.RpcError):
             of_its_own.wait()
         with pytest.raises(rpc.WorkerDied, match="worker1") as info:
@@ -364,6 +322,7 @@ def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str
                 rpc.rpc_sync(1, echo, (1,))
             assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
         gate.open()
+        leaving.result(SOON)
 
 
 def test_not_graceful_from_a_handler(mesh: Mesh) -> None:
@@ -413,8 +372,7 @@ def _pending_fails(directory: str, to: int) -> tuple[str, bool, float]:
     return "none", False, 0.0
 
 
-@transports
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("victim", "transport"), [(0, "auto"), (2, "tcp")])
 @pytest.mark.zrpc(workers=3, processes=True, timeout=40)
 def test_a_killed_peer(make_mesh: MakeMesh, tmp_path: Any, victim: int, transport: str) -> None:
     mesh = make_mesh(options={"transport": transport})
@@ -443,15 +401,3 @@ def test_a_handler_that_ends_its_process(mesh: Mesh) -> None:
     with pytest.raises(rpc.WorkerDied):
         mesh.run(0, rpc.rpc_sync, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
     mesh.kill(1)  # it is dead; this tells the mesh that it may be
-
-
-@pytest.mark.zrpc(workers=2, processes=True, timeout=40)
-def test_a_stopped_peer_is_not_dead(mesh: Mesh) -> None:
-    """Its calls wait, and are answered when it goes on."""
-    os.kill(mesh.pid(1), signal.SIGSTOP)
-    try:
-        future = mesh.submit(0, rpc.rpc_sync, 1, max, (1, 2))
-        assert pending(future, 1.0)
-    finally:
-        os.kill(mesh.pid(1), signal.SIGCONT)
-    assert future.result(SOON) == 2

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import zrpc as rpc
+from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
 from tests.support.waiting import SOON, pending, until
+from zrpc.agent.service import Service
 from zrpc.testing import Mesh, faults
 
 MakeMesh = Callable[..., Mesh]
@@ -133,30 +135,23 @@ def test_from_a_callback(mesh: Mesh) -> None:
 # -- with a part of it that fails ----------------------------------------------------------------
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("error", [ValueError("a defect"), KeyboardInterrupt()], ids=repr)
-@pytest.mark.parametrize("part", ["caller.calls.fail", "services.0.close", "event_loop.close"])
-def test_the_rest_is_done(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException
-) -> None:
-    """Nothing of the worker is left: the fixture sees to that."""
-    agent = mesh.agent(0)
-    *path, name = part.split(".")
-    owner: object = agent
-    for each in path:
-        owner = owner[int(each)] if isinstance(owner, list) else getattr(owner, each)
-    done = getattr(owner, name)
+class FailsAtTheEnd(Service):
+    def close(self) -> None:
+        raise self.agent.options.error
 
-    def fail(*args: object) -> None:
-        done(*args)
-        raise error
 
-    monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(type(error)) as info:
-        agent.shutdown(graceful=False)
-    assert info.value is error
-    info.value.__traceback__ = None
-    assert not Path(agent.membership.records[0].directory).exists()
+@pytest.mark.usefixtures("no_leaks")
+def test_the_rest_is_done_if_a_service_fails() -> None:
+    """Whatever it raises."""
+    for error in (ValueError("a defect"), KeyboardInterrupt()):
+        options = rpc.ZmqRpcBackendOptions()
+        options.error = error  # type: ignore[attr-defined]
+        [agent] = join_all(("alone", 0, 1), options=options, services=[FailsAtTheEnd])
+        with pytest.raises(type(error)) as info:
+            agent.shutdown(graceful=False)
+        assert info.value is error
+        info.value.__traceback__ = None
+        assert not Path(agent.membership.records[0].directory).exists()
 
 
 # -- programs --------------------------------------------------------------------------------
@@ -169,9 +164,9 @@ rank = int(os.environ["RANK"])
 """
 
 
-def test_from_del(succeed: Succeed) -> None:
+def test_from_del_and_at_the_end_of_an_interpreter(succeed: Succeed, programs: Programs) -> None:
     """Of an object of main, of one in a cycle, of a handler's, and at the interpreter's end."""
-    succeed(
+    outputs = succeed(
         HEAD
         + """
 class Leaves:
@@ -195,7 +190,7 @@ del leaves
 assert ended == []  # it is in a cycle
 gc.collect()
 assert ended == [True], ended
-assert not rpc._is_current_rpc_agent_set()
+assert not rpc.is_initialized()
 
 rpc.init_rpc(f"w{rank}")
 if rank == 0:
@@ -206,14 +201,26 @@ if rank == 0:
     rpc.shutdown(timeout=20)
 else:
     limit = time.monotonic() + 20
-    while rpc._is_current_rpc_agent_set():
+    while rpc.is_initialized():
         assert time.monotonic() < limit
         time.sleep(0.01)
 at_the_end = Leaves(False)
 at_the_end.me = None
+
+# The mesh that is forgotten is shut down at the end, and waits for what is in progress.
+def slow():
+    time.sleep(0.3)
+    open("slow-has-run", "w").close()
+
+rpc.init_rpc(f"w{rank}")
+assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+if rank == 0:
+    rpc.rpc_async("w1", slow)
 """,
         cold=True,
     )
+    assert (programs.directory / "slow-has-run").exists()
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_ctrl_c_during_init(programs: Programs) -> None:
@@ -270,27 +277,3 @@ assert failed
     )
     ended = programs.run(source, 1)
     assert [e.code for e in ended] == [0], ended
-
-
-def test_in_a_fork_child(succeed: Succeed) -> None:
-    """It has no agent to shut down; and the parent's is not touched, nor is it at exit."""
-    succeed(
-        HEAD
-        + """
-rpc.init_rpc(f"w{rank}")
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-pid = os.fork()
-if pid == 0:
-    signal.alarm(20)
-    for graceful in (True, False):
-        try:
-            rpc.shutdown(graceful=graceful)
-        except rpc.NotInitializedError:
-            continue
-        os._exit(8)
-    sys.exit(7)  # with all that runs at exit
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-rpc.shutdown()
-"""
-    )

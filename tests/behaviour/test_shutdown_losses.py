@@ -8,20 +8,24 @@ import zrpc
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.shutdown import ShutdownTiming
-from zrpc.services import loss_detection
+from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh, faults
+from zrpc.testing.plugin import MakeMesh
 
 WITHIN = 20.0
 pytestmark = pytest.mark.zrpc(workers=2, faults=True)
 
 
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(loss_detection, "TIMING", loss_detection.LossDetectionTiming(0.05))
-    mesh: Mesh = request.getfixturevalue("mesh")
-    for rank in range(len(mesh)):
-        mesh.agent(rank).graceful_shutdown.timing = ShutdownTiming(remind=0.05, services=0.3)
+@pytest.fixture
+def mesh(make_mesh: MakeMesh) -> Mesh:
+    """Its workers soon ask for what is lost."""
+    made = make_mesh()
+    for rank in range(len(made)):
+        agent = made.agent(rank)
+        agent.service(LossDetector).timing = LossDetectionTiming(0.05)
+        agent.graceful_shutdown.timing = ShutdownTiming(remind=0.05, services=0.3)
+    return made
 
 
 def shut_down(mesh: Mesh) -> None:
@@ -32,8 +36,7 @@ def shut_down(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["from the leader", "to the leader"])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(("way", "count"), [((0, 1), 1), ((1, 0), 2), ((0, 1), 3)])
 def test_messages_of_the_shutdown_are_lost(mesh: Mesh, way: tuple[int, int], count: int) -> None:
     for rank in range(2):
         assert mesh.run(rank, zrpc.rpc_sync, 1 - rank, max, (1, 2)) == 2

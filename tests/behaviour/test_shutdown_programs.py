@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from tests.support.programs import Programs
 
 Succeed = Callable[..., list[str]]
@@ -18,11 +16,6 @@ import zrpc as rpc
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-def slow(x):
-    time.sleep(0.3)
-    open("slow-has-run", "w").close()
-    return x
-
 ready = threading.Event()
 
 def wait_there():
@@ -34,29 +27,6 @@ def begin():
 rpc.init_rpc(f"w{rank}")
 assert rpc.rpc_sync(f"w{1 - rank}", torch.add, (torch.ones(1), rank)).item() == 1 + rank
 """
-
-
-@pytest.mark.parametrize("cold", [False, True], ids=["forked", "fresh"])
-def test_forgotten(succeed: Succeed, programs: Programs, cold: bool) -> None:
-    """It is called at the interpreter's end, and waits for what is under way."""
-    outputs = succeed(HEAD + "if rank == 0: rpc.rpc_async('w1', slow, (1,))\n", cold=cold)
-    assert (programs.directory / "slow-has-run").exists()
-    assert not any("Traceback" in output for output in outputs), outputs
-
-
-def test_idempotent_in_a_program(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-for _ in range(2):
-    rpc.shutdown()
-    rpc.shutdown(graceful=False)
-threads = [threading.Thread(target=rpc.shutdown) for _ in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join(10)
-assert not any(thread.is_alive() for thread in threads)
-"""
-    )
 
 
 def test_what_is_left_in_a_program_that_goes_on(succeed: Succeed) -> None:
@@ -186,12 +156,16 @@ def fork():
     pid = os.fork()
     if pid == 0:
         try:
-            assert not rpc._is_current_rpc_agent_set()
-            try:
-                rpc.rpc_sync("w0", max, (1, 2), timeout=2)
-            except rpc.NotInitializedError:
-                sys.stdout.flush()
-                os._exit(7)
+            assert not rpc.is_initialized()
+            uses = [lambda: rpc.rpc_sync("w0", max, (1, 2), timeout=2), rpc.shutdown]
+            for use in [*uses, lambda: rpc.shutdown(graceful=False)]:
+                try:
+                    use()
+                except rpc.NotInitializedError:
+                    continue
+                os._exit(9)
+            sys.stdout.flush()
+            os._exit(7)
         finally:
             os._exit(8)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -200,6 +174,11 @@ def fork():
         + """
 assert fork() == 7, "from the main thread"
 assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
+
+pid = os.fork()
+if pid == 0:
+    sys.exit(6)  # with all that runs at exit
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
 
 import multiprocessing
 child = multiprocessing.get_context("fork").Process(target=print, args=("child",))

@@ -15,30 +15,21 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.handled import Handle, signal_handlers
 from tests.support.steps import at_step, count_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from tests.support.ways import ways
+from tests.support.ways import WAYS
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 
 SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
-Handle = Callable[..., None]
-
 
 @pytest.fixture
 def handle() -> Iterator[Handle]:
-    """Sets the handler of a signal, SIGUSR1 by default."""
-    before: dict[Any, Any] = {}
-
-    def set_handler(handler: Any, number: int = signal.SIGUSR1) -> None:
-        before.setdefault(number, signal.getsignal(number))
-        signal.signal(number, handler)
-
-    yield set_handler
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    with signal_handlers() as handle:
+        yield handle
 
 
 def call() -> None:
@@ -195,12 +186,12 @@ def function(number: int, frame: Any, error: BaseException) -> None:
     raise error
 
 
-HANDLERS: dict[str, Callable[[BaseException], Any]] = {
-    "a function": lambda error: lambda number, frame: function(number, frame, error),
-    "a method": lambda error: Owner(error).method,
-    "an object": Owner,
-    "a partial": lambda error: functools.partial(function, error=error),
-}
+HANDLERS: list[Callable[[BaseException], Any]] = [
+    lambda error: lambda number, frame: function(number, frame, error),
+    lambda error: Owner(error).method,
+    Owner,
+    lambda error: functools.partial(function, error=error),
+]
 
 ERRORS = [
     TimeIsOver("after a time"),
@@ -211,28 +202,22 @@ ERRORS = [
 
 
 class TestErrorsOfHandlers:
-    @pytest.mark.parametrize("kind", HANDLERS)
-    @pytest.mark.parametrize("error", ERRORS, ids=repr)
-    def test_while_arguments_are_pickled(
-        self, shared: Mesh, handle: Handle, kind: str, error: BaseException
-    ) -> None:
-        handle(HANDLERS[kind](error))
-        for args in [(Sends(),), (Sends(), lambda: 1)]:
-            with pytest.raises(type(error)) as caught:
-                rpc.rpc_sync(1, echo, args)
-            assert caught.value is error
-        call()
+    def test_while_arguments_are_pickled(self, shared: Mesh, handle: Handle) -> None:
+        for make, error in itertools.product(HANDLERS, ERRORS):
+            handle(make(error))
+            for args in [(Sends(),), (Sends(), lambda: 1)]:
+                with pytest.raises(type(error)) as caught:
+                    rpc.rpc_sync(1, echo, args)
+                assert caught.value is error
+            call()
 
-    @pytest.mark.parametrize("error", ERRORS, ids=repr)
-    @ways
-    def test_while_a_result_is_unpickled(
-        self, shared: Mesh, handle: Handle, call: Any, error: BaseException
-    ) -> None:
-        handle(Owner(error).method)
-        with pytest.raises(type(error)) as caught:
-            call(1, SendsOnArrival)
-        assert caught.value is error
-        assert call(1, echo, (1,)) == 1
+    def test_while_a_result_is_unpickled(self, shared: Mesh, handle: Handle) -> None:
+        for way, error in itertools.product(WAYS, ERRORS):
+            handle(Owner(error).method)
+            with pytest.raises(type(error)) as caught:
+                way(1, SendsOnArrival)
+            assert caught.value is error
+            assert way(1, echo, (1,)) == 1
 
     def test_and_a_future_has_its_value_later(self, shared: Mesh, handle: Handle) -> None:
         handle(fail)

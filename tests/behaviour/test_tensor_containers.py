@@ -64,6 +64,7 @@ class TestContainers:
         assert received.values.sum() == size
         assert type(received) is torch.return_types.max
 
+    @pytest.mark.system
     def test_module(self, shared: Mesh, size: int) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(size, 2), torch.nn.BatchNorm1d(2)).eval()
         received = back(module)

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,32 +15,26 @@ import torch
 
 import zrpc as rpc
 from tests.support.targets import echo, fail
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
 
-def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], rank: int = 0) -> None:
-    """Runs ``work(i)`` in that many threads at once, as a worker; raises what they raise."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(count)
+def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], *ranks: int) -> None:
+    """Runs ``work(i)`` in that many threads of each worker at once; raises what they raise."""
+    workers = ranks or (0,)
+    start = threading.Barrier(count * len(workers))
 
-    def run(i: int) -> None:
-        try:
-            with mesh.agent(rank).as_current():
-                start.wait(SOON)
-                work(i)
-        except BaseException as error:
-            errors.append(error)
+    def run(rank: int, number: int) -> None:
+        with mesh.agent(rank).as_current():
+            start.wait(SOON)
+            work(number)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
+    calls = [partial(run, rank, number) for rank in workers for number in range(count)]
+    for error in start_all(calls, 2 * SOON)():
+        if error is not None:
+            raise error
 
 
 @pytest.mark.system
@@ -107,24 +102,7 @@ def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
         for future, value in outstanding:
             _is(future.wait(), value)
 
-    def all_of(rank: int) -> None:
-        in_threads(mesh, 4, work, rank)
-
-    errors: list[BaseException] = []
-
-    def guarded(rank: int) -> None:
-        try:
-            all_of(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * SOON)
-    if errors:
-        raise errors[0]
+    in_threads(mesh, 4, work, 0, 1, 2)
 
 
 @pytest.mark.system
@@ -167,15 +145,11 @@ def test_shutdown_while_other_threads_call(mesh: Mesh) -> None:
         with mesh.agent(0).as_current():
             agent_calls(outcomes, begun)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    finish = start_all([work] * 4, SOON)
     for _ in range(40):
         assert begun.acquire(timeout=SOON)
     mesh.agent(0).shutdown(graceful=False)
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    finish()
     assert len(outcomes) == 4
     assert all(isinstance(error, rpc.RpcError) for error in outcomes), outcomes
 

@@ -16,7 +16,6 @@ from tests.bench.test_run import is_running, pids_of
 from zrpc.bench.actors import ActorLibrary, Peer, _Rpc
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.mesh import Mesh
-from zrpc.bench.row import Group, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
 from zrpc.bench.sampling import Sampling
 from zrpc.bench.session import Session
@@ -42,17 +41,18 @@ class _Threads:
             thread.shutdown()
 
 
-@pytest.mark.parametrize(("group", "row"), ACTOR_ROWS, ids=lambda each: each.name)
-def test_actors_can_do_what_the_workload_calls(group: Group, row: Row, tiny: Sampling) -> None:
-    actors = _Threads(group.workers)
-    library = ActorLibrary("threads", _Rpc(actors), None, actors)
-    module, _, name = row.workload.partition(":")
-    workload = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
-    session = Session("threads", tiny, group.workers, _library=library)
-    try:
-        assert workload(session, *row.arguments).value > 0
-    finally:
-        library.leave()
+@pytest.mark.system
+def test_actors_can_do_what_the_workloads_call(tiny: Sampling) -> None:
+    for group, row in ACTOR_ROWS:
+        actors = _Threads(group.workers)
+        library = ActorLibrary("threads", _Rpc(actors), None, actors)
+        module, _, name = row.workload.partition(":")
+        workload = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
+        session = Session("threads", tiny, group.workers, _library=library)
+        try:
+            assert workload(session, *row.arguments).value > 0
+        finally:
+            library.leave()
 
 
 @pytest.mark.system

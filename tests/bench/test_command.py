@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -50,27 +49,20 @@ def test_one_row_end_to_end(tmp_path: Path) -> None:
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_scale_end_to_end(tmp_path: Path) -> None:
+def test_scale_measures_and_also_computes_what_was_not_measured(tmp_path: Path) -> None:
     data_file, plot_file = tmp_path / "s.json", tmp_path / "s.png"
     done = invoke(
-        *("scale", "--workers", "3,2", "--against", "nothing"),
+        *("scale", "--workers", "3,2", "--compute", "256", "--keys", "--against", "nothing"),
         *("--json", str(data_file), "--plot", str(plot_file)),
-    )
-    assert done.exit_code == 0, done.output
-    points = json.loads(data_file.read_text())["points"]
-    assert [(point["library"], point["workers"]) for point in points] == [("zrpc", 2), ("zrpc", 3)]
-    assert all(set(point["values"]) == set(MEASURES) for point in points)
-    assert not any(point["computed"] for point in points)
-    assert plot_file.stat().st_size > 1000
-
-
-def test_scale_with_keys_also_computes_what_was_not_measured() -> None:
-    done = invoke(
-        *("scale", "--workers", "2,3", "--compute", "256", "--keys", "--against", "nothing")
     )
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.output.splitlines() if line.startswith("zrpc")]
     assert [row[1:3] for row in rows] == [["2", "measured"], ["3", "measured"], ["256", "computed"]]
+    *points, computed = json.loads(data_file.read_text())["points"]
+    assert [(point["library"], point["workers"]) for point in points] == [("zrpc", 2), ("zrpc", 3)]
+    assert all(set(point["values"]) == set(MEASURES) for point in points)
+    assert [point["computed"] for point in (*points, computed)] == [False, False, True]
+    assert plot_file.stat().st_size > 1000
 
 
 def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
@@ -92,9 +84,8 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
     assert err == "interrupted\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_bad_arguments_are_explained() -> None:
+    for arguments, error in (
         (["--rows", "no such row"], "no row matches 'no such row'; the rows are:"),
         (["--rows", "("], "is not a regular expression"),
         (["--rounds", "0"], "0 is not in the range x>=1"),
@@ -111,12 +102,10 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_no_process() -> None:
         (["scale", "--workers", "few"], "expected numbers separated by commas, but got 'few'"),
         (["--rounds", "1", "scale"], "--rounds before `scale` has no effect"),
         (["no-such-command"], "No such command 'no-such-command'"),
-    ],
-)
-def test_bad_arguments_are_explained(arguments: list[str], error: str) -> None:
-    result = invoke(*arguments)
-    assert result.exit_code == 2
-    assert error in result.output
+    ):
+        result = invoke(*arguments)
+        assert result.exit_code == 2
+        assert error in result.output
 
 
 def test_write_data_reports_a_file_that_can_not_be_written() -> None:
@@ -136,27 +125,19 @@ def test_list_prints_the_names_of_all_rows() -> None:
     assert result.output.splitlines() == [row.name for row in all_rows()]
 
 
-@pytest.mark.parametrize("arguments", [["bench", "--help"], ["bench", "--list"]])
-def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
-    code = f"""
+def test_neither_the_command_nor_the_process_that_measures_imports_torch() -> None:
+    """It measures other processes; importing torch would make each start seconds slower."""
+    code = """
 import sys
 from zrpc.cli import main
 from zrpc.cli.data_file import write_data
-main({arguments!r}, standalone_mode=False)
-assert not {{"torch", "zmq", "numpy", "matplotlib", "rich"}} & set(sys.modules), "imported"
+for option in ("--help", "--list"):
+    main(["bench", option], standalone_mode=False)
+heavy = {"torch", "zmq", "numpy", "matplotlib", "rich"}
+assert not heavy & set(sys.modules), "imported"
+import zrpc.bench.run, zrpc.bench.rows, zrpc.bench.table, zrpc.bench.plot
+import zrpc.bench.progress, zrpc.bench.scale, zrpc.bench.machine
+assert not {"torch", "matplotlib", "rich"} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_process_that_runs_the_benchmark_does_not_import_torch() -> None:
-    # It measures other processes; importing torch would make each start seconds slower.
-    code = (
-        "import sys, zrpc.bench.run, zrpc.bench.rows, zrpc.bench.table, zrpc.bench.plot\n"
-        "import zrpc.bench.progress, zrpc.bench.scale, zrpc.bench.machine\n"
-        "print(sorted({'torch', 'matplotlib', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ
-    )
-    assert done.stdout.strip() == "[]", done.stderr

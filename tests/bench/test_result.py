@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from zrpc.bench.result import Failure, RowResult, Spread
 from zrpc.bench.row import Limit, Row, Unit
 from zrpc.bench.sampling import Sample
@@ -52,20 +50,16 @@ def test_memory_at_or_below_the_limit_is_not_compared() -> None:
     assert result(Unit.BYTES, torch=[150.0], zrpc=[90.0]).times_faster("torch") is None
 
 
-@pytest.mark.parametrize(
-    ("torch", "zrpc", "expected"),
-    [
+def test_rounds_in_which_a_participant_failed_do_not_count() -> None:
+    cases: list[tuple[list[float | None], list[float | None], Spread | None]] = [
         ([None, 4.0], [1.0, 2.0], Spread(2.0, 2.0, 2.0)),
         ([9.0, 4.0], [None, 2.0], Spread(2.0, 2.0, 2.0)),
         ([None], [1.0], None),
         ([4.0, 4.0], [2.0], Spread(2.0, 2.0, 2.0)),  # interrupted in the second round
         ([], [], None),
-    ],
-)
-def test_rounds_in_which_a_participant_failed_do_not_count(
-    torch: list[float | None], zrpc: list[float | None], expected: Spread | None
-) -> None:
-    assert result(torch=torch, zrpc=zrpc).times_faster("torch") == expected
+    ]
+    for torch, zrpc, expected in cases:
+        assert result(torch=torch, zrpc=zrpc).times_faster("torch") == expected
 
 
 def test_failures_are_recorded_and_a_final_one_is_found() -> None:

@@ -36,9 +36,8 @@ def a_run(against: str | None = "torch") -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
+def test_quantities_have_three_digits() -> None:
+    for value, unit, text in (
         (0.0000934, Unit.SECONDS, "93.4 µs"),
         (0.00934, Unit.SECONDS, "9.34 ms"),
         (12.0, Unit.SECONDS, "12.0 s"),
@@ -47,10 +46,8 @@ def a_run(against: str | None = "torch") -> Run:
         (999.9, Unit.RATE, "1000 /s"),
         (251 * 2**20, Unit.BYTES, "251 MiB"),
         (9.02, Unit.COUNT, "9.02"),
-    ],
-)
-def test_quantities_have_three_digits(value: float, unit: Unit, text: str) -> None:
-    assert quantity(value, unit) == text
+    ):
+        assert quantity(value, unit) == text
 
 
 def test_the_table() -> None:

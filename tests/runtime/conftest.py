@@ -7,27 +7,26 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.pool_jobs import SOON, Jobs, MakePool
+from tests.runtime.pool_jobs import Jobs, MakePool
+from tests.support.waiting import SOON
 from zrpc.runtime.thread_pool import HandlerPool
 
 
 @pytest.fixture
 def make_pool(no_leaks: None) -> Iterator[MakePool]:
     pools = []
-    gates = []
 
     def make(size: int, **kwargs: Any) -> HandlerPool:
         pools.append(HandlerPool(size, "test-pool", **kwargs))
         return pools[-1]
 
-    make.gates = gates
     yield make
-    for gate in gates:
-        gate.set()
     for pool in pools:
         assert pool.close(SOON)
 
 
 @pytest.fixture
-def jobs(make_pool: MakePool) -> Jobs:
-    return Jobs(make_pool)
+def jobs(make_pool: MakePool) -> Iterator[Jobs]:
+    jobs = Jobs()
+    yield jobs
+    jobs.go.set()

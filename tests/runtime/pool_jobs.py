@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import threading
-from functools import partial
 from typing import Any
 
-from tests.support import waiting
+from tests.support.waiting import SOON
 from zrpc.runtime.thread_pool import HandlerPool
 
-SOON = 5.0
-
-until = partial(waiting.until, within=SOON)
-
-# A function that makes a pool of a size. The events in its list `gates` are set after the test.
+# A function that makes a pool of a size.
 MakePool = Any
 
 
 class Jobs:
     """Jobs that wait until `go` is set, in a way that the pool can't see."""
 
-    def __init__(self, make_pool: MakePool) -> None:
+    def __init__(self) -> None:
         self.go = threading.Event()
-        make_pool.gates.append(self.go)
         self.begun = threading.Semaphore(0)
         self.ended = threading.Semaphore(0)
         self.threads = set()
@@ -33,8 +27,11 @@ class Jobs:
         assert self.go.wait(SOON)
         self.ended.release()
 
-    def await_begun(self, count: int) -> None:
-        for _ in range(count):
+    def fill(self, pool: HandlerPool, running: int, queued: int = 0) -> None:
+        """Submits this many jobs; those that may run have begun afterwards."""
+        for _ in range(running + queued):
+            pool.submit(self)
+        for _ in range(running):
             assert self.begun.acquire(timeout=SOON)
 
     def await_ended(self, count: int) -> None:
@@ -47,6 +44,12 @@ def done(pool: HandlerPool) -> None:
     event = threading.Event()
     pool.submit(event.set)
     assert event.wait(SOON)
+
+
+def closed_gate() -> threading.Lock:
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
 
 
 def admitted(pool: HandlerPool) -> int:

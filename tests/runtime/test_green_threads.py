@@ -21,11 +21,11 @@ def test_threads_of_the_system_are_right(monkeypatch: pytest.MonkeyPatch) -> Non
     check_threads()
 
 
-@pytest.mark.parametrize("patched", ["threading", "queue"])
-def test_threads_of_gevent_are_refused(monkeypatch: pytest.MonkeyPatch, patched: str) -> None:
-    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey("socket", patched))
-    with pytest.raises(RpcError, match=r"gevent: call .*thread=False, queue=False"):
-        check_threads()
+def test_threads_of_gevent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for patched in ("threading", "queue"):
+        monkeypatch.setitem(sys.modules, "gevent.monkey", monkey("socket", patched))
+        with pytest.raises(RpcError, match=r"gevent: call .*thread=False, queue=False"):
+            check_threads()
 
 
 def test_threads_of_eventlet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

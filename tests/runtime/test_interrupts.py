@@ -7,13 +7,14 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from tests.support.steps import at_step
+from tests.support.handled import Handle, signal_handlers
+from tests.support.steps import at_step, interrupt
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
     hold_interrupts,
@@ -30,33 +31,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_a_held_interrupt_is_raised_on_release() -> None:
+def test_a_held_interrupt_is_raised_once_on_the_outermost_release() -> None:
+    hold_interrupts()
     hold_interrupts()
     interrupt()
+    release_interrupts()
     with pytest.raises(KeyboardInterrupt):
         release_interrupts()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_release_without_an_interrupt_raises_nothing() -> None:
     hold_interrupts()
     release_interrupts()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_holds_can_be_nested() -> None:
-    hold_interrupts()
-    hold_interrupts()
-    interrupt()
-    release_interrupts()  # not the outermost
-    with pytest.raises(KeyboardInterrupt):
-        release_interrupts()
-    hold_interrupts()
-    release_interrupts()  # it is not raised twice
 
 
 class Interruption(BaseException):
@@ -65,31 +49,6 @@ class Interruption(BaseException):
 
 def raise_interruption(*_: Any) -> None:
     raise Interruption
-
-
-@pytest.fixture
-def own_handler() -> Iterator[list[Any]]:
-    """Installs a handler of the program's own for Ctrl-C."""
-    before = signal.signal(signal.SIGINT, raise_interruption)
-    yield raise_interruption
-    signal.signal(signal.SIGINT, before)
-
-
-def test_the_programs_own_handler_is_called_on_release(own_handler: list[Any]) -> None:
-    for _ in range(2):
-        hold_interrupts()
-        interrupt()
-        with pytest.raises(Interruption):
-            release_interrupts()
-        assert signal.getsignal(signal.SIGINT) is own_handler
-
-
-def test_the_programs_own_handler_is_not_called_without_an_interrupt(
-    own_handler: list[Any],
-) -> None:
-    hold_interrupts()
-    release_interrupts()
-    assert signal.getsignal(signal.SIGINT) is own_handler
 
 
 def test_the_first_interrupt_of_asyncio_run_cancels_its_task() -> None:
@@ -123,44 +82,40 @@ def test_the_handler_of_an_event_loop_is_called_once() -> None:
     assert seen == ["interrupt"] * 2
 
 
-OTHERS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGINT})
+SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 class Handlers:
     """Sets handlers, and notes which signals they are called with."""
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Handle) -> None:
         self.called: list[int] = []
-        self._before: dict[int, Any] = {}
+        self._handle = handle
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.called.append(number)
 
     def set(self, number: int, handler: Any = None) -> Any:
-        self._before.setdefault(number, signal.getsignal(number))
-        signal.signal(number, handler or self.note)
-        return signal.getsignal(number)
-
-    def reset(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        return self._handle(handler or self.note, number)
 
 
 @pytest.fixture
 def handlers() -> Iterator[Handlers]:
-    made = Handlers()
-    yield made
-    made.reset()
+    with signal_handlers() as handle:
+        yield Handlers(handle)
 
 
-@pytest.mark.parametrize("number", OTHERS)
-def test_the_handler_of_any_signal_is_called_on_release(handlers: Handlers, number: int) -> None:
-    handler = handlers.set(number)
-    with uninterrupted:
-        signal.raise_signal(number)
-        assert handlers.called == []
-    assert handlers.called == [number]
-    assert signal.getsignal(number) == handler
+def test_the_programs_handler_of_any_signal_is_called_on_release(handlers: Handlers) -> None:
+    for number in SIGNALS:
+        handler = handlers.set(number)
+        for raised in (True, False):
+            with uninterrupted:
+                if raised:
+                    signal.raise_signal(number)
+                assert handlers.called == []
+            assert handlers.called == [number] * raised
+            assert signal.getsignal(number) == handler
+            handlers.called.clear()
 
 
 def test_a_handler_that_cannot_be_hashed_is_held_back(handlers: Handlers) -> None:
@@ -288,54 +243,23 @@ def test_the_holder_of_a_lock_runs_no_handler(handlers: Handlers) -> None:
     assert handlers.called == [signal.SIGUSR1]
 
 
-class TestErrorsOfHandlers:
-    def test_one_that_a_handler_has_raised(self, handlers: Handlers) -> None:
-        handlers.set(signal.SIGUSR1, raise_interruption)
-        with pytest.raises(Interruption) as caught:
-            signal.raise_signal(signal.SIGUSR1)
+def test_an_error_that_a_handler_has_raised_is_known(handlers: Handlers) -> None:
+    handlers.set(signal.SIGUSR1, raise_interruption)
+    with pytest.raises(Interruption) as caught:
+        signal.raise_signal(signal.SIGUSR1)
+    assert raised_by_handler(caught.value)
+    with uninterrupted:
         assert raised_by_handler(caught.value)
-        with uninterrupted:
-            assert raised_by_handler(caught.value)
-
-    def test_one_of_the_program_itself(self, handlers: Handlers) -> None:
-        handlers.set(signal.SIGUSR1)
-        with pytest.raises(Interruption) as caught:
-            raise Interruption
-        assert not raised_by_handler(caught.value)
+    with pytest.raises(Interruption) as caught:
+        raise Interruption
+    assert not raised_by_handler(caught.value)
 
 
-@pytest.mark.system
-def test_a_thread_that_forks_is_the_main_thread_of_the_child() -> None:
-    statuses = []
-
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                hold_interrupts()
-                interrupt()
-                release_interrupts()
-            except KeyboardInterrupt:
-                status = 0
-            finally:
-                os._exit(status)
-        statuses.append(os.waitpid(child, 0)[1])
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-    assert statuses == [0]
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        hold_interrupts()
-        release_interrupts()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_an_ignored_signal_stays_ignored(handlers: Handlers) -> None:
+    handlers.set(signal.SIGINT, signal.SIG_IGN)
+    hold_interrupts()
+    release_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_holding_in_other_threads_changes_nothing() -> None:
@@ -345,19 +269,42 @@ def test_holding_in_other_threads_changes_nothing() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.system
-def test_a_child_has_the_handlers_that_another_thread_held_back(handlers: Handlers) -> None:
-    handlers.set(signal.SIGUSR1)
-    statuses = []
+def fork_in_a_thread(code: Callable[[], int]) -> int:
+    """Returns how a child exits that another thread forks: it is the main thread there."""
+    codes = []
 
     def fork() -> None:
         child = os.fork()
         if not child:
-            os._exit(signal.getsignal(signal.SIGUSR1) != handlers.note)
-        statuses.append(os.waitpid(child, 0)[1])
+            status = 99
+            try:
+                status = code()
+            finally:
+                os._exit(status)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    return codes[0]
+
+
+@pytest.mark.system
+def test_a_child_that_another_thread_forks_holds_back_signals_and_has_the_handlers(
+    handlers: Handlers,
+) -> None:
+    def hold_one() -> int:
+        try:
+            hold_interrupts()
+            interrupt()
+            release_interrupts()
+        except KeyboardInterrupt:
+            return 3
+        return 4
+
+    assert fork_in_a_thread(hold_one) == 3
+    handlers.set(signal.SIGUSR1)
     with uninterrupted:
-        thread = threading.Thread(target=fork)
-        thread.start()
-        thread.join()
-    assert statuses == [0]
+        own = signal.getsignal(signal.SIGUSR1) == handlers.note
+        assert fork_in_a_thread(lambda: signal.getsignal(signal.SIGUSR1) == handlers.note) == 1
+    assert not own

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 
 
@@ -19,18 +17,15 @@ def test_the_first_job_is_taken_for_quick() -> None:
     assert after() == (True, True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
+def test_many_jobs_of_the_same_length() -> None:
+    for seconds, expected in (
         (QUICK_JOB_SECONDS / 2, (True, True)),
         (QUICK_JOB_SECONDS * 2, (False, True)),
         (0.001, (False, True)),
         (0.005, (False, False)),
         (3600.0, (False, False)),
-    ],
-)
-def test_many_jobs_of_the_same_length(seconds: float, expected: tuple[bool, bool]) -> None:
-    assert after(*[seconds] * 100) == expected
+    ):
+        assert after(*[seconds] * 100) == expected
 
 
 def test_one_pause_among_short_jobs_is_soon_forgotten() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from tests.support.identity import Same
@@ -20,6 +21,14 @@ class Gate(Same):
         """Is called remotely; returns the result once the gate is open."""
         self.entered.release()
         assert self.opened.wait(SOON), "nobody has opened the gate"
+        return result
+
+    def work_inside(self, result: Any = None) -> Any:
+        """Does the same, and uses some processor time: nobody takes its thread for waiting."""
+        self.entered.release()
+        deadline = time.monotonic() + SOON
+        while not self.opened.wait(0.001):
+            assert time.monotonic() < deadline, "nobody has opened the gate"
         return result
 
     def await_entry(self, count: int = 1) -> None:

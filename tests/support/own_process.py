@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.support.programs import SCRIPT_DEADLINE
+from tests.support.warm import warm_commands
 
 
 def passes_in_its_own_process(cases: Path) -> None:
     """Runs the tests of a file whose name pytest does not look for, and fails with their output."""
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(cases)],
+        [warm_commands().python, "-m", "pytest", *options, str(cases)],
         capture_output=True,
         text=True,
         timeout=SCRIPT_DEADLINE,

@@ -8,6 +8,7 @@ import itertools
 import linecache
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 import zrpc
 
-__all__ = ["Steps", "at_step", "count_steps", "some_steps"]
+__all__ = ["Steps", "at_step", "count_steps", "interrupt", "some_steps"]
 
 _ROOT = Path(zrpc.__file__).parent
 _COUNTED = f"{_ROOT}{os.sep}"
@@ -73,6 +74,11 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
     finally:
         sys.settrace(before)
         gc.enable()
+
+
+def interrupt() -> None:
+    """Does what Ctrl-C does, in the main thread."""
+    signal.raise_signal(signal.SIGINT)
 
 
 def count_steps(work: Callable[[], object]) -> int:

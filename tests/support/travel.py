@@ -31,10 +31,10 @@ def back(value: Any, to: int = 1) -> Any:
     return rpc.rpc_sync(to, echo, (value,))
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
+def bits(tensor: torch.Tensor) -> bytes:
     """The elements as bytes, whatever the dtype."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return list(ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size()))
+    return ctypes.string_at(plain.data_ptr(), plain.numel() * plain.element_size())
 
 
 def assert_same(received: torch.Tensor, sent: torch.Tensor) -> None:

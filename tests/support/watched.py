@@ -11,7 +11,6 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.waiting import SOON
-from zrpc.testing import Mesh
 
 
 class Watched(Gate):
@@ -47,11 +46,6 @@ class Watched(Gate):
         for _ in range(count):
             assert self.ended.acquire(timeout=SOON), "the handler did not end"
         return self.told
-
-
-def busy(mesh: Mesh, rank: int = 1) -> int:
-    """How many calls a worker has not answered."""
-    return len(mesh.agent(rank).callee.requests)
 
 
 class Keeper:

@@ -25,5 +25,6 @@ def by_remote(*args: Any, **kwargs: Any) -> Any:
     return zrpc.remote(*args, **kwargs).to_here()
 
 
-# Runs a test once for each way, which is its argument `call`.
-ways = pytest.mark.parametrize("call", [zrpc.rpc_sync, by_async, by_remote])
+WAYS: list[Call] = [zrpc.rpc_sync, by_async, by_remote]
+# Runs a test of the contract of all calls once for each way, which is its argument `call`.
+ways = pytest.mark.parametrize("call", WAYS)

@@ -13,9 +13,9 @@ import struct
 import threading
 from types import TracebackType
 
+from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
-SOON = 5.0
 _RESET = struct.pack("ii", 1, 0)
 
 
@@ -53,7 +53,9 @@ class BreakingRelay:
         """Returns a relay from a worker to another, to which it has sent nothing yet."""
         network = mesh.agent(sender).network
         relay = cls(network.endpoint(receiver))
-        network._endpoints[receiver] = relay.endpoint
+        endpoints = [network.endpoint(rank) for rank in range(len(mesh))]
+        endpoints[receiver] = relay.endpoint
+        network.connect(endpoints)
         return relay
 
     def break_after(self, count: int) -> None:

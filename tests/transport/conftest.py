@@ -24,6 +24,7 @@ from tests.transport.two_hosts import (
 )
 from zrpc.membership.secret import new_secret, write_secret
 from zrpc.transport.network import Network
+from zrpc.transport.poller import Poller
 
 
 @pytest.fixture(scope="module")
@@ -134,4 +135,4 @@ def no_watch_for_room(networks: list[Network], monkeypatch: pytest.MonkeyPatch) 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no more watches")
 
-    monkeypatch.setattr(networks[0]._inbox.poller, "watch_writable", refuse)
+    monkeypatch.setattr(Poller, "watch_writable", refuse)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from typing import Any
 
 from tests.transport.arrivals import received
 from zrpc.transport.network import Network
+from zrpc.transport.unix_stream import direct_path
 
 FILLING = b"filling " * 1000
 
@@ -27,14 +31,10 @@ def all_there(network: Network) -> list[int]:
 
 
 def fill(network: Network, rank: int) -> int:
-    """Sends numbered messages until some are queued; returns their number."""
-    count = 0
-    while not (count and network._mailboxes[rank]._queue):
-        network.send(rank, *numbered(count))
-        count += 1
-    for number in range(count, count + 20):
+    """Sends more numbered messages than the system has room for; returns their number."""
+    for number in range(400):
         network.send(rank, *numbered(number))
-    return count + 20
+    return 400
 
 
 def numbered(number: int) -> tuple[Any, ...]:
@@ -43,9 +43,17 @@ def numbered(number: int) -> tuple[Any, ...]:
 
 
 def break_connections(network: Network) -> None:
-    """Closes all incoming connections of a network, with their unread bytes."""
-    inbox = network._inbox
-    for connection in inbox._direct._connections:
-        inbox.poller.forget(connection.socket.fileno())
-        connection.socket.close()
-    inbox._direct._connections.clear()
+    """Breaks all direct connections to a network, as their system does if it is short of memory."""
+    path = str(direct_path(endpoint_of(network)))
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # it is no socket, has no peer, or is closed by now
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as end:
+                if end.family == socket.AF_UNIX and end.getsockname() == path:
+                    end.shutdown(socket.SHUT_RDWR)
+
+
+def ways(network: Network, peer: int) -> set[str]:
+    """Returns the ways that messages to a peer have taken: ``direct``, ``ipc``, ``tcp``."""
+    return {way for (to, way), size in network.sent_bytes().items() if to == peer and size}

@@ -9,13 +9,14 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.threads import start_all
+from tests.support.waiting import SOON
 from zrpc.errors import AuthenticationError, RpcError
 from zrpc.transport import address
 from zrpc.transport.address import (
@@ -25,8 +26,6 @@ from zrpc.transport.address import (
     is_alive,
     supports_ipc,
 )
-
-SOON = 10.0
 
 
 @pytest.fixture
@@ -45,39 +44,29 @@ def directory(parent: Path) -> Iterator[PrivateDirectory]:
     made.remove()
 
 
-def test_only_the_owner_has_access(directory: PrivateDirectory, parent: Path) -> None:
-    assert directory.path.parent == parent
-    assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
-    for path in directory.path.iterdir():
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert directory.socket_path.parent == directory.path
-
-
-def test_the_umask_does_not_matter(parent: Path) -> None:
-    before = os.umask(0)
-    try:
-        made = PrivateDirectory()
-    finally:
-        os.umask(before)
-    try:
+def test_only_the_owner_has_access_whatever_the_umask(parent: Path) -> None:
+    for umask in (0, 0o077):
+        before = os.umask(umask)
+        try:
+            made = PrivateDirectory()
+        finally:
+            os.umask(before)
+        assert made.path.parent == parent
         assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
-    finally:
+        for path in made.path.iterdir():
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077
+        assert made.socket_path.parent == made.path
         made.remove()
 
 
 def test_a_directory_counts_as_alive_until_it_is_removed(directory: PrivateDirectory) -> None:
-    assert is_alive(directory.path)
-    assert is_alive(directory.path)  # checking changes nothing
-    directory.remove()
-    assert not is_alive(directory.path)
-    assert not directory.path.exists()
-    directory.remove()
-
-
-def test_remove_deletes_the_contents_too(directory: PrivateDirectory) -> None:
+    for _ in range(2):  # checking changes nothing
+        assert is_alive(directory.path)
     directory.socket_path.write_text("as a socket")
-    directory.remove()
-    assert not directory.path.exists()
+    for _ in range(2):
+        directory.remove()
+        assert not is_alive(directory.path)
+        assert not directory.path.exists()
 
 
 def test_no_descriptor_leaks(parent: Path) -> None:
@@ -97,18 +86,7 @@ def test_a_missing_directory_is_not_alive(tmp_path: Path) -> None:
 
 
 def test_concurrent_workers_get_separate_directories(parent: Path) -> None:
-    made, lock = [], threading.Lock()
-
-    def make() -> None:
-        directory = PrivateDirectory()
-        with lock:
-            made.append(directory)
-
-    threads = [threading.Thread(target=make) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = start_all([PrivateDirectory] * 8, SOON)()
     assert len({directory.path for directory in made}) == 8
     # Making one did not remove any other.
     assert all(is_alive(directory.path) for directory in made)
@@ -232,35 +210,17 @@ def test_directories_of_other_users_are_left_alone(parent: Path) -> None:
     assert path.exists()
 
 
-def test_a_long_path_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    deep = tmp_path / ("x" * 60) / ("y" * 60)
-    deep.mkdir(parents=True)
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(deep))
-    directory = PrivateDirectory()
-    try:
-        assert directory.path.parent == Path("/tmp")
-        assert len(os.fsencode(directory.socket_path)) < 104
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(directory.socket_path))
-    finally:
-        directory.remove()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="others have another limit")
-@pytest.mark.parametrize("length", range(56, 84))
-def test_a_socket_can_be_bound_at_any_path_length(
-    monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/tmp") as base:
-        path = Path(base) / ("p" * (length - len(base) - 1))
-        path.mkdir()
-        monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(path))
-        directory = PrivateDirectory()
-        try:
-            assert (directory.path.parent == path) is (length <= 80)
+def test_a_socket_can_be_bound_at_any_path_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in (*range(56, 84), 200):
+        with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/tmp") as base:
+            path = Path(base) / ("p" * (length - len(base) - 1))
+            path.mkdir()
+            monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(path))
+            directory = PrivateDirectory()
+            assert directory.path.parent == (path if length <= 80 else Path("/tmp"))
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(str(directory.path / address.DIRECT))
-        finally:
             directory.remove()
 
 
@@ -270,7 +230,7 @@ def test_another_runtime_directory_means_another_host_key(
     keys = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        monkeypatch.setattr(address, "_parent", lambda name=name: tmp_path / name)
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path / name))
         keys.add(host_key())
         assert host_key() in keys
     assert len(keys) == 2
@@ -281,36 +241,24 @@ def test_this_system_has_unix_sockets() -> None:
     assert supports_ipc() is (sys.platform != "win32")
 
 
-def test_the_interface_towards_this_host_is_loopback() -> None:
+def test_the_interface_towards_this_host_and_an_unknown_one_is_loopback() -> None:
     assert interface_towards("127.0.0.1") == "127.0.0.1"
     assert interface_towards("localhost") in ("127.0.0.1", "::1")
-
-
-def test_the_interface_towards_an_unknown_host_is_loopback() -> None:
     assert interface_towards("host.that.is.invalid") == "127.0.0.1"
 
 
 # -- directories of peers ------------------------------------------------------------------
 
 
-def test_our_own_private_directory_is_accepted(directory: PrivateDirectory) -> None:
-    address.check_private(directory.path)
-
-
-def test_a_missing_directory_is_accepted(tmp_path: Path) -> None:
-    address.check_private(tmp_path / "gone")
-
-
-@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701, 0o777])
-def test_a_directory_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
-    tmp_path.chmod(mode)
-    with pytest.raises(AuthenticationError, match=f"with mode {mode:04o}: start all workers as"):
-        address.check_private(tmp_path)
-
-
-def test_a_link_to_a_private_directory_is_refused(
+def test_a_directory_open_to_others_and_a_link_are_refused(
     tmp_path: Path, directory: PrivateDirectory
 ) -> None:
+    address.check_private(directory.path)
+    address.check_private(tmp_path / "gone")
+    for mode in (0o755, 0o750, 0o701, 0o777):
+        tmp_path.chmod(mode)
+        with pytest.raises(AuthenticationError, match=f"with mode {mode:04o}: start all workers"):
+            address.check_private(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(directory.path)
     with pytest.raises(AuthenticationError):
@@ -324,23 +272,20 @@ def test_a_directory_of_another_user_is_refused(directory: PrivateDirectory) -> 
         address.check_private(directory.path)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o702])
-def test_a_parent_writable_by_others_is_refused(parent: Path, mode: int) -> None:
-    parent.chmod(mode)
-    with pytest.raises(AuthenticationError, match=f"chmod o-w {parent}"):
-        PrivateDirectory()
-    parent.chmod(mode | stat.S_ISVTX)  # like /tmp
-    PrivateDirectory().remove()
-
-
-@pytest.mark.parametrize("name", ["not-there", "a-file"])
-def test_an_unusable_runtime_directory_is_named_in_the_error(
-    monkeypatch: pytest.MonkeyPatch, parent: Path, name: str
+def test_a_parent_that_others_may_write_to_or_that_cannot_be_used_is_refused(
+    monkeypatch: pytest.MonkeyPatch, parent: Path
 ) -> None:
+    for mode in (0o777, 0o702):
+        parent.chmod(mode)
+        with pytest.raises(AuthenticationError, match=f"chmod o-w {parent}"):
+            PrivateDirectory()
+        parent.chmod(mode | stat.S_ISVTX)  # like /tmp
+        PrivateDirectory().remove()
     (parent / "a-file").touch()
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(parent / name))
-    with pytest.raises(RpcError, match=rf"{name} \(No.*: make it one, .* in ZRPC_RUNTIME_DIR"):
-        PrivateDirectory()
+    for name in ("not-there", "a-file"):
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(parent / name))
+        with pytest.raises(RpcError, match=rf"{name} \(No.*: make it one, .* in ZRPC_RUNTIME_DIR"):
+            PrivateDirectory()
 
 
 def test_an_unsafe_temporary_directory_is_not_used(

@@ -86,9 +86,9 @@ zrpc.on_worker_lost(lambda worker: lost.append((worker.name, time.monotonic())))
 future = zrpc.rpc_async(peer, time.sleep, (20,), timeout=0)
 value = zrpc.remote(peer, time.sleep, (20,), timeout=0)
 # Before its first heartbeat is answered, a lost worker is one that could not be reached.
-detector = zrpc.agent.current.current_agent().liveness._detector
+liveness = zrpc.agent.current.current_agent().liveness
 end = time.monotonic() + 15
-while not detector.reached(1 - rank):
+while liveness.silence(1 - rank) != 0.0:
     assert time.monotonic() < end
     time.sleep(0.01)
 tell("waits")

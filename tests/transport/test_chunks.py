@@ -108,23 +108,21 @@ def add_all(assembler: Assembler, sender: str, parts: list[Any]) -> list[Any]:
     return [assembler.add(sender, header, frames) for header, *frames in parts]
 
 
-@pytest.mark.parametrize(
-    "missing", [[0], [1], [1, 2], [0, 1, 3], [4]], ids=lambda indices: "".join(map(str, indices))
-)
 @pytest.mark.usefixtures("small_chunks")
-def test_an_incomplete_message_is_reported_once(missing: list[int]) -> None:
+def test_an_incomplete_message_is_reported_once() -> None:
     """When its next chunk or the next message arrives."""
-    assembler = Receiver()
-    parts = sent(1, [b"head", b"x" * 4 * SMALL])
-    come = [part for index, part in enumerate(parts) if index not in missing]
-    assert add_all(assembler, "w0", come) == [None] * len(come)
-    told = len(assembler.lost)
-    assert told == (missing != [4])
-    assert assembler.busy is not told
-    *_, message = add_all(assembler, "w0", sent(2, [b"next", b"y" * 2 * SMALL]))
-    assert as_bytes(message) == [b"next", b"y" * 2 * SMALL]
-    assert assembler.lost == [("w0", b"head")]
-    assert not assembler.busy
+    for missing in ([0], [1], [1, 2], [0, 1, 3], [4]):
+        assembler = Receiver()
+        parts = sent(1, [b"head", b"x" * 4 * SMALL])
+        come = [part for index, part in enumerate(parts) if index not in missing]
+        assert add_all(assembler, "w0", come) == [None] * len(come)
+        told = len(assembler.lost)
+        assert told == (missing != [4])
+        assert assembler.busy is not told
+        *_, message = add_all(assembler, "w0", sent(2, [b"next", b"y" * 2 * SMALL]))
+        assert as_bytes(message) == [b"next", b"y" * 2 * SMALL]
+        assert assembler.lost == [("w0", b"head")]
+        assert not assembler.busy
 
 
 @pytest.mark.system
@@ -184,9 +182,8 @@ def test_forget_drops_an_unfinished_message() -> None:
     assert assembler.lost == []
 
 
-@pytest.mark.parametrize(
-    ("header", "frames", "reason"),
-    [
+def test_malformed_chunks_are_refused() -> None:
+    for header, frames, reason in (
         (b"\0", [], "header of a chunk"),
         (chunk(0, 1)[:-1], [], "header of a chunk"),
         (chunk(0, 1), [], "sizes of frames"),
@@ -195,11 +192,9 @@ def test_forget_drops_an_unfinished_message() -> None:
         (chunk(0, 1, 0), [b"1"], "more bytes"),
         (chunk(0, 1, 2**63), [b"1"], "no memory"),
         (chunk(0, 1, 2**60), [b"1"], "no memory"),
-    ],
-)
-def test_malformed_chunks_are_refused(header: bytes, frames: list[bytes], reason: str) -> None:
-    with pytest.raises(ProtocolError, match=reason):
-        Receiver().add("w0", header, frames)
+    ):
+        with pytest.raises(ProtocolError, match=reason):
+            Receiver().add("w0", header, frames)
 
 
 @pytest.mark.system
@@ -263,20 +258,6 @@ def test_parts_are_copied_as_they_arrive() -> None:
         for part in parts:
             part[:] = bytes(len(part))  # nothing refers to them any longer
     assert as_bytes(assembler.add("w0", header, [last])) == [b"x" * (HUGE - 1)]
-
-
-@pytest.mark.usefixtures("small_chunks")
-def test_an_assembler_with_an_unfinished_message_is_busy() -> None:
-    assembler = Receiver()
-    assert not assembler.busy
-    for sender in ("w0", "w1"):
-        header, *parts = sent(1, [b"x" * HUGE])[0]
-        assembler.add(sender, header, parts)
-    for header, *parts in sent(1, [b"x" * HUGE])[1:]:
-        assembler.add("w0", header, parts)
-    assert assembler.busy
-    assembler.forget("w1")
-    assert not assembler.busy
 
 
 # -- through sockets -----------------------------------------------------------------------

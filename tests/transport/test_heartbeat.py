@@ -20,8 +20,6 @@ from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import identity_of
 from zrpc.transport.listener_probe import ListenerProbe
 
-PATIENCE = 10.0
-
 
 @pytest.fixture
 def context(no_leaks: None) -> Iterator[zmq.Context[Any]]:
@@ -45,12 +43,8 @@ def listening(context: zmq.Context[Any], endpoint: str) -> tuple[zmq.Socket[byte
 
 
 def await_events(heartbeats: Heartbeats, count: int = 1) -> list[tuple[int, bool]]:
-    events = []
-    deadline = time.monotonic() + PATIENCE
-    while len(events) < count:
-        events += heartbeats.events()
-        assert time.monotonic() < deadline, f"expected {count} events, found {events}"
-        time.sleep(0.005)  # periodically, like the receiving thread
+    events: list[tuple[int, bool]] = []
+    until(lambda: events.extend(heartbeats.events()) or len(events) >= count, f"{count} events")
     return events
 
 

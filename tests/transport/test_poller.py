@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import SOON
 from zrpc.transport.poller import Poller, supports_polling
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
     pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
 ]
-
-SOON = 5.0
 
 
 @pytest.fixture

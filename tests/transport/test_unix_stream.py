@@ -15,17 +15,14 @@ from typing import Any
 import pytest
 import zmq
 
-import zrpc
-from tests.transport.arrivals import SOON, received, spy_on_senders
-from tests.transport.numbered import all_there, endpoint_of, fill, numbers_of
-from zrpc.testing import local_mesh
+from tests.support.waiting import SOON
+from tests.transport.arrivals import received
+from tests.transport.numbered import all_there, endpoint_of, fill, numbers_of, ways
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import header
-from zrpc.transport.mailbox import Mailbox
 from zrpc.transport.network import BULK_BYTES, Network
-from zrpc.transport.poller import supports_polling
-from zrpc.transport.unix_stream import DirectMailbox, direct_path
-from zrpc.wire.message import Message
+from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.unix_stream import direct_path
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -37,34 +34,27 @@ pytestmark = [
 
 def test_small_messages_use_direct_connections(networks: list[Network]) -> None:
     networks[0].send(1, b"first", [b"a", bytearray(b"b"), memoryview(b"c")])
-    assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
+    assert ways(networks[0], 1) == {"direct"}
     assert received(networks[1]) == (b"z0", b"first", [b"a", b"b", b"c"])
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("first", "buffers"),
-    [
+def test_large_messages_use_zeromq(networks: list[Network]) -> None:
+    for first, buffers in (
         (bytes(BULK_BYTES), []),
         (b"first", [bytes(BULK_BYTES)]),
         (b"first", [b""] * (BULK_BYTES // 4)),
-    ],
-    ids=["first", "others", "many"],
-)
-def test_large_messages_use_zeromq(
-    networks: list[Network], first: bytes, buffers: list[bytes]
-) -> None:
-    networks[0].send(1, first, buffers)
-    assert isinstance(networks[0]._bulk[1], Mailbox)
-    assert 1 not in networks[0]._mailboxes
-    assert received(networks[1])[1:] == (first, buffers)
+    ):
+        networks[0].send(1, first, buffers)
+        assert received(networks[1])[1:] == (first, buffers)
+    assert ways(networks[0], 1) == {"ipc"}
 
 
 def test_the_largest_small_messages_arrive(networks: list[Network]) -> None:
     frames = (BULK_BYTES - 6) // 5
     for first, buffers in ((bytes(BULK_BYTES - 1), []), (b"first", [b"x"] * frames)):
         networks[0].send(1, first, buffers)
-        assert networks[0]._bulk == {}
+        assert ways(networks[0], 1) == {"direct"}
         while (message := networks[1].receive(0)) is None:
             assert networks[0].receive(0) is None  # sends queued messages
         assert (message[1], [bytes(buffer) for buffer in message[2]]) == (first, buffers)
@@ -73,7 +63,7 @@ def test_the_largest_small_messages_arrive(networks: list[Network]) -> None:
 def test_a_peer_without_a_direct_socket_is_reached_by_zeromq(networks: list[Network]) -> None:
     direct_path(endpoint_of(networks[1])).unlink()
     networks[0].send(1, b"message", [b"buffer"])
-    assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    assert ways(networks[0], 1) == {"ipc"}
     assert received(networks[1]) == (b"z0", b"message", [b"buffer"])
 
 
@@ -109,7 +99,6 @@ def test_queued_messages_are_sent_in_order_when_there_is_room(networks: list[Net
     sender.start()
     numbers += numbers_of(networks[1], count - len(numbers))
     assert numbers == list(range(count))
-    assert not networks[0]._mailboxes[1]._watched
     networks[0].wake()
     sender.join(SOON)
     assert not sender.is_alive()
@@ -159,9 +148,7 @@ def test_close_does_not_wait_for_messages_to_lost_peers(networks: list[Network])
 
 def test_a_peer_is_dropped_while_messages_are_queued(networks: list[Network]) -> None:
     fill(networks[0], 1)
-    mailbox = networks[0]._mailboxes[1]
     networks[0].drop(1)
-    mailbox._flush()  # as if the receiving thread was about to do this
     assert networks[0].receive(0) is None
     networks[0].send(2, b"message")
     assert received(networks[2])[1] == b"message"
@@ -195,8 +182,6 @@ def test_no_descriptors_for_an_incoming_connection(networks: list[Network]) -> N
         networks[0].send(1, b"2")
         assert networks[1].receive(0.02) is None
         assert networks[1].look_after_descriptors()
-        # Otherwise a waiting thread would find it ready again and again.
-        assert not networks[1]._inbox._direct._listening
     assert not networks[1].look_after_descriptors()
     networks[0].send(1, b"3")
     assert numbers_of(networks[1], 3) == [1, 2, 3]
@@ -228,7 +213,7 @@ def test_a_connection_that_cannot_be_watched_is_watched_later(
 
     networks[0].send(1, b"1")
     with monkeypatch.context() as patch:
-        patch.setattr(networks[1]._inbox.poller, "watch_readable", refuse)
+        patch.setattr(Poller, "watch_readable", refuse)
         assert networks[1].receive(0) is None
         networks[1].look_after_descriptors()
         assert "no more watches" in caplog.text
@@ -261,7 +246,7 @@ def test_garbage_closes_its_connection_only(
             assert stranger.recv(1) == b""
     assert "a direct connection is closed" in caplog.text
     networks[0].send(1, b"after")
-    assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
+    assert ways(networks[0], 1) == {"direct"}
     assert received(networks[1]) == (b"z0", b"after", [])
 
 
@@ -281,18 +266,3 @@ def test_bytes_that_arrive_one_by_one(networks: list[Network]) -> None:
             assert networks[1].receive(0) is None
             stranger.sendall(bytes([byte]))
         assert received(networks[1]) == (b"z2", b"message", [b"a"])
-
-
-def test_messages_of_strangers_are_dropped_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    with local_mesh(2) as mesh:
-        mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2))
-        senders = spy_on_senders(monkeypatch)
-        with connected(mesh.agent(1).network) as stranger:
-            for first in (b"stranger", b"", b"x" * 10, Message(1).first_frame()):
-                stranger.sendall(header(first) + first)
-            stranger.sendall(b"\xff" * 8)
-            with contextlib.suppress(ConnectionResetError):
-                assert stranger.recv(1) == b""  # all is read
-            assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
-    assert senders
-    assert set(senders) <= {0, 1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.transport.arrivals import SOON, received
-from tests.transport.numbered import all_there, break_connections, fill, numbered, numbers_of
+from tests.support.waiting import SOON
+from tests.transport.arrivals import received
+from tests.transport.numbered import all_there, break_connections, fill, numbers_of, ways
 from zrpc.testing import Mesh
-from zrpc.transport.mailbox import Mailbox
 from zrpc.transport.network import Network
 from zrpc.transport.poller import supports_polling
-from zrpc.transport.unix_stream import DirectMailbox
 
 pytestmark = [
     pytest.mark.usefixtures("no_leaks"),
@@ -35,42 +33,30 @@ def test_a_broken_connection_is_replaced_by_zeromq(networks: list[Network]) -> N
     for number in range(3, 6):
         networks[0].send(1, b"%d" % number)
     networks[0].send(1, b"6", counted=False)
-    assert isinstance(networks[0]._mailboxes[1], Mailbox)
+    assert ways(networks[0], 1) == {"direct", "ipc"}
     assert numbers_of(networks[1], 4) == [3, 4, 5, 6]
     assert networks[0].sent([1]) == 6
 
 
-@pytest.mark.parametrize("found_by", ["receiver", "sender"])
+@pytest.mark.parametrize("found_by", ["receiver", "close"])
 def test_queued_messages_of_a_broken_connection_go_by_zeromq(
     networks: list[Network], found_by: str
 ) -> None:
-    count = fill(networks[0], 1)
-    queued = len(networks[0]._mailboxes[1]._queue)
-    assert all_there(networks[1]) == list(range(count - queued))
+    count, numbers = fill(networks[0], 1), all_there(networks[1])
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) < count
     break_connections(networks[1])
     if found_by == "receiver":
         assert networks[0].receive(0) is None
-        assert isinstance(networks[0]._mailboxes[1], Mailbox)
-    else:  # finds out when it sends, since the queue is no longer watched
-        networks[0]._mailboxes[1]._on_broken = lambda _: None
-        assert networks[0].receive(0) is None
-        assert isinstance(networks[0]._mailboxes[1], DirectMailbox)
-    networks[0].send(1, b"%d last" % count)
-    assert isinstance(networks[0]._mailboxes[1], Mailbox)
-    assert numbers_of(networks[1], queued + 1) == list(range(count - queued, count + 1))
-    assert networks[0].sent([1]) == count + 1
-
-
-def test_a_thread_sends_while_another_replaces_the_connection(networks: list[Network]) -> None:
-    networks[0].send(1, b"before")
-    mailbox = networks[0]._mailboxes[1]
-    assert received(networks[1])[1] == b"before"
-    assert mailbox.abandon() == []
-    with pytest.raises(ConnectionError):  # not the error of a closed network
-        mailbox.transmit(b"message")
-    networks[0].send(1, b"after")
-    assert received(networks[1])[1] == b"after"
-    assert networks[0].sent([1]) == 2
+        networks[0].send(1, b"%d last" % count)
+        count += 1
+        assert networks[0].sent([1]) == count
+    closing = threading.Thread(target=networks[0].close, args=(SOON, ()))
+    closing.start()
+    numbers += numbers_of(networks[1], count - len(numbers))
+    assert numbers == list(range(count))
+    closing.join(SOON)
+    assert not closing.is_alive()
 
 
 def test_no_sender_sees_a_broken_connection(networks: list[Network]) -> None:
@@ -111,61 +97,23 @@ def test_sending_to_a_closed_peer_raises_nothing(networks: list[Network]) -> Non
     assert networks[0].sent([1]) == 0
 
 
-def test_nothing_follows_half_a_message(networks: list[Network], no_watch_for_room: None) -> None:
-    networks[0].send(1, b"0")
-    mailbox, sent = networks[0]._mailboxes[1], 1
-    with contextlib.suppress(ConnectionError):
-        while True:
-            mailbox.transmit(*numbered(sent))
-            sent += 1
-    assert numbers_of(networks[1], sent) == list(range(sent))
-    with pytest.raises(ConnectionError):  # another thread, before the connection is replaced
-        mailbox.transmit(*numbered(sent))
-
-
 def test_a_connection_that_cannot_be_watched_for_room_is_replaced(
     networks: list[Network], no_watch_for_room: None
 ) -> None:
-    count = 0
-    while not count or isinstance(networks[0]._mailboxes[1], DirectMailbox):
-        networks[0].send(1, *numbered(count))
-        count += 1
+    count = fill(networks[0], 1)
+    assert ways(networks[0], 1) == {"direct", "ipc"}
     # Both ways, and none of them twice, although the first had been sent in part.
     assert sorted(numbers_of(networks[1], count)) == list(range(count))
     assert networks[0].sent([1]) == count
     assert networks[1].receive(0.02) is None
 
 
-@pytest.mark.parametrize("found_by", ["receiver", "close"])
-def test_queued_messages_go_by_zeromq_if_the_connection_breaks_before_the_end(
-    networks: list[Network], monkeypatch: pytest.MonkeyPatch, found_by: str
-) -> None:
-    count = fill(networks[0], 1)
-    queued = len(networks[0]._mailboxes[1]._queue)
-    assert all_there(networks[1]) == list(range(count - queued))
-    break_connections(networks[1])
-    if found_by == "receiver":  # which can't replace it, as no descriptors are left
-        with monkeypatch.context() as patched:
-            patched.setattr(networks[0], "_replace", lambda *_: None)
-            assert networks[0].receive(0) is None
-    closing = threading.Thread(target=networks[0].close, args=(SOON, ()))
-    closing.start()
-    assert numbers_of(networks[1], queued) == list(range(count - queued, count))
-    closing.join(SOON)
-    assert not closing.is_alive()
-
-
 # -- processes -----------------------------------------------------------------------------
 
 
 def call_until_queued(pid: int) -> set[str]:
-    """Calls a stopped worker until messages are queued, and kills it."""
-    from zrpc.agent.current import current_agent
-
-    futures, network = [], current_agent().network
-    while not network._mailboxes[1]._queue:
-        futures.append(zrpc.rpc_async(1, len, (bytes(20_000),)))
-    futures += [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(10)]
+    """Calls a stopped worker more than the system has room for, and kills it."""
+    futures = [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(100)]
     os.kill(pid, signal.SIGKILL)
     return {outcome_of(future) for future in futures}
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import pytest
 
-SOON = 30.0
+SOON = 30.0  # two programs start
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 # What a program does first: it joins its host's namespace.

@@ -106,18 +106,15 @@ def test_ctrl_c_reports_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.output.endswith("interrupted\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
+def test_bad_arguments_are_explained() -> None:
+    for arguments, error in (
         (["--minutes", "0"], "0.0 is not in the range x>0"),
         (["--minutes", "nan"], "expected a finite number, but got nan"),
         (["--workers", "2"], "2 is not in the range x>=3"),
         (["--seed", "-1"], "-1 is not in the range x>=0"),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
         (["--json", "/proc/f.json"], "/proc/f.json can't be written: "),
-    ],
-)
-def test_bad_arguments_are_explained(arguments: list[str], error: str) -> None:
-    done = invoke(*arguments)
-    assert done.exit_code == 2
-    assert error in done.output
+    ):
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert error in done.output

@@ -1,0 +1,29 @@
+"""What a worker counts and knows, as it shows it."""
+
+from __future__ import annotations
+
+import zrpc
+from zrpc.agent.current import current_agent
+from zrpc.agent.stats import PeerStats, Stats
+from zrpc.testing import Mesh
+from zrpc.wire.member_id import MemberId
+
+
+def stats_of(mesh: Mesh, rank: int = 0) -> Stats:
+    with mesh.agent(rank).as_current():
+        return zrpc.stats()
+
+
+def busy(mesh: Mesh, rank: int = 1) -> int:
+    """Returns how many calls a worker has not answered."""
+    return stats_of(mesh, rank).requests_in_progress
+
+
+def calls_to(mesh: Mesh, peer: int, rank: int = 0) -> PeerStats:
+    """Returns the traffic of a worker with a peer that it has called."""
+    return stats_of(mesh, rank).peers[f"worker{peer}"]
+
+
+def answers_heartbeats(peer: int) -> bool:
+    """Returns whether a peer of this worker answers its heartbeats."""
+    return current_agent().liveness.silence(MemberId(peer)) == 0.0
