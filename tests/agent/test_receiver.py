@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.support.failing_log import failing_log
 from zrpc import WorkerInfo
 from zrpc.agent.receiver import Receiver
+from zrpc.agent.shutdown import Shutdown, ShutdownTiming
 from zrpc.calls.pending_call import NEVER
 from zrpc.runtime.job_times import JobTimes
 
@@ -20,20 +22,17 @@ from zrpc.runtime.job_times import JobTimes
 class Messages:
     """A network on which several requests have come, and their dispatcher."""
 
-    busy = False
     receiver: Receiver
 
     def __init__(self, *messages: str) -> None:
-        self.left = deque((message,) for message in messages)
+        self.at_hand = deque((message,) for message in messages)
+        self.unfinished: dict[int, Any] = {}
 
     def wake(self) -> None:
         pass
 
     def receive(self, timeout: float, spin: float) -> tuple[str] | None:
-        return self.at_hand()
-
-    def at_hand(self) -> tuple[str] | None:
-        return self.left.popleft() if self.left else None
+        return self.at_hand.popleft() if self.at_hand else None
 
     def dispatch(self, message: str) -> None:
         self.receiver.run(lambda: None)
@@ -54,16 +53,19 @@ class Calls:
     earliest = NEVER
 
     def __init__(self, number: int) -> None:
-        self._number = number
-
-    def __len__(self) -> int:
-        return self._number
+        self.by_id = dict.fromkeys(range(number))
 
 
-def start(receiver: Receiver, messages: Any, calls: Any) -> None:
-    """Starts a receiver without its threads."""
+def started(
+    messages: Any, pool: Any, calls: Any, tick: Callable[[], None] = lambda: None
+) -> Receiver:
+    """Returns a receiver that was started, but for its threads."""
+    shutdown = Shutdown(ShutdownTiming())
+    worker = WorkerInfo("test", 0)
+    receiver = Receiver(worker, contextvars.Context(), messages, pool, pool, shutdown)
     receiver._threads.start = lambda: None  # type: ignore[method-assign]
-    receiver.start(messages, calls, lambda now: None, lambda: None)
+    receiver.start(messages, calls, (), lambda now: None, tick)
+    return receiver
 
 
 @pytest.mark.parametrize(
@@ -73,12 +75,10 @@ def test_other_messages_wait_for_quick_handlers_only(seconds: float, left: int) 
     """Handlers that take longer may run side by side."""
     messages: Any = Messages("first", "second", "third")
     pool: Any = Pool(seconds)
-    receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
-    messages.receiver = receiver
+    receiver = messages.receiver = started(messages, pool, Calls(0))
     receiver._threads.take = lambda pool, job: True  # type: ignore[method-assign]
-    start(receiver, messages, Calls(0))
     receiver._lead()
-    assert len(messages.left) == left
+    assert len(messages.at_hand) == left
 
 
 class Answer(Messages):
@@ -104,8 +104,7 @@ def test_the_io_thread_rests_unless_another_thread_waits_for_an_answer(
     gate.acquire()
     messages: Any = Answer(gate)
     pool: Any = Pool(1e-6)
-    receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
-    start(receiver, messages, Calls(in_flight))
+    receiver = started(messages, pool, Calls(in_flight))
     woken = []
     receiver._threads.end_rest = lambda: woken.append(True)  # type: ignore[method-assign]
     receiver.receive(gate, own_calls=lambda: own)
@@ -128,7 +127,6 @@ class LateCalls(Calls):
 def test_deadlines_hold_though_what_is_due_now_and_then_fails(log: str) -> None:
     pool: Any = Pool(1e-6)
     messages: Any = Messages()
-    receiver = Receiver(WorkerInfo("test", 0), contextvars.Context(), messages, pool, pool)
     calls: Any = LateCalls(1)
     ticks: list[None] = []
 
@@ -136,8 +134,7 @@ def test_deadlines_hold_though_what_is_due_now_and_then_fails(log: str) -> None:
         ticks.append(None)
         raise LookupError
 
-    receiver._threads.start = lambda: None  # type: ignore[method-assign]
-    receiver.start(messages, calls, lambda now: None, tick)
+    receiver = started(messages, pool, calls, tick)
     with failing_log() if log == "a log that fails" else nullcontext():
         for _ in range(3):
             receiver._lead()

@@ -59,11 +59,11 @@ def test_this_worker(members: Membership) -> None:
 
 def test_same_main() -> None:
     members = Membership([peer_record(0), peer_record(1), peer_record(2, main="other")], own_id=0)
-    assert [members.same_main(rank) for rank in range(3)] == [True, True, False]
+    assert [members.same_main[rank] for rank in range(3)] == [True, True, False]
     text = [("main", "a"), ("main", "b"), ("other", "a"), ("other", "b"), ("other", "")]
     records = [peer_record(i, main=main, main_digest=text) for i, (main, text) in enumerate(text)]
     members = Membership(records, own_id=0)
-    assert [members.same_main(rank) for rank in range(5)] == [True, True, True, False, False]
+    assert [members.same_main[rank] for rank in range(5)] == [True, True, True, False, False]
 
 
 def test_shared_host() -> None:
@@ -112,7 +112,7 @@ def test_a_worker_that_joins_later(members: Membership) -> None:
     with pytest.raises(RpcError):
         members.find("worker4")
     assert members.infos[4] == WorkerInfo("worker4", 4)
-    assert members.same_main(4)
+    assert members.same_main[4]
     assert [members.admit(4), members.admit(4)] == [True, False]
     assert members.living == [0, 1, 2, 3, 4]
     assert members.member_of(late.identity) == members.find("worker4").member_id == 4

@@ -76,7 +76,7 @@ def test_a_break_within_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) ->
             zrpc.rpc_sync(1, echo, (bytes(LARGE),), timeout=0)
         assert info.value.executed is (which == "answer")
         assert relay.broken.is_set()
-        assert not mesh.agent(1 - relay.sender).dispatcher.busy
+        assert not mesh.agent(1 - relay.sender).dispatcher.unfinished
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
     until(lambda: counts_agree(mesh))
 
@@ -112,7 +112,7 @@ def test_a_large_message_that_is_sent_in_part(
             with pytest.raises(MemoryError, match="can't be sent"):
                 zrpc.rpc_sync(1, echo, (bytes(5 * CHUNK_BYTES),))
         until(lambda: counts_agree(mesh))
-        assert not mesh.agent(1).dispatcher.busy
+        assert not mesh.agent(1).dispatcher.unfinished
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
 
 
@@ -149,7 +149,7 @@ def test_the_end_of_a_message_is_lost_and_nothing_follows(mesh: Mesh, relay: Bre
         with pytest.raises(zrpc.RpcError, match=f"midst of a large {which}.*{hint}"):
             zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK_BYTES - 1000),), timeout=0)
         assert relay.broken.is_set()
-        assert not receiver.dispatcher.busy
+        assert not receiver.dispatcher.unfinished
     until(lambda: counts_agree(mesh))
 
 

@@ -20,12 +20,12 @@ from zrpc.errors import ProtocolError
 from zrpc.testing import Mesh
 from zrpc.transport import chunks as chunks_module
 from zrpc.transport.chunks import (
+    BEGINS_CHUNK,
     CHUNK_BYTES,
     MAX_FRAME_BYTES,
     Assembler,
     abort_chunk,
     chunks,
-    is_chunk,
 )
 from zrpc.transport.network import BULK_BYTES, Network
 from zrpc.wire.message import Message
@@ -78,7 +78,7 @@ def test_messages_are_reassembled(frames: list[bytes]) -> None:
     assembler = Receiver()
     *begin, last = sent(7, frames)
     for header, *parts in begin:
-        assert is_chunk(header)
+        assert header[:1] == BEGINS_CHUNK
         assert assembler.add("w0", header, parts) is None
         assert 0 < sum(map(len, parts)) <= SMALL
     header, *parts = last
@@ -118,11 +118,11 @@ def test_an_incomplete_message_is_reported_once() -> None:
         assert add_all(assembler, "w0", come) == [None] * len(come)
         told = len(assembler.lost)
         assert told == (missing != [4])
-        assert assembler.busy is not told
+        assert bool(assembler.unfinished) is not told
         *_, message = add_all(assembler, "w0", sent(2, [b"next", b"y" * 2 * SMALL]))
         assert as_bytes(message) == [b"next", b"y" * 2 * SMALL]
         assert assembler.lost == [("w0", b"head")]
-        assert not assembler.busy
+        assert not assembler.unfinished
 
 
 @pytest.mark.system
@@ -156,7 +156,7 @@ def test_a_sender_can_abort_a_message() -> None:
     add_all(assembler, "w0", [first, second, [abort_chunk(1, b"head and more")]])
     add_all(assembler, "w0", [[abort_chunk(2, b"only this" * 9)]])
     assert assembler.lost == [("w0", b"head"), ("w0", (b"only this" * 9)[:32])]
-    assert not assembler.busy
+    assert not assembler.unfinished
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -178,7 +178,7 @@ def test_forget_drops_an_unfinished_message() -> None:
     add_all(assembler, "w0", sent(1, [b"x" * 2 * SMALL])[:1])
     assembler.forget("w0")
     assembler.forget("w0")
-    assert not assembler.busy
+    assert not assembler.unfinished
     assert assembler.lost == []
 
 
@@ -211,7 +211,7 @@ def test_a_message_without_memory_is_lost_once() -> None:
     assembler = Receiver()
     with pytest.raises(ProtocolError, match="no memory for a frame"):
         assembler.add("w0", chunk(0, 1, 2**60), [b"x"])
-    assert not assembler.busy
+    assert not assembler.unfinished
     assert add_all(assembler, "w0", [[chunk(1, 1), b"x"], [chunk(2, 1), b"x"]]) == [None, None]
     assert assembler.lost == [("w0", b"")]
     *_, message = add_all(assembler, "w0", sent(2, [b"head"]))
@@ -219,8 +219,7 @@ def test_a_message_without_memory_is_lost_once() -> None:
 
 
 def test_no_message_looks_like_a_chunk() -> None:
-    assert not is_chunk(Message(1).first_frame())
-    assert not is_chunk(b"")
+    assert Message(1).first_frame()[:1] != BEGINS_CHUNK
 
 
 def test_sizes_are_in_bytes() -> None:
@@ -269,7 +268,7 @@ def received(network: Network) -> tuple[list[bytes], list[int]]:
     while True:
         identity, first, buffers = network.receive(5)
         sizes += map(len, buffers)
-        if not is_chunk(first):
+        if first[:1] != BEGINS_CHUNK:
             return [first, *map(bytes, buffers)], sizes
         whole = assembler.add(identity, first, buffers)
         if whole is not None:

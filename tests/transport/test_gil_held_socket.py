@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import SOON
-from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
+from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuffer, failure
 from zrpc.transport.poller import supports_polling
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
@@ -32,16 +32,30 @@ def memory() -> ReceiveBuffer:
 
 
 @pytest.fixture
-def ends() -> Iterator[list[GilHeldSocket]]:
+def ends(memory: ReceiveBuffer) -> Iterator[list[GilHeldSocket]]:
     """Yields two connected sockets."""
-    ends = [GilHeldSocket(each) for each in socket.socketpair()]
+    ends = [GilHeldSocket(each, memory) for each in socket.socketpair()]
     yield ends
     for end in ends:
         end.close()
 
 
+def send(end: GilHeldSocket, data: bytes) -> int:
+    size = end.send(data, len(data), SEND_FLAGS)
+    if size < 0:
+        raise failure()
+    return size
+
+
+def receive(end: GilHeldSocket) -> int:
+    size = end.receive()
+    if size < 0:
+        raise failure()
+    return size
+
+
 def received(memory: ReceiveBuffer, end: GilHeldSocket) -> bytes:
-    return bytes(memory.view[: memory.receive(end)])
+    return bytes(memory.view[: receive(end)])
 
 
 def fill(end: GilHeldSocket, data: bytes) -> bytes:
@@ -49,7 +63,7 @@ def fill(end: GilHeldSocket, data: bytes) -> bytes:
     sent = b""
     with contextlib.suppress(BlockingIOError):
         while True:
-            sent += data[: end.send(data)]
+            sent += data[: send(end, data)]
     return sent
 
 
@@ -57,14 +71,21 @@ def fill(end: GilHeldSocket, data: bytes) -> bytes:
 def test_sent_bytes_are_received(ends: list[GilHeldSocket], memory: ReceiveBuffer) -> None:
     here, there = ends
     for data in (b"x", b"\0", b"a\0b\0\0c\0", bytes(range(256)) * 16):
-        assert here.send(data) == len(data)
+        assert send(here, data) == len(data)
         assert received(memory, there) == data
-        assert there.send(data[::-1]) == len(data)
+        assert send(there, data[::-1]) == len(data)
         assert received(memory, here) == data[::-1]
+
+
+@linux_only
+def test_no_more_is_received_than_there_is_room_for() -> None:
     small = ReceiveBuffer(4)
-    here.send(b"0123456")
+    here, there = (GilHeldSocket(each, small) for each in socket.socketpair())
+    send(here, b"0123456")
     assert received(small, there) == b"0123"
     assert received(small, there) == b"456"
+    here.close()
+    there.close()
 
 
 @linux_only
@@ -73,17 +94,17 @@ def test_sending_to_a_full_socket_and_receiving_from_an_empty_one_would_block(
 ) -> None:
     here, there = ends
     with pytest.raises(BlockingIOError):
-        memory.receive(here)
+        receive(here)
     data = os.urandom(SIZE)
     sent = fill(here, data)
     with pytest.raises(BlockingIOError):
-        here.send(b"more")
+        send(here, b"more")
     found = b""
     with contextlib.suppress(BlockingIOError):
         while True:
             found += received(memory, there)
     assert found == sent
-    assert here.send(b"again") == 5
+    assert send(here, b"again") == 5
 
 
 @linux_only
@@ -91,11 +112,11 @@ def test_receiving_at_the_end_of_the_stream_returns_zero(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
     here, there = ends
-    here.send(b"last")
+    send(here, b"last")
     here.close()
     assert received(memory, there) == b"last"
-    assert memory.receive(there) == 0
-    assert memory.receive(there) == 0
+    assert receive(there) == 0
+    assert receive(there) == 0
 
 
 @linux_only
@@ -103,7 +124,7 @@ def test_sending_to_a_closed_peer_fails(ends: list[GilHeldSocket]) -> None:
     here, there = ends
     there.close()
     with pytest.raises(BrokenPipeError):
-        here.send(b"x")
+        send(here, b"x")
 
 
 @linux_only
@@ -111,26 +132,26 @@ def test_receiving_and_sending_after_a_reset_fail(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
     here, there = ends
-    here.send(b"never read")
+    send(here, b"never read")
     there.close()
     with pytest.raises(ConnectionResetError):
-        memory.receive(here)
-    assert memory.receive(here) == 0
+        receive(here)
+    assert receive(here) == 0
     for _ in range(2):  # the kernel decides which of the two errors comes first
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            here.send(b"x")
+            send(here, b"x")
 
 
 BROKEN_PIPE = """
 import signal, socket
 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 from tests.support.waiting import SOON
-from zrpc.transport.gil_held_socket import GilHeldSocket
+from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, failure
 here, there = socket.socketpair()
 quick = GilHeldSocket(here)
 there.close()
 try:
-    SEND
+    HOW
 except BrokenPipeError:
     print("survived")
 """
@@ -141,14 +162,14 @@ except BrokenPipeError:
 @pytest.mark.parametrize(
     ("send", "code", "output"),
     [
-        ("quick.send(b'x')", 0, "survived\n"),
+        ("if quick.send(b'x', 1, SEND_FLAGS) < 0: raise failure()", 0, "survived\n"),
         # Unless it is suppressed, the signal kills the process.
         ("import os; os.write(quick.fileno(), b'x')", -signal.SIGPIPE, ""),
     ],
     ids=["quick", "control"],
 )
 def test_sending_to_a_closed_peer_raises_no_signal(send: str, code: int, output: str) -> None:
-    program = BROKEN_PIPE.replace("SEND", send)
+    program = BROKEN_PIPE.replace("HOW", send)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
@@ -169,9 +190,9 @@ def test_a_closed_socket_never_uses_its_reused_descriptor(
     try:
         pair[1].send(b"not for you")
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            here.send(b"stray")
+            send(here, b"stray")
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            memory.receive(here)
+            receive(here)
         pair[1].setblocking(False)
         with pytest.raises(BlockingIOError):
             pair[1].recv(1)
@@ -234,8 +255,8 @@ def test_the_lock_is_held_while_sending_and_receiving(
     here, there = ends
 
     def exchange() -> None:
-        here.send(b"a message")
-        memory.receive(there)
+        send(here, b"a message")
+        receive(there)
 
     def exchange_by_python() -> None:
         here.socket.send(b"a message")
@@ -257,9 +278,9 @@ def test_the_lock_is_held_if_the_call_would_block(
 
     def attempt() -> None:
         with pytest.raises(BlockingIOError):
-            here.send(b"no room")
+            send(here, b"no room")
         with pytest.raises(BlockingIOError):
-            memory.receive(here)
+            receive(here)
 
     with Waiter() as waiter:
         assert not turns_meanwhile(waiter, attempt, 0.1)

@@ -44,7 +44,6 @@ from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
 from zrpc.calls.last_calls import read_hops
 from zrpc.calls.main_copies import fetching
-from zrpc.calls.message_hooks import overriding
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcError
@@ -111,7 +110,6 @@ class Agent:
         self.store: Store | None = store
         self.joined_at = time.monotonic()
         self.services: list[Service] = []
-        self._turn_enders: Sequence[Callable[[], None]] = ()
         self.context = context_of(self)
         name = f"zrpc-{self.worker_info.name}"
         self.pool = HandlerPool(options.num_worker_threads, f"{name}-worker", self.context)
@@ -120,13 +118,13 @@ class Agent:
         self.switch_interval = SwitchInterval(options.switch_interval)
         self.joined = Hooks(self.completions.submit)
         self.lost = Hooks(self.completions.submit)
-        self.receiver = Receiver(
-            self.worker_info, self.context, network, self.pool, self.completions
-        )
         shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
         if not elastic:
             shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
         self.graceful_shutdown = shutdown
+        self.receiver = Receiver(
+            self.worker_info, self.context, network, self.pool, self.completions, shutdown
+        )
         self.outbox = Outbox(network, membership, self.receiver.in_io_thread, shutdown)
         self.codec = Codec(self, membership)
         self.caller = Caller(
@@ -196,8 +194,6 @@ class Agent:
         """
         for make in services:
             self._plug_in(make(self))
-        with_turns = overriding(Service, "after_turn", self.services)
-        self._turn_enders = [each.after_turn for each in with_turns]
         hooks = [each for service in self.services if (each := service.message_hooks()) is not None]
         for part in (self.codec, self.callee, self.outbox):
             part.use(hooks)
@@ -205,7 +201,10 @@ class Agent:
         # Before the threads start: one of them may close this agent at once.
         self.switch_interval.ask()
         keep_freed_memory()
-        self.receiver.start(self.dispatcher, self.caller.calls, self._after_turn, self._tick)
+        after_turn = [due for service in self.services for due in service.after_turn()]
+        self.receiver.start(
+            self.dispatcher, self.caller.calls, after_turn, self._closing.look, self._tick
+        )
 
     def _plug_in(self, service: Service) -> None:
         self.services.append(service)
@@ -287,12 +286,6 @@ class Agent:
         self._closing.close()
 
     # -- in the I/O thread -----------------------------------------------------------------
-
-    def _after_turn(self, now: float) -> None:
-        for end_turn in self._turn_enders:
-            end_turn()
-        if self.graceful_shutdown.in_progress:
-            self._closing.look(now)
 
     def _tick(self) -> None:
         parts = (

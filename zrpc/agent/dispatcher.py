@@ -12,7 +12,7 @@ from zrpc.agent.service import ExtensionReader, Handler
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
-from zrpc.transport.chunks import Assembler, is_chunk
+from zrpc.transport.chunks import BEGINS_CHUNK, Assembler
 from zrpc.transport.identity import BULK_LETTER
 from zrpc.transport.network import size_of
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
@@ -54,6 +54,7 @@ class Dispatcher:
         received: how many counted messages have come from each member that is not lost; see
             `zrpc.wire.kind`.
         received_bytes: how many bytes have ever come from each member.
+        unfinished: the messages that have come in part, by sender.
         lost: how many messages are known to be lost.
         recorder: records the messages that come while a trace is on; else None.
     """
@@ -77,6 +78,7 @@ class Dispatcher:
         self.recorder: Recorder | None = None
         self._received_large: Counter[MemberId] = Counter()  # of these, by the way for large ones
         self._assembler = Assembler(self._on_broken_message)
+        self.unfinished = self._assembler.unfinished
         self._handlers: dict[int, Handler] = {}
         self._readers: dict[int, ExtensionReader] = {}
 
@@ -107,7 +109,7 @@ class Dispatcher:
         size = size_of(first, buffers) if buffers else len(first)
         self.received_bytes[sender] += size
         try:
-            if is_chunk(first):
+            if first[:1] == BEGINS_CHUNK:
                 whole = self._assembler.add(sender, first, buffers)
                 if whole is None:
                     return
@@ -156,11 +158,6 @@ class Dispatcher:
             }
         except struct.error as error:
             raise ProtocolError(f"an extension can't be read: {error}") from error
-
-    @property
-    def busy(self) -> bool:
-        """Whether a message has come in part."""
-        return self._assembler.busy
 
     def introduce(self, number: MemberId) -> None:
         """A worker is about to join the mesh."""

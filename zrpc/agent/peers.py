@@ -16,7 +16,7 @@ from zrpc.membership.hooks import Hooks
 from zrpc.membership.liveness import LivenessMonitor
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.view import Membership
-from zrpc.transport.chunks import is_chunk
+from zrpc.transport.chunks import BEGINS_CHUNK
 from zrpc.transport.curve import PeerKey
 from zrpc.transport.network import Network
 from zrpc.wire.kind import Kind
@@ -158,7 +158,7 @@ class Peers:
                 self.admit(awaited)
                 self._dispatcher.dispatch(identity, first, buffers)
             return
-        if is_chunk(first):
+        if first[:1] == BEGINS_CHUNK:
             return
         message = parse(first, (), member)
         if message.kind == Kind.TERMINATION:

@@ -15,14 +15,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 
 from zrpc.agent.dispatcher import Dispatcher
-from zrpc.calls.pending_call import NEVER, PendingCall
+from zrpc.agent.shutdown import Shutdown
+from zrpc.calls.pending_call import NEVER
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.adaptive_spin import AdaptiveSpin
-from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
@@ -46,6 +46,7 @@ class Receiver:
         network: where messages come from.
         pool: runs handlers.
         completions: completes futures.
+        shutdown: this worker's; once it is in progress, it is looked after at each turn.
     """
 
     def __init__(
@@ -55,11 +56,13 @@ class Receiver:
         network: Network,
         pool: HandlerPool,
         completions: HandlerPool,
+        shutdown: Shutdown,
     ) -> None:
         self._worker = worker
         self._network = network
         self._pool = pool
         self._completions = completions
+        self._shutdown = shutdown
         self._threads = LeaderFollower(context, f"zrpc-{worker.name}-io", self._lead, network.wake)
         # For the leader, from all messages; for a thread that receives in its place, from the
         # answers that it waits for.
@@ -70,14 +73,17 @@ class Receiver:
         self._handler_taken = False
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], object]] = deque()
-        # The gate for which a thread last received in the leader's place.
+        # The gate that a thread has waited for in `receive`, until the leader finds it open; and
+        # since when.
         self._awaited: threading.Lock | None = None
+        self._awaited_since = 0.0
 
     def start(
         self,
         dispatcher: Dispatcher,
         calls: PendingCalls,
-        after_turn: Callable[[float], None],
+        after_turn: Sequence[tuple[Sized, Callable[[], None]]],
+        look: Callable[[float], None],
         tick: Callable[[], None],
     ) -> None:
         """Starts the I/O threads.
@@ -85,13 +91,16 @@ class Receiver:
         Args:
             dispatcher: gives each message to its handler.
             calls: those that wait for answers.
-            after_turn: called after each turn, with the time; it must be quick.
+            after_turn: see `Service.after_turn`.
+            look: called after each turn, with the time, while a shutdown is in progress.
             tick: called about ten times a second.
         """
-        self._dispatcher = dispatcher
+        self._unfinished = dispatcher.unfinished
         self._dispatch = dispatcher.dispatch
         self._calls = calls
+        self._in_flight = calls.by_id
         self._after_turn = after_turn
+        self._look = look
         self._tick = tick
         self._threads.start()
 
@@ -105,11 +114,12 @@ class Receiver:
         self,
         gate: threading.Lock,
         timeout: float = -1,
-        own_calls: Callable[[], int] = lambda: 0,
+        own_calls: Callable[[], int] | None = None,
     ) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible.
 
-        So no other thread need wake up. Not for long: then the I/O thread goes on.
+        So no other thread need wake up. Not for long: then the I/O thread goes on. The thread has
+        signal handlers held back.
 
         Args:
             gate: opened by what is to be received.
@@ -117,27 +127,22 @@ class Receiver:
             own_calls: the number of calls in flight whose answers this thread will soon wait for.
                 The I/O thread may go on resting meanwhile.
         """
-        self._awaited = gate
-        if not self._threads.resting:
+        begun = now = time.monotonic()
+        self._awaited, self._awaited_since = gate, begun
+        if self._threads.receiving or not self._threads.sit():
             return
-        hold_interrupts()
+        end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
+        awake = begun + self._waiter_spin.seconds
         try:
-            if not self._threads.sit():
-                return
-            begun = now = time.monotonic()
-            end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
-            awake = begun + self._waiter_spin.seconds
-            try:
-                while gate.locked() and now < end:
-                    self._turn(end, awake - now)
-                    now = time.monotonic()
-                self._waiter_spin.waited(now - begun)
-            finally:
-                self._threads.leave()
-            if len(self._calls) > own_calls():  # this one, or those of other threads
-                self._threads.end_rest()
+            while gate.locked() and now < end:
+                self._turn(end, awake - now)
+                now = time.monotonic()
+            self._waiter_spin.waited(now - begun)
         finally:
-            release_interrupts()
+            self._threads.leave()
+        others = len(self._in_flight)
+        if others and (own_calls is None or others > own_calls()):
+            self._threads.end_rest()
 
     def receives_now(self) -> bool:
         """Returns whether the current thread is in a turn, so nothing arrives while it waits."""
@@ -166,37 +171,54 @@ class Receiver:
 
     # -- the I/O thread --------------------------------------------------------------------
 
-    def on_answered(self, call: PendingCall) -> None:
-        """Lets the leader rest if the caller will receive the next answer itself.
-
-        That is likely if it received this one, soon, and no other call is in flight.
-        """
-        if (
-            call.gate is self._awaited
-            and not len(self._calls)
-            and time.monotonic() - call.begun < LONGEST_SITTING
-        ):
-            self._threads.rest(self._next_tick)
-
     def hasten(self, next_tick: float) -> None:
         """Has the next tick come at this time, or before, on the clock of ``time.monotonic``."""
         self._next_tick = min(self._next_tick, next_tick)
 
     def _lead(self) -> None:
-        """Does a turn of the leading I/O thread."""
+        """Does a turn of the leading I/O thread.
+
+        If the answer has come that a thread waits for, and no other call is in flight, it lets that
+        thread receive the next one: that is likely if it received the last one, soon.
+        """
         self._turn(NEVER, self._leader_spin.seconds)
+        gate = self._awaited
+        if gate is not None and not gate.locked():
+            self._awaited = None
+            fresh = time.monotonic() - self._awaited_since < LONGEST_SITTING
+            if fresh and not self._in_flight:
+                self._threads.rest(self._next_tick)
 
     def _turn(self, until: float, spin: float) -> None:
         """Waits for a message until a time at most, and does what is due.
 
         In one thread at a time: the leading I/O thread, or a thread that receives in its place.
+        Messages that have come with the first are dealt with too. They are left to the next turn if
+        a quick handler must run after this one.
         """
         try:
-            self._receive_next(until, spin)
+            begun = time.monotonic()
+            wait = min(self._next_tick, self._calls.earliest, until) - begun
+            self._handler_taken = False
+            if self._unfinished:
+                spin = 0.0  # the next chunk's way through the system is better off with the core
+            received = self._network.receive(max(0.0, wait), spin)
+            now = time.monotonic()
+            self._leader_spin.waited(now - begun)
+            at_hand, count = self._network.at_hand, 0
+            while received is not None:
+                self._dispatch(*received)
+                count += 1
+                if (self._handler_taken and self._pool.times.quick) or count == _MESSAGES_PER_TURN:
+                    break
+                received = at_hand.popleft() if at_hand else None
             if self._errands:
                 self._do_errands()
-            now = time.monotonic()
-            self._after_turn(now)
+            for work, do in self._after_turn:
+                if work:
+                    do()
+            if self._shutdown.phase:
+                self._look(now)
             # Before calls expire: a service may postpone their deadlines.
             if now >= self._next_tick:
                 self._next_tick = now + _TICK_SECONDS  # first: also if an error ends the tick
@@ -206,26 +228,6 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
-
-    def _receive_next(self, until: float, spin: float) -> None:
-        """Waits for a message, and deals with it, and with others that have come with it.
-
-        The others are left to the next turn if a quick handler must run after this one.
-        """
-        begun = time.monotonic()
-        wait = min(self._next_tick, self._calls.earliest, until) - begun
-        self._handler_taken = False
-        count = 0
-        if self._dispatcher.busy:
-            spin = 0.0  # the next chunk's way through the system is better off with the core
-        received = self._network.receive(max(0.0, wait), spin)
-        self._leader_spin.waited(time.monotonic() - begun)
-        while received is not None:
-            self._dispatch(*received)
-            count += 1
-            if (self._handler_taken and self._pool.times.quick) or count == _MESSAGES_PER_TURN:
-                break
-            received = self._network.at_hand()
 
     def _do_errands(self) -> None:
         while self._errands:

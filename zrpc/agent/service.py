@@ -7,7 +7,7 @@ tells it what happens. A service never sets anything of the agent's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.message_hooks import MessageHooks
@@ -63,8 +63,13 @@ class Service:
     def tick(self) -> None:
         """Does what is due now and then; called about ten times a second."""
 
-    def after_turn(self) -> None:
-        """Does what is due after each turn of the I/O thread; it must be quick."""
+    def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
+        """Returns what may be due after a turn of the I/O thread.
+
+        After each turn, a function is called if the container beside it is not empty. The container
+        stays the same one, and the function must be quick.
+        """
+        return ()
 
     def on_member_lost(self, member: MemberId) -> None:
         """Drops what belongs to a member that is lost, and fails what waits for it."""

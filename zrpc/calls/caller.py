@@ -74,9 +74,6 @@ class Receiver(NextTurn, Protocol):
     def receive(self, gate: threading.Lock, timeout: float) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible."""
 
-    def on_answered(self, call: PendingCall) -> None:
-        """Learns that a call got its answer. In the I/O thread."""
-
     def complete(self, job: Callable[[], None]) -> None:
         """Has a future completed that no thread waits for."""
 
@@ -406,8 +403,7 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        if (call := self.calls.settle(answer.call_id, answer)) is not None:
-            self._receiver.on_answered(call)
+        self.calls.settle(answer.call_id, answer)
 
     def on_unreadable(self, answer: Message, error: Exception) -> bool:
         """Fails the call of an answer that can't be read; True if the error needs no report.

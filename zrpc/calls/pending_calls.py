@@ -125,6 +125,7 @@ class PendingCalls:
         limit: the same.
         counts: of the calls that are settled.
         ids: the ids of calls.
+        by_id: the calls in the table, the oldest first.
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
     """
 
@@ -137,13 +138,13 @@ class PendingCalls:
         # Guards what follows, and the state, the window and the parent of each call. Only that of
         # the cancel scopes is taken while it is held.
         self._lock = threading.Lock()
-        self._calls: dict[int, PendingCall] = {}
+        self.by_id: dict[int, PendingCall] = {}
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self.by_id)
 
     def enter(self, call: PendingCall, size: int = -1, caller: Hashable = None) -> State:
         """Puts a call into the table.
@@ -164,7 +165,7 @@ class PendingCalls:
         with self._lock:
             if self._closed:
                 raise has_shut_down()
-            self._calls[call.call_id] = call
+            self.by_id[call.call_id] = call
             if call.deadline < self.earliest:
                 self.earliest = call.deadline
             lost = call.peer in self._lost
@@ -231,7 +232,7 @@ class PendingCalls:
             The call; None if it isn't in the table, or no longer: then another thread settles it.
         """
         with self._lock:
-            call = self._calls.pop(call_id, None)
+            call = self.by_id.pop(call_id, None)
             if call is None:
                 return None
             window = call.window
@@ -316,7 +317,7 @@ class PendingCalls:
     def expire(self, now: float) -> None:
         """Settles all calls whose deadline is not after ``now``."""
         with self._lock:
-            calls = list(self._calls.values())
+            calls = list(self.by_id.values())
             self.earliest = min(
                 (call.deadline for call in calls if call.deadline > now), default=NEVER
             )
@@ -327,7 +328,7 @@ class PendingCalls:
     def postpone(self, seconds: float) -> None:
         """Gives all calls this much more time. Threads that wait look at the deadline again."""
         with uninterrupted, self._lock:
-            for call in self._calls.values():
+            for call in self.by_id.values():
                 call.deadline += seconds
             self.earliest += seconds
 
@@ -352,16 +353,16 @@ class PendingCalls:
 
     def get(self, call_id: int) -> PendingCall | None:
         """Returns a call of the table; None if it is not in it, or no longer."""
-        return self._calls.get(call_id)
+        return self.by_id.get(call_id)
 
     def in_flight(self) -> list[PendingCall]:
         """Returns the calls in the table, the oldest first."""
-        return list(self._calls.values())  # atomic under the interpreter's lock
+        return list(self.by_id.values())  # atomic under the interpreter's lock
 
     def oldest(self) -> PendingCall | None:
         """Returns the call of the table that was entered first."""
         try:
-            return next(iter(self._calls.values()), None)
+            return next(iter(self.by_id.values()), None)
         except RuntimeError:  # another thread has just changed the table
             return next(iter(self.in_flight()), None)
 

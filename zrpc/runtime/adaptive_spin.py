@@ -34,6 +34,9 @@ _SOON_SECONDS = 0.1
 class AdaptiveSpin:
     """Chooses the spins of one thread at a time.
 
+    Attributes:
+        seconds: how long to spin before the next sleep.
+
     Example:
         >>> spin = AdaptiveSpin()
         >>> spin.seconds
@@ -44,20 +47,18 @@ class AdaptiveSpin:
         0.0
     """
 
-    __slots__ = ("_average_seconds",)
+    __slots__ = ("_average_seconds", "seconds")
 
     def __init__(self) -> None:
         self._average_seconds = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """How long to spin before the next sleep."""
-        return MAX_SPIN_SECONDS if self._average_seconds < MAX_SPIN_SECONDS else 0.0
+        self.seconds = MAX_SPIN_SECONDS
 
     def waited(self, seconds: float) -> None:
         """Records how long a wait took that is now over."""
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
-        self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST
+        average = self._average_seconds + (counted - self._average_seconds) * _WEIGHT_OF_LAST
+        self._average_seconds = average
+        self.seconds = MAX_SPIN_SECONDS if average < MAX_SPIN_SECONDS else 0.0
 
 
 class WantedCore:
@@ -65,31 +66,30 @@ class WantedCore:
 
     Times are in seconds, on any clock.
 
+    Attributes:
+        spin_from: when a thread may poll again.
+
     Example:
         >>> core = WantedCore()
-        >>> core.polled(begun=1.0, now=1.000002), core.may_spin(1.000002)
-        (True, True)
-        >>> core.polled(begun=1.1, now=1.103), core.may_spin(1.11), core.may_spin(1.12)
-        (False, False, True)
+        >>> core.polled(begun=1.0, now=1.000002), core.spin_from
+        (True, 0.0)
+        >>> core.polled(begun=1.1, now=1.103), round(core.spin_from, 3)
+        (False, 1.113)
     """
 
-    __slots__ = ("_pause_seconds", "_spin_from")
+    __slots__ = ("_pause_seconds", "spin_from")
 
     def __init__(self) -> None:
-        self._spin_from = 0.0
+        self.spin_from = 0.0
         self._pause_seconds = _PAUSE_SECONDS
-
-    def may_spin(self, now: float) -> bool:
-        """Returns whether a thread may poll."""
-        return now >= self._spin_from
 
     def polled(self, begun: float, now: float) -> bool:
         """Records how long a poll and a yield took; returns whether the thread may go on."""
         if now - begun < _LOST_CORE_SECONDS:
             return True
-        again = begun - self._spin_from < _SOON_SECONDS
+        again = begun - self.spin_from < _SOON_SECONDS
         self._pause_seconds = (
             min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS) if again else _PAUSE_SECONDS
         )
-        self._spin_from = now + self._pause_seconds
+        self.spin_from = now + self._pause_seconds
         return False

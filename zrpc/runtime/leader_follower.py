@@ -70,6 +70,10 @@ class LeaderFollower:
         turn: waits for messages for a short time and handles them; it may leave a job by `take`.
         interrupt: makes a waiting turn return.
 
+    Attributes:
+        receiving: whether the leader is in a turn. If it rests or is in a job, another thread may
+            sit.
+
     All methods may be called from any thread.
     """
 
@@ -104,7 +108,7 @@ class LeaderFollower:
         # Held by the thread that receives.
         self._seat = threading.Lock()
         self._sitter_ident = 0  # the ident of another thread while it holds the seat
-        self._receiving = False  # the leader is in a turn
+        self.receiving = False
         self._sit_count = 0  # times that other threads took the seat; guarded by the seat
         self._rest_until = 0.0
         self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
@@ -188,11 +192,6 @@ class LeaderFollower:
             self._rest_until = until
             self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
 
-    @property
-    def resting(self) -> bool:
-        """Whether the leader rests or is in a job, so that another thread may sit."""
-        return not self._receiving
-
     def sit(self) -> bool:
         """Takes the seat, so the current thread receives; returns whether it got the seat.
 
@@ -237,11 +236,11 @@ class LeaderFollower:
     def _lead(self, me: int) -> None:
         with self._seat:
             self._turn_ident = threading.get_ident()
-            self._receiving = True
+            self.receiving = True
             try:
                 self._turn()
             finally:
-                self._receiving = False
+                self.receiving = False
                 self._turn_ident = 0
         job, self._job = self._job, None
         if job is None:

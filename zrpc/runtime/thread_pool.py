@@ -106,7 +106,7 @@ def pass_gate(
         gate: a lock that is held until it is opened, and stays open then.
         timeout: seconds; negative means without limit.
         receive: called first, with gate and timeout, if the gate is closed: for a short time this
-            thread may itself receive what opens it.
+            thread may itself receive what opens it. Signal handlers are held back meanwhile.
 
     Returns:
         False if the timeout passed first.
@@ -121,12 +121,14 @@ def pass_gate(
     pool = current_pool()
     if pool is None:
         if receive is not None:
-            receive(gate, timeout)
+            with uninterrupted:
+                receive(gate, timeout)
         return not gate.locked() or pass_interruptibly(gate, timeout)
     pool._block()
     try:
         if receive is not None:
-            receive(gate, timeout)
+            with uninterrupted:
+                receive(gate, timeout)
             if not gate.locked():
                 return True
         owner: ThreadOwner | None = getattr(_thread, "owner", None)

@@ -6,7 +6,7 @@ look into messages: no pickle and no torch in here.
 Other rooms may import:
 
 - `network`: `Network`, all sockets of one worker;
-- `chunks`: large messages in chunks (`Assembler`, `is_chunk`);
+- `chunks`: large messages in chunks (`Assembler`, `chunks`);
 - `address`: private directories, and interfaces of this host;
 - `curve`: the keys of workers;
 - `listener_probe`: whether anything listens at an address.

@@ -38,8 +38,10 @@ from typing import Any
 from zrpc.errors import ProtocolError
 from zrpc.runtime.allocator import uninitialized
 
-__all__ = ["CHUNK_BYTES", "MAX_FRAME_BYTES", "Assembler", "abort_chunk", "chunks", "is_chunk"]
+__all__ = ["BEGINS_CHUNK", "CHUNK_BYTES", "MAX_FRAME_BYTES", "Assembler", "abort_chunk", "chunks"]
 
+# The first byte of a chunk; no message begins with it.
+BEGINS_CHUNK = b"\0"
 # The maximum of a message's bytes in one chunk.
 CHUNK_BYTES = 2**20 - 1024
 # More than what CURVE adds.
@@ -91,29 +93,22 @@ def abort_chunk(number: int, first: Any) -> bytes:
     return _HEADER.pack(0, _ABORTED, number, bytes(first[:32]))
 
 
-def is_chunk(first: bytes | memoryview) -> bool:
-    """Returns whether a received message with this first frame is a chunk of a larger one."""
-    return first[:1] == b"\0"
-
-
 class Assembler:
     """Reassembles the messages of several senders. For one thread at a time.
 
     Args:
         on_lost: called once for each message that does not arrive completely, with the sender and
             the beginning of the message's first frame.
+
+    Attributes:
+        unfinished: the messages that have arrived in part, by sender.
     """
 
     def __init__(self, on_lost: Callable[[Any, bytes], None]) -> None:
         self._on_lost = on_lost
-        self._unfinished: dict[Hashable, _Unfinished] = {}
+        self.unfinished: dict[Hashable, _Unfinished] = {}
         # The numbers of lost messages, of which more chunks may arrive.
         self._lost: dict[Hashable, deque[int]] = {}
-
-    @property
-    def busy(self) -> bool:
-        """Whether any message has arrived in part."""
-        return bool(self._unfinished)
 
     def add(
         self, sender: Hashable, header: bytes, frames: Sequence[Any]
@@ -132,7 +127,7 @@ class Assembler:
         _, index, number, head = _HEADER.unpack_from(header)
         if number in self._lost.get(sender, ()):
             return None
-        unfinished = self._unfinished.pop(sender, None)
+        unfinished = self.unfinished.pop(sender, None)
         if unfinished is not None and (unfinished.number, unfinished.next) != (number, index):
             self._report_lost(sender, unfinished.number, unfinished.head)
             if unfinished.number == number:
@@ -152,17 +147,17 @@ class Assembler:
         unfinished.next += 1
         if unfinished.complete:
             return unfinished.frames[0], unfinished.frames[1:]
-        self._unfinished[sender] = unfinished
+        self.unfinished[sender] = unfinished
         return None
 
     def forget(self, sender: Hashable) -> None:
         """Drops the unfinished message of a sender that no longer exists."""
-        self._unfinished.pop(sender, None)
+        self.unfinished.pop(sender, None)
         self._lost.pop(sender, None)
 
     def break_off(self, sender: Hashable) -> None:
         """Reports the sender's unfinished message as lost, since it has sent something else."""
-        unfinished = self._unfinished.pop(sender, None)
+        unfinished = self.unfinished.pop(sender, None)
         if unfinished is not None:
             self._report_lost(sender, unfinished.number, unfinished.head)
 

@@ -63,19 +63,13 @@ class Unpacker:
         Raises:
             ProtocolError: the bytes are not a stream of messages. Those before are in `messages`.
         """
-        if not self._rest:
-            start = self._find_messages(data, messages)
-            if start < len(data):
-                self._rest += data[start:]
-            return
-        self._rest += data
-        if len(self._rest) >= self._needed:
-            with memoryview(self._rest) as whole:
-                start = self._find_messages(whole, messages)
-            del self._rest[:start]
-
-    def _find_messages(self, data: memoryview, messages: list[Unpacked]) -> int:
-        """Adds the complete messages to a list; returns the offset of their end."""
+        rest = self._rest
+        joined = bool(rest)
+        if joined:
+            rest += data
+            if len(rest) < self._needed:
+                return
+            data = memoryview(rest)
         start, end = 0, len(data)
         self._needed = _HEADER_SIZE
         while end - start >= _HEADER_SIZE:
@@ -101,7 +95,11 @@ class Unpacker:
                 break
             messages.append(_copy_frames(data, at, size, sizes))
             start = stop
-        return start
+        if joined:
+            data.release()
+            del rest[:start]
+        elif start < end:
+            rest += data[start:]
 
 
 def _copy_frames(data: memoryview, at: int, size: int, sizes: Sequence[int]) -> Unpacked:

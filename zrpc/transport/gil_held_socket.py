@@ -11,21 +11,26 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+from collections.abc import Callable
+from functools import partial
 
 from zrpc.transport.poller import supports_polling
 
-__all__ = ["GilHeldSocket", "ReceiveBuffer"]
+__all__ = ["SEND_FLAGS", "GilHeldSocket", "ReceiveBuffer", "failure"]
 
+SEND_FLAGS = 0
 if supports_polling():  # there are no direct connections elsewhere
     _libc = ctypes.PyDLL(None, use_errno=True)
     _send, _recv = _libc.send, _libc.recv
+    _send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
     _send.restype = _recv.restype = ctypes.c_ssize_t
     # Made once, since making one takes as long as the call itself.
     _RECEIVE_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT)
-    _SEND_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
-def _failure() -> OSError:
+def failure() -> OSError:
+    """Returns the error of this thread's last call that has returned a negative number."""
     # Not by repeating the call with Python's socket: the system reports a reset only once.
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))  # makes the subclass for this number
@@ -44,21 +49,8 @@ class ReceiveBuffer:
     def __init__(self, size: int) -> None:
         memory = bytearray(size)
         self.view = memoryview(memory)
-        self._size = ctypes.c_size_t(size)
-        self._address = ctypes.c_void_p(
-            ctypes.addressof((ctypes.c_char * size).from_buffer(memory))
-        )
-
-    def receive(self, source: GilHeldSocket) -> int:
-        """Receives available bytes; returns their number, which is 0 at the end of the stream.
-
-        Raises:
-            OSError: as ``socket.recv`` does.
-        """
-        size: int = _recv(source.fd, self._address, self._size, _RECEIVE_FLAGS)
-        if size < 0:
-            raise _failure()
-        return size
+        self.size = ctypes.c_size_t(size)
+        self.address = ctypes.c_void_p(ctypes.addressof((ctypes.c_char * size).from_buffer(memory)))
 
 
 class GilHeldSocket:
@@ -66,29 +58,30 @@ class GilHeldSocket:
 
     Args:
         inner: the socket, which this object owns from now on.
+        memory: where it receives.
+
+    Attributes:
+        send: ``send(data, size, SEND_FLAGS)`` sends what there is room for. It returns the number
+            of bytes; if that is negative, `failure` returns the error.
+        receive: ``receive()`` receives available bytes into the memory. It returns their number, 0
+            at the end of the stream; if that is negative, as `send`.
     """
 
-    def __init__(self, inner: socket.socket) -> None:
+    def __init__(self, inner: socket.socket, memory: ReceiveBuffer | None = None) -> None:
         inner.setblocking(False)
         self.socket = inner
-        self.fd = ctypes.c_int(inner.fileno())
+        self._fd = ctypes.c_int(inner.fileno())
+        # Without a function of Python's between, as each message passes here.
+        self.send: Callable[[bytes, int, int], int] = partial(_send, self._fd)
+        if memory is not None:
+            place = memory.address, memory.size, _RECEIVE_FLAGS
+            self.receive: Callable[[], int] = partial(_recv, self._fd, *place)
 
     def fileno(self) -> int:
         """Returns the descriptor; -1 if the socket is closed."""
-        return self.fd.value
-
-    def send(self, data: bytes) -> int:
-        """Sends what there is room for; returns the number of bytes.
-
-        Raises:
-            OSError: as ``socket.send`` does.
-        """
-        size: int = _send(self.fd, data, ctypes.c_size_t(len(data)), _SEND_FLAGS)
-        if size < 0:
-            raise _failure()
-        return size
+        return self._fd.value
 
     def close(self) -> None:
         """Closes the socket."""
-        self.fd.value = -1  # the system may reuse the number
+        self._fd.value = -1  # the system may reuse the number
         self.socket.close()

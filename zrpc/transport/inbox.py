@@ -52,6 +52,7 @@ class Inbox:
     Attributes:
         poller: waits for all of them. None if there are no direct connections: then waiting for the
             socket alone is faster.
+        at_hand: the messages of direct connections that `receive` has not returned yet.
         received_bytes: the size of all messages that came by the ROUTER socket, in bytes.
     """
 
@@ -70,8 +71,7 @@ class Inbox:
         self._senders: dict[bytes, bytes] = {}
         self.poller: Poller | None = None
         self._direct: DirectInbox | None = None
-        # Messages of direct connections that `receive` has not returned yet.
-        self._messages: deque[Received] = deque()
+        self.at_hand: deque[Received] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
         # socket must be read until it is empty.
         self._unread = True
@@ -90,7 +90,7 @@ class Inbox:
         if supports_polling():
             self.poller = Poller()
             self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
-            deliver = self._messages.append
+            deliver = self.at_hand.append
             self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
         return endpoint
 
@@ -152,46 +152,34 @@ class Inbox:
             The sender's identity, the first frame and the buffers; None if the timeout passed
             first.
         """
-        if self.poller is None:
+        poller, messages = self.poller, self.at_hand
+        if poller is None:
             return self._receive_router(timeout, spin)
-        if not self._messages:
-            if not self._wait(self.poller, timeout, spin):
-                return None
-            if self._unread:
-                # First, or direct connections could keep it waiting without limit.
-                return self._read_router()
-        return self._messages.popleft()
-
-    def at_hand(self) -> Received | None:
-        """Returns a message of a direct connection that has been read already, if any."""
-        return self._messages.popleft() if self._messages else None
-
-    def _wait(self, poller: Poller, timeout: float, spin: float) -> bool:
-        """Waits for a message and returns whether there is one.
-
-        Afterwards `_unread` tells whether the ROUTER socket has one.
-        """
+        if messages:
+            return messages.popleft()
         now = time.perf_counter()
-        awake = now + spin if self._core.may_spin(now) else now
+        awake = now + spin if now >= self._core.spin_from else now
         deadline = now + timeout
         if self._unread:
             self._unread = self._has_unread()
         while True:
             if now < awake:
                 poller.poll(0)
-                if not (self._messages or self._unread):
+                if not (messages or self._unread):
                     _yield()
             else:
                 poller.poll(0 if self._unread else max(0.0, deadline - now))
-            if self._unread:
-                self._unread = self._has_unread()
-            if self._unread or self._messages:
-                return True
+            if self._unread and self._has_unread():
+                # First, or direct connections could keep it waiting without limit.
+                return self._read_router()
+            self._unread = False
+            if messages:
+                return messages.popleft()
             begun, now = now, time.perf_counter()
             if begun < awake and not self._core.polled(begun, now):
                 awake = now
             if now >= deadline and now >= awake:
-                return False
+                return None
 
     def _mark_unread(self) -> None:
         self._unread = True
@@ -256,7 +244,7 @@ class Inbox:
     def _spin(self, seconds: float) -> None:
         """Polls the ROUTER socket until it has a message, or the time is over."""
         now = time.perf_counter()
-        end = now + seconds if self._core.may_spin(now) else now
+        end = now + seconds if now >= self._core.spin_from else now
         while now < end and not self._has_unread():
             _yield()
             begun, now = now, time.perf_counter()

@@ -31,7 +31,7 @@ from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import DIRECT
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import Unpacked, Unpacker, header, pack_header
-from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
+from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuffer, failure
 from zrpc.transport.mailbox import size_of
 from zrpc.transport.poller import Poller
 
@@ -120,10 +120,9 @@ class DirectMailbox:
                 self._transmit_parts([header(first, buffers) + first, *buffers])
             else:
                 data = pack_header(len(first), 0) + first
-                try:
-                    written = self._socket.send(data)
-                except OSError as error:
-                    written = self._nothing_written(error)
+                written = self._socket.send(data, len(data), SEND_FLAGS)
+                if written < 0:
+                    written = self._nothing_written(failure())
                 if written < len(data):
                     self._queue_rest([data], written)
             self.sent += counted
@@ -192,10 +191,9 @@ class DirectMailbox:
         try:
             while self._queue:
                 data = self._queue[0]
-                try:
-                    self._written += self._socket.send(data[self._written :])
-                except OSError as error:
-                    self._nothing_written(error)
+                rest = data[self._written :]
+                written = self._socket.send(rest, len(rest), SEND_FLAGS)
+                self._written += written if written >= 0 else self._nothing_written(failure())
                 if self._written < len(data):
                     return True
                 self._queue.popleft()
@@ -304,7 +302,7 @@ class DirectInbox:
                 self._poller.forget(self._listener.fileno())
                 self._listening = False
             return
-        connection = _Connection(accepted)
+        connection = _Connection(accepted, self._memory)
         self._connections.add(connection)
         try:
             self._watch(connection)
@@ -315,7 +313,9 @@ class DirectInbox:
     def _read(self, connection: _Connection) -> None:
         messages: list[Unpacked] = []
         try:
-            size = self._memory.receive(connection.socket)
+            size = connection.socket.receive()
+            if size < 0:
+                raise failure()
             connection.unpacker.feed(self._memory.view[:size], messages)
         except BlockingIOError:
             return
@@ -352,7 +352,7 @@ class _Connection:
 
     __slots__ = ("identity", "socket", "unpacker")
 
-    def __init__(self, accepted: socket.socket) -> None:
-        self.socket = GilHeldSocket(accepted)
+    def __init__(self, accepted: socket.socket, memory: ReceiveBuffer) -> None:
+        self.socket = GilHeldSocket(accepted, memory)
         self.unpacker = Unpacker()
         self.identity = b""

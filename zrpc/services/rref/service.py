@@ -6,7 +6,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -271,9 +271,10 @@ class RRefService(Service, MessageHooks):
             return self.references.idle and not self.dropped
 
     @override
-    def after_turn(self) -> None:
-        if not self.dropped:
-            return
+    def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
+        return [(self.dropped, self._release_dropped)]
+
+    def _release_dropped(self) -> None:
         with self.lock:
             while self.dropped:
                 rref_id, fork_id = self.dropped.popleft()

@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -181,7 +181,7 @@ class SharedMemoryService(Service, MessageHooks):
             self._sort_ended()
             notes = self._to_return.get(member, [])
             returned = [number for verb, number in notes if verb is _Verb.RETURN]
-            if returned:  # `after_turn` sends the others
+            if returned:  # `_return_loans` sends the others
                 self._to_return[member] = [note for note in notes if note[0] is _Verb.KEEP]
         if returned:
             data = b"".join(map(_NUMBER.pack, returned))
@@ -361,20 +361,29 @@ class SharedMemoryService(Service, MessageHooks):
             raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
     @override
-    def after_turn(self) -> None:
-        if self.loans.ended or self._to_return:
-            with self._lock:
-                self._sort_ended()
-                ended, self._to_return = self._to_return, {}
-            for owner, notes in ended.items():
-                for note in notes:
-                    self._post(owner, _NOTE.pack(*note))
-        if self.pool.retired:
-            with self._lock:
-                retired, self.pool.retired = self.pool.retired, []
-            for segment in retired:
-                for member in segment.known_to:
-                    self._post(member, _NOTE.pack(_Verb.CLOSED, segment.number))
+    def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
+        return [
+            (self.loans.ended, self._return_loans),
+            (self._to_return, self._return_loans),
+            (self.pool.retired, self._report_retired),
+        ]
+
+    def _return_loans(self) -> None:
+        with self._lock:
+            self._sort_ended()
+            ended = self._to_return.copy()
+            self._to_return.clear()
+        for owner, notes in ended.items():
+            for note in notes:
+                self._post(owner, _NOTE.pack(*note))
+
+    def _report_retired(self) -> None:
+        with self._lock:
+            retired = self.pool.retired.copy()
+            self.pool.retired.clear()
+        for segment in retired:
+            for member in segment.known_to:
+                self._post(member, _NOTE.pack(_Verb.CLOSED, segment.number))
 
     @override
     def tick(self) -> None:
