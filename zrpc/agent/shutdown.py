@@ -73,7 +73,6 @@ class Phase(IntEnum):
     BEGUN_ELSEWHERE = 1  # at workers that leave together with this one
     BEGUN = 2
     SETTLED = 3  # this worker has nothing left to do, or to say
-    DONE = 4  # nor has any other
 
 
 class Shutdown:
@@ -87,11 +86,13 @@ class Shutdown:
 
     Attributes:
         phase: how far it has come; it never goes back.
+        done: whether the whole mesh has nothing left to do.
     """
 
     def __init__(self, timing: ShutdownTiming) -> None:
         self.timing = timing
         self.phase = Phase.RUNNING
+        self.done = False
         # Open once this worker may leave. Not an event: its lock might be held by a thread that a
         # signal handler interrupts, and the I/O thread would wait for that.
         self._gate = threading.Lock()
@@ -102,11 +103,6 @@ class Shutdown:
     def in_progress(self) -> bool:
         """Whether a shutdown has begun, here or, if all leave together, anywhere."""
         return self.phase > Phase.RUNNING
-
-    @property
-    def done(self) -> bool:
-        """Whether the whole mesh has nothing left to do."""
-        return self.phase is Phase.DONE
 
     @property
     def waits_for_all(self) -> bool:
@@ -247,10 +243,10 @@ class CollectiveShutdown(Shutdown):
 
     def _send(self, outgoing: Outgoing) -> None:
         if self._termination.done:
-            self.phase = Phase.DONE  # before the messages that let other workers leave
+            self.done = True  # before the messages that let other workers leave
         for member, message in outgoing:
             self._post(member, message)
-        self._advance(self.phase)
+        self._advance(Phase.SETTLED if self.done else self.phase)
 
 
 class SoloShutdown(Shutdown):

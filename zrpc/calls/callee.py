@@ -94,7 +94,7 @@ class Callee:
 
     def on_call(self, request: Message) -> None:
         """Runs the function that a request asks for. In the I/O thread."""
-        self.execute(request, self.sink_for(request), partial(self._codec.unpack, request))
+        self.execute(request, self, partial(self._codec.unpack, request))
 
     def on_cancel(self, message: Message) -> None:
         """Cancels a request whose caller no longer waits for the answer. In the I/O thread."""
@@ -104,12 +104,14 @@ class Callee:
         self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
     ) -> None:
         """Runs a function for a request in the pool; see `Execution`."""
-        scope = request.scope or self.accept(request)
+        scope = request.scope or self.requests.accept(
+            request, self._membership.infos[request.sender]
+        )
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
         tags = request.attachments or ()
         if self._hooked.isdisjoint(tags) and not profiler._is_profiler_enabled:
-            self._run(Execution(sink, self._loop, self._run, scope, resolve))
+            self._run(Execution(request, sink, resolve, self._loop, self._run))
             return
         begin = partial(self._run, self._execution_within(request, sink, resolve))
         for wait in [self._ready[tag] for tag in tags if tag in self._ready]:
@@ -125,8 +127,8 @@ class Callee:
             ends = request.scope.caller.name, self._membership.info.name
             scopes.append(lambda request: handler_profile(request, *ends))
         if not scopes:
-            return Execution(sink, self._loop, self._run, request.scope, resolve)
-        within = ExecutionWithin(sink, self._loop, self._run, request.scope, resolve)
+            return Execution(request, sink, resolve, self._loop, self._run)
+        within = ExecutionWithin(request, sink, resolve, self._loop, self._run)
         within.within = [partial(enter, request) for enter in scopes]
         return within
 
@@ -134,9 +136,9 @@ class Callee:
         """Enters a request that must be answered: until then this worker is not idle."""
         return self.requests.accept(request, self._membership.infos[request.sender])
 
-    def sink_for(self, request: Message) -> ResultSink:
-        """Returns a sink that answers the request with the function's outcome."""
-        return _Answer(self, request)
+    def defer(self, request: Message) -> None:
+        """Notes that a request's function has returned a future."""
+        self.requests.defer(request)
 
     def answer(
         self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
@@ -148,7 +150,7 @@ class Callee:
             return
         reply = Message(Kind.RESULT, request.call_id)
         encoder = None
-        if value is not None or self._codec.in_context(request):
+        if value is not None or (request.attachments and self._codec.in_context(request)):
             encoder = self._codec.encoder(request.sender, request)
         try:
             if encoder is None:
@@ -165,6 +167,17 @@ class Callee:
             self.answer_error(request, error)
             return
         self.requests.end(request)
+
+    def fail(self, request: Message, error: BaseException) -> None:
+        """Answers a request whose function has failed, and logs the error."""
+        # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
+        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
+        try:
+            if not (expected and request.scope.cancelled):
+                self.report_failure(error)
+        finally:  # also if there is no memory for the log
+            uncalled = request.scope.function is None and was_not_executed(error)
+            self.answer_error(request, error, UNCALLED if uncalled else ())
 
     def on_unreadable(self, request: Message, error: Exception) -> bool:
         """Answers a request whose handler has failed. In the I/O thread."""
@@ -220,29 +233,3 @@ class Callee:
         """Drops requests from the pool's queue if their callers no longer wait."""
         if self.requests.expire(monotonic()):
             self._pool.discard(lambda job: isinstance(job, Execution) and job.useless)
-
-
-class _Answer:
-    """Sends the outcome of an execution to the caller."""
-
-    __slots__ = ("_callee", "request")
-
-    def __init__(self, callee: Callee, request: Message) -> None:
-        self._callee = callee
-        self.request = request
-
-    def defer(self) -> None:
-        self._callee.requests.defer(self.request)
-
-    def value(self, value: Any) -> None:
-        self._callee.answer(self.request, value)
-
-    def error(self, error: BaseException) -> None:
-        # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
-        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
-        try:
-            if not (expected and self.request.scope.cancelled):
-                self._callee.report_failure(error)
-        finally:  # also if there is no memory for the log
-            uncalled = self.request.scope.function is None and was_not_executed(error)
-            self._callee.answer_error(self.request, error, UNCALLED if uncalled else ())

@@ -345,7 +345,8 @@ class Caller:
             self._outbox.undo(call.peer, message)
             lack = exhausted(error)
             if lack is not None:
-                call.fail(lack)
+                # Its future is not told: the two would keep each other by the error's traceback.
+                self.calls.settle(call.call_id, exhausted(error), notify=False)
                 self._undo(call)
                 raise lack from error
             # The peer's mailbox is closed when it is lost, and all are at the end.

@@ -26,22 +26,15 @@ __all__ = ["Execution", "ExecutionWithin", "RequestJob"]
 
 
 class ResultSink(Protocol):
-    """Takes the outcome of an execution. Any thread may call its methods.
+    """Takes the outcomes of executions. Any thread may call its methods."""
 
-    Attributes:
-        request: the request that the execution is for.
-    """
-
-    @property
-    def request(self) -> Message: ...
-
-    def defer(self) -> None:
+    def defer(self, request: Message) -> None:
         """Learns that the function returned a future: the result comes later, no thread runs."""
 
-    def value(self, value: Any) -> None:
+    def answer(self, request: Message, value: Any) -> None:
         """Takes the result: of the function, or of its future or coroutine."""
 
-    def error(self, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException) -> None:
         """Takes the error that the execution failed with."""
 
 
@@ -49,50 +42,52 @@ class Execution:
     """One call of a function on behalf of a caller; a job for a thread of the pool.
 
     Args:
+        request: the caller's; nested calls belong to its scope.
         sink: takes the outcome.
+        resolve: returns function, args and kwargs; its errors count as the function's.
         loop: runs the coroutine if the function is ``async def``.
         schedule: runs a job in a pool thread. The result of a future or a coroutine is handled
             there: neither the event loop's thread nor the I/O thread may pickle a large result.
-        scope: the request's; nested calls belong to it.
-        resolve: returns function, args and kwargs; its errors count as the function's.
+
+    Attributes:
+        request: the same.
     """
 
-    __slots__ = ("_loop", "_resolve", "_schedule", "_scope", "_sink")
+    __slots__ = ("_loop", "_resolve", "_schedule", "_sink", "request")
 
     def __init__(
         self,
+        request: Message,
         sink: ResultSink,
+        resolve: Callable[[], tuple[Any, Any, Any]],
         loop: EventLoop,
         schedule: Callable[[Callable[[], None]], None],
-        scope: CancelScope,
-        resolve: Callable[[], tuple[Any, Any, Any]],
     ) -> None:
+        self.request = request
         self._sink = sink
+        self._resolve = resolve
         self._loop = loop
         self._schedule = schedule
-        self._scope = scope
-        self._resolve = resolve
-
-    @property
-    def request(self) -> Message:
-        """The request that the execution is for."""
-        return self._sink.request
 
     @property
     def useless(self) -> bool:
         """Whether the job has not begun and must not."""
-        return self._scope.cancelled and not self._scope.begun
+        scope: CancelScope = self.request.scope
+        return scope.cancelled and not scope.begun
 
     def __call__(self) -> None:
         """Calls the function in this thread."""
-        if not self._scope.begin():
-            self._sink.error(RpcCancelledError("the caller no longer waits for the answer"))
+        request = self.request
+        scope: CancelScope = request.scope
+        if not scope.begin():
+            gone = RpcCancelledError("the caller no longer waits for the answer")
+            self._sink.fail(request, gone)
             return
-        token = activate(self._scope)
+        token = activate(scope)
         generation = forks.generation
         try:
             function, args, kwargs = self._resolve()
-            self._scope.function = function
+            scope.function = function
             result = function(*args, **kwargs)
             if generation != forks.generation:
                 forks.exit_child()
@@ -110,12 +105,12 @@ class Execution:
             # SystemExit and KeyboardInterrupt too: a handler must not end its worker. Removes
             # this frame from the traceback, since it refers to the arguments.
             _cut_frame(error)
-            self._sink.error(error)
+            self._sink.fail(request, error)
             return
         finally:
             deactivate(token)
             reset_modes()
-        self._sink.value(result)
+        self._sink.answer(request, result)
 
     def _follow_future(self, result: Any) -> None:
         if not isinstance(result, torch._C.Future):
@@ -126,19 +121,19 @@ class Execution:
         result.add_done_callback(
             lambda done: self._schedule(RequestJob(self.request, partial(self._finish, done)))
         )
-        self._sink.defer()
+        self._sink.defer(self.request)
 
-    def _finish(self, done: Any, _: Message) -> None:
+    def _finish(self, done: Any, request: Message) -> None:
         try:
             value = done.value()
         except BaseException as error:
-            self._sink.error(error)
+            self._sink.fail(request, error)
         else:
-            self._sink.value(value)
+            self._sink.answer(request, value)
 
     async def _await(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Awaits an ``async def`` function. In the event loop's thread."""
-        scope = self._scope
+        scope: CancelScope = self.request.scope
         generation = forks.generation
         try:
             if not scope.follow(asyncio.current_task()):
@@ -151,9 +146,9 @@ class Execution:
             if generation != forks.generation:
                 forks.exit_child(error)
             # SystemExit would end the loop. The caller of a cancelled task needs an answer too.
-            self._schedule(partial(self._sink.error, error))
+            self._schedule(partial(self._sink.fail, self.request, error))
         else:
-            self._schedule(partial(self._sink.value, value))
+            self._schedule(partial(self._sink.answer, self.request, value))
         finally:
             scope.follow(None)  # the task refers to its context, and that to the scope: a cycle
 
@@ -199,6 +194,6 @@ class ExecutionWithin(Execution):
                 for enter in self.within:
                     stack.enter_context(enter())
             except BaseException as error:  # the caller waits for an answer
-                self._sink.error(error)
+                self._sink.fail(self.request, error)
                 return
             super().__call__()

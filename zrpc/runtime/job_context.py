@@ -6,14 +6,11 @@ import contextvars
 import sys
 from collections.abc import Callable
 
-__all__ = ["run_in_copies"]
+__all__ = ["copies_of"]
 
 
-def run_in_copies(context: contextvars.Context) -> Callable[[Callable[[], None]], None]:
-    """Returns a function that runs jobs, each in a copy of ``context``.
-
-    It adds 0.2 µs to a job.
-    """
+def copies_of(context: contextvars.Context) -> Callable[[], contextvars.Context]:
+    """Returns a function that copies ``context``, for one job each. A copy takes 0.1 µs."""
     # A context of decimal arithmetic is changed in place, so copies of the variable would share it.
     decimal = sys.modules.get("decimal")
     shared = [
@@ -21,14 +18,13 @@ def run_in_copies(context: contextvars.Context) -> Callable[[Callable[[], None]]
         for variable, value in context.items()
         if decimal is not None and isinstance(value, decimal.Context)
     ]
+    if not shared:
+        return context.copy
 
-    def run(job: Callable[[], None]) -> None:
-        context.copy().run(job)
-
-    def run_with_copies(job: Callable[[], None]) -> None:
-        copy = context.copy()
+    def copy() -> contextvars.Context:
+        made = context.copy()
         for variable, value in shared:
-            copy.run(variable.set, value.copy())
-        copy.run(job)
+            made.run(variable.set, value.copy())
+        return made
 
-    return run_with_copies if shared else run
+    return copy

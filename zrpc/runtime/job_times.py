@@ -24,6 +24,10 @@ _WEIGHT_OF_LAST = 0.1
 class JobTimes:
     """The moving average of how long jobs run. A lost update does no harm, so it needs no lock.
 
+    Attributes:
+        quick: whether jobs take so little time that running them side by side does not pay.
+        short: whether handing a job to another thread costs more than it gains.
+
     Example:
         >>> times = JobTimes()
         >>> times.quick, times.short
@@ -37,20 +41,11 @@ class JobTimes:
         (False, False)
     """
 
-    __slots__ = ("_average_seconds",)
+    __slots__ = ("_average_seconds", "quick", "short")
 
     def __init__(self) -> None:
         self._average_seconds = 0.0
-
-    @property
-    def quick(self) -> bool:
-        """Whether jobs take so little time that running them side by side does not pay."""
-        return self._average_seconds <= QUICK_JOB_SECONDS
-
-    @property
-    def short(self) -> bool:
-        """Whether handing a job to another thread costs more than it gains."""
-        return self._average_seconds <= _SHORT_JOB_SECONDS
+        self.quick = self.short = True
 
     def overran(self) -> None:
         """Records that a job has kept the thread that receives for too long.
@@ -59,8 +54,11 @@ class JobTimes:
         least, until the average says otherwise.
         """
         self._average_seconds = _MAX_COUNTED_SECONDS
+        self.quick = self.short = False
 
     def took(self, seconds: float) -> None:
         """Records for how many seconds a job ran."""
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
-        self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST
+        average = self._average_seconds + (counted - self._average_seconds) * _WEIGHT_OF_LAST
+        self._average_seconds = average
+        self.quick, self.short = average <= QUICK_JOB_SECONDS, average <= _SHORT_JOB_SECONDS

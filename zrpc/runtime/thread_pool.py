@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, uninterrupted
-from zrpc.runtime.job_context import run_in_copies
+from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.thread_errors import printing_errors
@@ -175,7 +175,7 @@ class HandlerPool:
         self._size = size
         self._name = name
         self._context = context or contextvars.Context()
-        self._run_in_copy = run_in_copies(self._context)
+        self._copy_of_context = copies_of(self._context)
         # The lock guards everything below. It is held for a few instructions at a time, and no
         # other lock is taken while it is held.
         self._lock = threading.Lock()
@@ -262,7 +262,7 @@ class HandlerPool:
         try:
             while following is not None:
                 self._do(following)
-                following = self._next_of_guest(end)
+                following = self._next_of_guest(end) if self._backlog else None
         finally:
             _thread.pool = None
             with self._lock:
@@ -272,7 +272,7 @@ class HandlerPool:
                     self._start_next()
 
     def _next_of_guest(self, end: float) -> Job | None:
-        if not self._backlog or time.perf_counter() > end:
+        if time.perf_counter() > end:
             return None
         with self._lock:
             if self._backlog and self._running <= self._size and not self._closed:
@@ -385,7 +385,7 @@ class HandlerPool:
         _thread.begun = time.perf_counter()
         generation = forks.generation
         try:
-            self._run_in_copy(job)
+            self._copy_of_context().run(job)
         except BaseException:
             with printing_errors():
                 logger.exception("A job of %s failed; its thread goes on", self._name)

@@ -165,7 +165,7 @@ class RRefService(Service, MessageHooks):
                 self.references.add(rref_id, fork_id, request.sender)
             value.begun = True
         self.settle_references()
-        sink = ValueSink(self.agent.callee, request, value)
+        sink = ValueSink(self.agent.callee, value)
         if subject:
             self._run_method(request, self._find_value(subject[0]), sink)
         else:
@@ -189,7 +189,7 @@ class RRefService(Service, MessageHooks):
 
     def _on_method(self, request: Message) -> None:
         value = self._find_value(*request.attachment(Tag.SUBJECT))
-        self._run_method(request, value, self.agent.callee.sink_for(request))
+        self._run_method(request, value, self.agent.callee)
 
     def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
         scope = self.agent.callee.accept(request)

@@ -128,25 +128,24 @@ class ValueSink:
     """Keeps the outcome of an execution as a value here, and answers the caller without it."""
 
     _callee: Callee
-    request: Message
     _value: OwnedValue
 
-    def defer(self) -> None:
+    def defer(self, request: Message) -> None:
         """Notes that the outcome comes later."""
-        self._callee.sink_for(self.request).defer()
+        self._callee.defer(request)
 
-    def value(self, value: Any) -> None:
+    def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
-        self._callee.count(self.request)  # before anyone has the value
+        self._callee.count(request)  # before anyone has the value
         self._value.set(value)
-        self._callee.answer(self.request, None)
+        self._callee.answer(request, None)
 
-    def error(self, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException) -> None:
         """Takes what the function has raised."""
         try:
             self._callee.report_failure(error)
         finally:  # also if it can't be logged
-            self._callee.count(self.request, error)
-            called = self.request.scope.function is not None
+            self._callee.count(request, error)
+            called = request.scope.function is not None
             self._value.set(error=raised_by_function(error) if called else error)
-            self._callee.answer(self.request, None)
+            self._callee.answer(request, None)
