@@ -49,7 +49,7 @@ def current_agent() -> Agent:
         NotInitializedError: there is none, or it has shut down.
     """
     agent = _current.get(None) or _default
-    if agent is None or agent.closed:
+    if agent is None or agent.outbox.closed:
         raise not_initialized()
     return agent
 

@@ -171,26 +171,24 @@ class PendingCalls:
             lost = call.peer in self._lost
             if not lost and (call.parent is None or call.parent.adopt(call)):
                 call.state = _SENDING
-                if size >= 0 and self.limit:
-                    self._take_room(call, size + OVERHEAD_BYTES, caller)
+                if size < 0 or not self.limit:
+                    return _SENDING
+                window = self._windows.get((call.peer, caller))
+                if window is None:
+                    window = self._windows[call.peer, caller] = Window(call.peer, caller)
+                size += OVERHEAD_BYTES
+                call.window, call.size = window, size
+                if not window.used or (window.used + size <= self.limit and not window.queue):
+                    window.used += size
+                else:
+                    call.state, call.room = _QUEUED, Room()
+                    window.queue.append(call)
                 return call.state
         if lost:
             self.settle(call.call_id, self._callees.died(call))
         else:
             self.cancel(call)
         return call.state
-
-    def _take_room(self, call: PendingCall, size: int, caller: Hashable) -> None:
-        """Gives a call room, or queues it; the lock is held."""
-        window = self._windows.get((call.peer, caller))
-        if window is None:
-            window = self._windows[call.peer, caller] = Window(call.peer, caller)
-        call.window, call.size = window, size
-        if not window.used or (window.used + size <= self.limit and not window.queue):
-            window.used += size
-        else:
-            call.state, call.room = _QUEUED, Room()
-            window.queue.append(call)
 
     def await_room(self, call: PendingCall) -> State:
         """Waits until a queued call has room or is settled, at most until its deadline.
