@@ -67,7 +67,7 @@ def interrupted(request: pytest.FixtureRequest) -> Iterator[Any]:
 
         def send() -> None:
             started.acquire()
-            wait = after
+            wait = after() and 0.0 if callable(after) else after
             while not arrived.wait(wait):
                 os.kill(os.getpid(), number)
                 wait = 3.0  # once more: pyzmq swallows what is raised while it frees a frame
@@ -145,7 +145,9 @@ def test_an_interrupted_call_is_cancelled(agents: Any, interrupted: Any) -> None
     """Nobody will ask for its outcome."""
     with agents[0].as_current(), Watched() as watched:
         sync_call(1)
-        assert interrupted(lambda _: rpc_sync("worker1", watched.watch), 0.02) == 0
+        assert (
+            interrupted(lambda _: rpc_sync("worker1", watched.watch), watched.entered.acquire) == 0
+        )
         assert watched.await_end() == [True]
         assert not stats().calls_in_flight
         sync_call(2)
