@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.runtime.pool_jobs import Jobs, MakePool, closed_gate, done
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.runtime import thread_pool
-from zrpc.runtime.thread_pool import in_pool, pass_gate
+from zrpc.runtime.thread_pool import HandlerPool, in_pool, pass_gate
 
 
 def test_jobs_run_in_order_in_threads_of_the_pool_which_are_reused(make_pool: MakePool) -> None:
@@ -140,11 +142,41 @@ def test_a_job_waits_if_no_thread_can_be_started(
         patch.setattr(thread_pool, "MAX_THREADS", 0)
         pool.submit(ran.set)
         others.submit(others.relieve)
-        others.relieve()
-        assert caplog.text.count("a call waits") == 3
+        for each in (pool, others):
+            each.relieve()
+        assert caplog.text.count("a call waits") == 2
         assert others.queued
         assert not ran.is_set()
         jobs.go.set()
         assert ran.wait(SOON)
     others.relieve()
     until(lambda: not others.active)
+
+
+class Submitting(logging.Handler):
+    """A program's log handler that makes calls, whose answers need a pool."""
+
+    def __init__(self, pool: HandlerPool) -> None:
+        super().__init__()
+        self.ran = threading.Event()
+        self._pool = pool
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pool.submit(self.ran.set)
+
+
+def test_a_log_handler_may_make_calls_when_the_system_refuses_a_thread(
+    make_pool: MakePool, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(2)
+    jobs.fill(pool, 1)
+    handler = Submitting(pool)
+    thread_pool.logger.addHandler(handler)
+    try:
+        monkeypatch.setattr(thread_pool, "MAX_THREADS", 0)
+        pool.submit(lambda: None)
+        start_all([pool.relieve], SOON)()
+        jobs.go.set()
+        assert handler.ran.wait(SOON)
+    finally:
+        thread_pool.logger.removeHandler(handler)

@@ -87,7 +87,7 @@ class LeaderFollower:
         self._turn = turn
         self._interrupt = interrupt
         self._threads = [ContextThread(context, f"{name}-{i}", self._serve, (i,)) for i in range(2)]
-        # Guards everything below, except where noted and the job, which only the leader touches.
+        # Guards what follows, up to the gates.
         self._lock = threading.Lock()
         self._leader = 0
         self._stopping = False
@@ -102,16 +102,19 @@ class LeaderFollower:
         self._gates = [threading.Lock(), threading.Lock()]
         for gate in self._gates:
             gate.acquire()
+        # Only the leader writes what follows, without a lock: its job, with the times of that
+        # job's pool; its ident while it is in a turn; and when its next rest ends.
         self._job: Callable[[], None] | None = None
-        self._job_times: JobTimes | None = None  # of the pool of the latest job
-        self._turn_ident = 0  # the ident of the leader while it is in a turn
-        # Held by the thread that receives.
-        self._seat = threading.Lock()
-        self._sitter_ident = 0  # the ident of another thread while it holds the seat
+        self._job_times: JobTimes | None = None
+        self._turn_ident = 0
         self.receiving = False
-        self._sit_count = 0  # times that other threads took the seat; guarded by the seat
         self._rest_until = 0.0
         self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
+        # Held by the thread that receives. Another thread than the leader writes these two while it
+        # holds the seat: its ident, and how often others took the seat.
+        self._seat = threading.Lock()
+        self._sitter_ident = 0
+        self._sit_count = 0
         # Opened to end the leader's rest.
         self._rest_gate = threading.Lock()
         self._rest_gate.acquire()

@@ -176,8 +176,9 @@ class HandlerPool:
         self._name = name
         self._context = context or contextvars.Context()
         self._copy_of_context = copies_of(self._context)
-        # The lock guards everything below. It is held for a few instructions at a time, and no
-        # other lock is taken while it is held.
+        # The lock guards everything below. It is held for a few instructions at a time, or while a
+        # thread starts, and no other lock is taken while it is held. So nothing is logged then: the
+        # program's log handlers may make calls.
         self._lock = threading.Lock()
         self._backlog: deque[Job] = deque()
         self._threads: set[_PoolThread] = set()
@@ -186,6 +187,7 @@ class HandlerPool:
         self._running = 0  # threads with a job, without those in pass_gate()
         self._closed = False
         self._numbers = itertools.count()
+        self._refusal: RuntimeError | None = None  # of the system to start a thread, until reported
         # For relieve(), which only the agent's leader calls.
         self.begun = 0
         self._begun_before = -1
@@ -288,6 +290,8 @@ class HandlerPool:
     def relieve(self) -> None:
         """Starts threads in place of those that wait unseen, and one that the system has refused.
 
+        Reports that the system refuses a thread.
+
         Must be called periodically. If jobs are queued and none was begun since the last call,
         every thread that used no processor time since then is assumed to be waiting.
         """
@@ -307,6 +311,10 @@ class HandlerPool:
             count = max(waiting, self._running < self._size)
             for _ in range(min(count, len(self._backlog))):
                 self._start_next()
+            refusal, self._refusal = self._refusal, None
+        if refusal is not None:
+            text = "Can't start another thread for %s; a call waits"
+            logger.error(text, self._name, exc_info=refusal)
 
     def _at_work(self) -> set[int]:
         """Returns the idents of the threads that have a job; the lock is held."""
@@ -364,12 +372,12 @@ class HandlerPool:
                 raise RuntimeError(f"there are {MAX_THREADS} threads already")
             self._threads.add(thread)
             thread.start()
-        except RuntimeError:
-            # The system refuses another thread: the job waits until one is free.
+        except RuntimeError as error:
+            # The system refuses another thread: the job waits until one is free. See `relieve`.
             self._threads.discard(thread)
             self._running -= 1
             self._backlog.appendleft(job)
-            logger.exception("Can't start another thread for %s; a call waits", self._name)
+            self._refusal = error
 
     def _run(self, thread: _PoolThread) -> None:
         """The life of one thread."""
