@@ -18,23 +18,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import until as until_soon
+from tests.support.waiting import until
 from tests.support.warm import buffered, warm_commands
 from zrpc.launch.starter import Starter
 
 DEADLINE = 30.0
+Write = Callable[..., str]
+Start = Callable[..., "Launched"]
 _MARK = "ZRPC_TEST_MARK"
 _PLAIN = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "NO_COLOR", "ZRPC_START_METHOD", "RANK")
-_DRIVER = """\
+DRIVER = """\
 import json, sys
 from zrpc.launch import Job, launch
 sys.exit(launch(Job(**json.loads(sys.argv[1]))))
 """
-
-
-@pytest.fixture
-def until() -> Callable[..., Any]:
-    return until_soon
 
 
 class Marked:
@@ -66,7 +63,7 @@ def marked() -> Iterator[Marked]:
     yield mark
     left: list[int] = []
     try:
-        until_soon(lambda: not mark.pids(), "no process is left", within=5.0)
+        until(lambda: not mark.pids(), "no process is left", within=5.0)
     finally:
         left = mark.pids()
         for pid in left:
@@ -108,6 +105,16 @@ class Launched:
             self._seen += data
         return self._seen.decode()
 
+    def ready(self, count: int = 1) -> None:
+        """Waits until each of the first workers has printed that it is ready."""
+        for rank in range(count):
+            self.read_until(f"[{rank}] ready\n")
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """Sends a signal; returns what `finish` does."""
+        self.process.send_signal(number)
+        return self.finish()
+
     def finish(self) -> tuple[int, str, str]:
         """Returns the exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=DEADLINE)
@@ -124,7 +131,7 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """
     started: list[Launched] = []
     driver = tmp_path / "driver.py"
-    driver.write_text(_DRIVER)
+    driver.write_text(DRIVER)
 
     def start(
         target: str, *, popen: dict[str, Any] | None = None, environ: Any = (), **job: Any

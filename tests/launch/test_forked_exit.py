@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Write
 from zrpc.launch import Starter, Task
 
 pytestmark = pytest.mark.system
 
 DEADLINE = 30.0
-Write = Callable[..., str]
 # What a C++ library does for the destructor of a static object.
 LIBRARY = """
 import ctypes

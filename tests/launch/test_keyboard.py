@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.terminal import TerminalProgram
+from tests.support.waiting import until
 
 _DRIVER = """\
 import sys
@@ -158,7 +159,7 @@ def test_nobody_is_told_to_continue_a_launch_that_is_in_the_foreground_again(she
 
 
 def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
-    shell: Shell, tmp_path: Path, until: Callable[..., Any]
+    shell: Shell, tmp_path: Path
 ) -> None:
     def states() -> set[str]:
         pids = (tmp_path / "pids").read_text().split()
@@ -186,7 +187,7 @@ def test_ctrl_d_ends_the_input(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
-def test_a_password_is_not_shown(shell: Shell, until: Callable[..., Any], ends: str) -> None:
+def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
     shell.launch("password")
     shell.read_until("[0] asks\r\n")
     until(lambda: not shell.echoes(), "the echo is off")
@@ -200,7 +201,7 @@ def test_a_password_is_not_shown(shell: Shell, until: Callable[..., Any], ends: 
     assert "sec" not in shell.seen.replace("/sec", "")
 
 
-def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell, until: Callable[..., Any]) -> None:
+def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
     shell.launch("letter")
     shell.read_until("[0] asks\r\n")
     until(lambda: not shell.echoes(), "the terminal is in the mode for letters")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pty
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import DRIVER, Start, Write
+from tests.support.terminal import TerminalProgram
+from tests.support.waiting import until
 from zrpc.launch import Job, LaunchError, launch
 
-Write = Callable[..., str]
-Start = Callable[..., Any]
-
+ELASTIC = {"elastic": True}
 # A worker that prints that it is ready, and then waits for a signal.
 WAIT = """
     import signal, sys, time
@@ -26,17 +26,6 @@ WAIT = """
     print("ready")
     time.sleep(1000)
     """
-
-
-def all_ready(launched: Any, count: int) -> None:
-    for rank in range(count):
-        launched.read_until(f"[{rank}] ready\n")
-
-
-def test_module_runs_as_main(start: Start, write: Write, tmp_path: Path) -> None:
-    write("import sys; print(__name__, sys.argv[1:])", "pack/tool.py")
-    launched = start("pack.tool", argv=["-m"], module=True, popen={"cwd": tmp_path})
-    assert launched.finish() == (0, "[0] __main__ ['-m']\n", "")
 
 
 def test_lines_stay_whole_and_on_their_stream(start: Start, write: Write) -> None:
@@ -59,16 +48,6 @@ def test_lines_stay_whole_and_on_their_stream(start: Start, write: Write) -> Non
 def test_any_bytes_are_shown_and_so_is_a_last_line_without_end(start: Start, write: Write) -> None:
     script = write("import sys; sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\nlast')")
     assert start(script).finish() == (0, "[0] a\udcff\0b\n[0] \n[0] last\n", "")
-
-
-@pytest.mark.system
-def test_line_is_shown_as_soon_as_it_is_written(start: Start, write: Write) -> None:
-    launched = start(
-        write("print('now'); input(); print('then')"), popen={"stdin": subprocess.PIPE}
-    )
-    launched.read_until("[0] now\n")
-    launched.process.stdin.write(b"\n")
-    assert launched.finish() == (0, "[0] now\n[0] then\n", "")
 
 
 @pytest.mark.system
@@ -136,25 +115,6 @@ def test_failure_stops_the_others_and_is_reported_last(
         assert last.endswith(":\nlast words\n")
 
 
-@pytest.mark.system
-def test_worker_that_ignores_the_request_to_stop_is_killed(start: Start, write: Write) -> None:
-    before = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    waits = write(WAIT.format(before=before), "waits.py")
-    script = write(
-        f"""
-        import os, runpy, sys, time
-        if os.environ["RANK"] == "0":
-            input()
-            sys.exit(5)
-        runpy.run_path({waits!r}, run_name="__main__")
-        """
-    )
-    launched = start(script, nprocs=2, grace=0.2, popen={"stdin": subprocess.PIPE})
-    launched.read_until("[1] ready\n")
-    launched.process.stdin.write(b"\n")
-    assert launched.finish()[0] == 5
-
-
 def test_worker_has_time_to_clean_up(start: Start, write: Write) -> None:
     before = """
     import atexit
@@ -197,9 +157,8 @@ def test_worker_that_exits_early_with_0_stops_no_other(
 )
 def test_signal_stops_all(start: Start, write: Write, number: signal.Signals, code: int) -> None:
     launched = start(write(WAIT.format(before="")), nprocs=2)
-    all_ready(launched, 2)
-    launched.process.send_signal(number)
-    found, _, err = launched.finish()
+    launched.ready(2)
+    found, _, err = launched.stop(number)
     assert found == code
     assert f"zrpc launch: got {number.name}; stopping 2 workers\n" in err
     assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
@@ -220,9 +179,8 @@ def test_worker_that_handles_the_interrupt_gets_only_one(start: Start, write: Wr
         """
     )
     launched = start(script, nprocs=2)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGINT)
-    code, out, _ = launched.finish()
+    launched.ready(2)
+    code, out, _ = launched.stop(signal.SIGINT)
     assert (code, out.count("got 1\n")) == (130, 2)
 
 
@@ -231,18 +189,16 @@ IGNORE = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)"
 
 def test_workers_that_ignore_an_interrupt_are_killed(start: Start, write: Write) -> None:
     launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=0.2)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.finish()[0] == 130
+    launched.ready(2)
+    assert launched.stop(signal.SIGINT)[0] == 130
 
 
 def test_second_interrupt_kills_at_once(start: Start, write: Write) -> None:
     launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=1000)
-    all_ready(launched, 2)
+    launched.ready(2)
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.5)  # a signal that comes sooner counts as an echo of the first
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.finish()[0] == 130
+    assert launched.stop(signal.SIGINT)[0] == 130
 
 
 def test_interrupt_reaches_processes_that_a_worker_has_started(start: Start, write: Write) -> None:
@@ -255,13 +211,12 @@ def test_interrupt_reaches_processes_that_a_worker_has_started(start: Start, wri
     )
     launched = start(script, grace=1000)
     launched.read_until("[0] ready\n")
-    launched.process.send_signal(signal.SIGINT)
-    code, _, err = launched.finish()
+    code, _, err = launched.stop(signal.SIGINT)
     assert (code, err.count("KeyboardInterrupt")) == (130, 2)
 
 
 def test_no_process_is_left_when_the_launcher_is_killed(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any]
+    start: Start, write: Write, marked: Any
 ) -> None:
     before = f"""
     import os, subprocess
@@ -270,7 +225,7 @@ def test_no_process_is_left_when_the_launcher_is_killed(
     print(os.environ["ZRPC_RUNTIME_DIR"])
     """
     launched = start(write(WAIT.format(before=before)), nprocs=3)
-    all_ready(launched, 3)
+    launched.ready(3)
     directory = launched.read_until("zrpc-").splitlines()[0].split()[1]
     assert os.path.isdir(directory)
     assert len(marked.pids()) == 8  # launcher, fork server, workers and their children
@@ -310,7 +265,7 @@ def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write
     [("done", "spawn"), ("failure", "fork"), ("signal", "spawn"), ("timeout", "fork")],
 )
 def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any], method: str, stop: str
+    start: Start, write: Write, marked: Any, method: str, stop: str
 ) -> None:
     script = write(
         """
@@ -344,49 +299,24 @@ def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
         pass  # it exits at the end of this file
 
 
-class Terminal:
-    """A launcher in the foreground of a terminal."""
-
-    def __init__(self, start: Start, *args: Any, **job: Any) -> None:
-        self.end, slave = pty.openpty()
-
-        def take_terminal() -> None:
-            os.setsid()
-            import fcntl
-            import termios
-
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        popen = {"stdin": slave, "stdout": slave, "preexec_fn": take_terminal}
-        self.launched = start(*args, popen=popen, **job)
-        os.close(slave)
-        self.seen = b""
-
-    def read_until(self, text: bytes) -> None:
-        deadline = time.monotonic() + 30
-        while text not in self.seen:
-            ready = select.select([self.end], [], [], max(0.0, deadline - time.monotonic()))[0]
-            assert ready, self.seen
-            self.seen += os.read(self.end, 65536)
-
-
-@pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("plain", [False, True])
 def test_terminal_shows_colours_and_sends_one_interrupt(
-    start: Start, write: Write, plain: dict[str, str]
+    start: Start, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    script = WAIT.format(before="print('\\x1b[31mred')")
-    environ = {"TERM": "xterm", **plain}
-    terminal = Terminal(start, write(script), nprocs=2, grace=1000, environ=environ)
-    rank = b"[1] " if plain else b"\x1b[33m[1]\x1b[0m "
-    terminal.read_until(rank + b"ready\r\n")
-    terminal.read_until(b"[0]" + (b"" if plain else b"\x1b[0m") + b" ready\r\n")
-    assert rank + b"\x1b[31mred" + (b"" if plain else b"\x1b[0m") + b"\r\n" in terminal.seen
-    os.write(terminal.end, b"\x03")
-    _, err = terminal.launched.process.communicate(timeout=30)
-    os.close(terminal.end)
-    assert terminal.launched.process.returncode == 130
-    assert err.count(b"KeyboardInterrupt") == 2
-    assert b"\x1b" not in err  # standard error is not a terminal
+    monkeypatch.setenv("NO_COLOR", "1" * plain)
+    job = {"target": write(WAIT.format(before="print('\\x1b[31mred')")), "nprocs": 2, "preload": ()}
+    code = "import os; os.dup2(os.open('err', os.O_WRONLY | os.O_CREAT), 2)\n" + DRIVER
+    terminal = TerminalProgram(["-c", code, json.dumps(job)], tmp_path, cold=True)
+    begin, end = ("", "") if plain else ("\x1b[33m", "\x1b[0m")
+    terminal.await_text(f"{begin}[1]{end} ready\r\n")
+    terminal.await_text(f"[0]{end} ready\r\n")
+    assert f"{begin}[1]{end} \x1b[31mred{end}\r\n" in terminal.seen
+    terminal.type("\x03")
+    assert terminal.finish() == 130
+    terminal.close()
+    err = (tmp_path / "err").read_text()
+    assert err.count("KeyboardInterrupt") == 2
+    assert "\x1b" not in err  # standard error is not a terminal
 
 
 @pytest.mark.parametrize(
@@ -394,25 +324,28 @@ def test_terminal_shows_colours_and_sends_one_interrupt(
     [
         ({"nprocs": 0}, "expected at least 1 worker, but got nprocs=0"),
         ({"timeout": 0}, "expected a timeout above 0"),
-        ({"grace": -1.0}, "expected a grace period of 0 or more seconds, but got -1"),
         ({"grace": float("nan")}, "expected a grace period of 0 or more seconds"),
-        ({"name_prefix": "a b"}, "expected a name prefix of at most 120 letters"),
-        ({"env": {"RANK": "1"}}, "RANK can't be set"),
-        ({"env": {"ZRPC_SECRET": "x"}}, "ZRPC_SECRET can't be set here: all users"),
-        ({"target": "no.py"}, "there is no script 'no.py' in /"),
+        ({"max_restarts": -1}, "0 or more restarts, but got -1"),
+        ({"listen": "h:1"}, "are for an elastic mesh"),
+        ({"join": "h:1"}, "are for an elastic mesh"),
+        ({**ELASTIC, "listen": "h:1", "join": "h:1"}, "expected --listen or --join, but got both"),
+        ({**ELASTIC, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
+        ({**ELASTIC, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),
         ({"log_dir": "/dev/null/logs"}, "the log directory /dev/null/logs can't be created: Not a"),
         ({"start_method": "thread"}, "expected one of"),
     ],
 )
-def test_bad_jobs_are_refused(write: Write, job: dict[str, Any], error: str) -> None:
+def test_bad_jobs_are_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], error: str
+) -> None:
     """Before any process is started."""
+    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises((ValueError, FileNotFoundError, LaunchError), match=error):
         launch(Job(**{"target": write(""), **job}))
 
 
-def test_output_that_is_read_late_is_complete(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any]
-) -> None:
+def test_output_that_is_read_late_is_complete(start: Start, write: Write, marked: Any) -> None:
     # A pipe holds 64 KiB: some of this is still in the launcher's pipe when the worker has exited.
     script = write("print('x' * 99 + '\\n' + 'y' * 1000 * 100)")
     launched = start(script)
@@ -424,7 +357,7 @@ def test_output_that_is_read_late_is_complete(
 
 @pytest.mark.parametrize("stop", ["signal", "timeout"])
 def test_workers_are_stopped_although_nobody_reads_the_output(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any], stop: str
+    start: Start, write: Write, marked: Any, stop: str
 ) -> None:
     script = write("while True: print('x' * 1000)")
     launched = start(script, nprocs=2, **({"timeout": 2.0} if stop == "timeout" else {}))

@@ -6,17 +6,16 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Write
 from zrpc.launch import Starter, Task
 from zrpc.launch.interpreter import interpreter_options
 
 DEADLINE = 30.0
-Write = Callable[..., str]
 
 SCRIPTS = {
     "main module": """

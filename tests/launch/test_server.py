@@ -7,18 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Write
+from tests.support.waiting import until
 from zrpc.launch import LaunchError, ServerDied, Starter, Task, starter
 from zrpc.launch.channel import Channel
 
 DEADLINE = 30.0
-Write = Callable[..., str]
-Until = Callable[..., Any]
 
 
 def with_path(env: Any, directory: Path) -> dict[str, str]:
@@ -120,7 +119,7 @@ def test_interpreter_that_exits_at_once_is_an_error(monkeypatch: pytest.MonkeyPa
         Starter().start()
 
 
-def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) -> None:
+def test_many_unread_exits_do_not_block_the_server(marked: Any) -> None:
     with Starter(preload=[], env=marked.env) as server:
         pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
         until(lambda: len(marked.pids()) == 1, "all children have ended")
@@ -174,7 +173,7 @@ def test_module_beside_the_script_wins_over_a_preloaded_one(
     assert "queue beside the program hides a preloaded module" in notice
 
 
-def test_children_die_with_the_server(marked: Any, until: Until) -> None:
+def test_children_die_with_the_server(marked: Any) -> None:
     with Starter(preload=[], env=marked.env) as server:
         server.spawn(Task.function("time:sleep", 1000))
         path = server.make_directory()
@@ -188,7 +187,7 @@ def test_children_die_with_the_server(marked: Any, until: Until) -> None:
 
 
 def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
-    write: Write, tmp_path: Path, marked: Any, until: Until
+    write: Write, tmp_path: Path, marked: Any
 ) -> None:
     write(
         """

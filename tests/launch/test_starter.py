@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Write
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.launch.starter import start_method
 
 DEADLINE = 30.0
-Write = Callable[..., str]
 
 
 def run(starter: Starter, task: Task, tmp_path: Path, **options: Any) -> tuple[int, str]:

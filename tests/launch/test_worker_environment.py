@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-Write = Callable[..., str]
-Start = Callable[..., Any]
+from tests.launch.conftest import Start, Write
 
 SHOW = """
     import json, os, sys
