@@ -47,12 +47,8 @@ class Console:
             lines = [line + _RESET if b"\x1b[" in line else line for line in lines]
         self._write(error, b"".join(prefix + line + b"\n" for line in lines))
 
-    def notice(self, text: str) -> None:
-        """Writes lines of the launcher itself, without a rank, to standard error."""
-        self._write(True, (text + "\n").encode(errors="backslashreplace"))
-
-    def write_raw(self, lines: Sequence[bytes]) -> None:
-        """Writes lines to standard error unchanged."""
+    def notice(self, *lines: bytes) -> None:
+        """Writes lines without a rank to standard error."""
         self._write(True, b"".join(line + b"\n" for line in lines))
 
     def _write(self, error: bool, data: bytes) -> None:

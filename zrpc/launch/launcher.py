@@ -406,5 +406,4 @@ class _Run:
         lines = self._output.error_tail(worker.rank)
         tail = "its standard error ends with:" if lines else "it wrote nothing to standard error"
         head = f"rank {worker.rank} (pid {worker.pid}) failed first, with {worker.describe_end()}"
-        self._console.notice(f"\nzrpc launch: {head}; {tail}")
-        self._console.write_raw(lines)
+        self._console.notice(b"", f"zrpc launch: {head}; {tail}".encode(), *lines)

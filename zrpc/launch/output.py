@@ -171,14 +171,15 @@ class _Stream:
         try:
             self._log.write(data)
         except OSError as error:  # a full disk must not stop the training
-            self._console.notice(f"zrpc launch: {self._log.name}: {error}; no longer kept")
+            text = f"zrpc launch: {self._log.name}: {error}; no longer kept"
+            self._console.notice(text.encode(errors="backslashreplace"))
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
 
     def _show(self, lines: list[bytes]) -> None:
         if self.rank is None:
-            self._console.write_raw(lines)
+            self._console.notice(*lines)
             return
         if self.error:
             self.tail.extend(lines)
