@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ class _DataFile(click.Path):
     """A file; refuses, before minutes of work, one that could not be written afterwards."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        path = Path(super().convert(value, param, ctx))
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if path.exists():  # click has checked that it is writable
             return path
         directory = path.absolute().parent

@@ -122,40 +122,27 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
 
 
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
-    shell.launch("input", count=2)
-    shell.read_until("[0] reads True\r\n")
-    shell.type("first\n")
-    shell.read_until("[0] got 'first'\r\n")
-    shell.type("\x1a")
-    shell.read_until("Stopped")
-    shell.read_until("prompt> ")
-    shell.type("echo susp''ended; bg\n")
-    shell.read_until("suspended\r\n")
-    shell.read_until("reads.py input 2 &\r\n")
-    shell.type("echo contin''ued\n")
-    shell.read_until("continued\r\n")
-    shell.type("fg\n")
-    shell.read_until("reads.py input 2\r\n")
-    shell.type("second\n")
-    shell.read_until("[0] got 'second'\r\n")
-    shell.exit()
-
-
-def test_nobody_is_told_to_continue_a_launch_that_is_in_the_foreground_again(shell: Shell) -> None:
     shell.launch("input", count=3)
     shell.read_until("[0] reads True\r\n")
-    for word in ("one", "two"):
+    for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):
         shell.type(f"{word}\n")
         shell.read_until(f"[0] got '{word}'\r\n")
+        if not command:
+            break
         shell.type("\x1a")
         shell.read_until("Stopped")
         shell.read_until("prompt> ")
-        shell.type("sleep 0.3; fg\n")  # the launcher looks at the terminal every 0.1 s
+        shell.type(f"echo susp''ended; {command}\n")
+        shell.read_until("suspended\r\n")
+        if command == "bg":
+            # Back in the foreground, it had not asked for that: it looks every 0.1 s.
+            assert "continue this by fg" not in shell.seen
+            shell.read_until("reads.py input 3 &\r\n")
+            shell.type("echo contin''ued\n")
+            shell.read_until("continued\r\n")
+        shell.type("fg\n")
         shell.read_until("reads.py input 3\r\n")
-    shell.type("three\n")
-    shell.read_until("[0] got 'three'\r\n")
     shell.exit()
-    assert "continue this by fg" not in shell.seen
 
 
 def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(

@@ -28,23 +28,6 @@ WAIT = """
     """
 
 
-def test_lines_stay_whole_and_on_their_stream(start: Start, write: Write) -> None:
-    script = write(
-        """
-        import os, sys
-        rank = os.environ["RANK"]
-        for i in range(300):
-            sys.stdout.write(rank * 50); sys.stdout.write(rank * 50 + "\\n")
-            sys.stderr.write(rank * 70 + "\\n")
-        """
-    )
-    code, out, err = start(script, nprocs=4).finish()
-    assert code == 0
-    for text, width in ((out, 100), (err, 70)):
-        expected = sorted(f"[{rank}] {str(rank) * width}" for rank in range(4) for _ in range(300))
-        assert sorted(text.splitlines()) == expected
-
-
 def test_any_bytes_are_shown_and_so_is_a_last_line_without_end(start: Start, write: Write) -> None:
     script = write("import sys; sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\nlast')")
     assert start(script).finish() == (0, "[0] a\udcff\0b\n[0] \n[0] last\n", "")
@@ -187,32 +170,12 @@ def test_worker_that_handles_the_interrupt_gets_only_one(start: Start, write: Wr
 IGNORE = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)"
 
 
-def test_workers_that_ignore_an_interrupt_are_killed(start: Start, write: Write) -> None:
-    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=0.2)
-    launched.ready(2)
-    assert launched.stop(signal.SIGINT)[0] == 130
-
-
 def test_second_interrupt_kills_at_once(start: Start, write: Write) -> None:
     launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=1000)
     launched.ready(2)
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.5)  # a signal that comes sooner counts as an echo of the first
     assert launched.stop(signal.SIGINT)[0] == 130
-
-
-def test_interrupt_reaches_processes_that_a_worker_has_started(start: Start, write: Write) -> None:
-    script = write(
-        """
-        import subprocess, sys
-        code = "import time; print('ready', flush=True); time.sleep(1000)"
-        sys.exit(subprocess.call([sys.executable, "-c", code]))
-        """
-    )
-    launched = start(script, grace=1000)
-    launched.read_until("[0] ready\n")
-    code, _, err = launched.stop(signal.SIGINT)
-    assert (code, err.count("KeyboardInterrupt")) == (130, 2)
 
 
 def test_no_process_is_left_when_the_launcher_is_killed(
@@ -343,16 +306,6 @@ def test_bad_jobs_are_refused(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises((ValueError, FileNotFoundError, LaunchError), match=error):
         launch(Job(**{"target": write(""), **job}))
-
-
-def test_output_that_is_read_late_is_complete(start: Start, write: Write, marked: Any) -> None:
-    # A pipe holds 64 KiB: some of this is still in the launcher's pipe when the worker has exited.
-    script = write("print('x' * 99 + '\\n' + 'y' * 1000 * 100)")
-    launched = start(script)
-    until(lambda: marked.pids() == [launched.process.pid], "only the launcher is left")
-    until(lambda: select.select([launched.process.stdout], [], [], 0)[0], "it has written")
-    code, out, _ = launched.finish()
-    assert (code, len(out)) == (0, 4 + 100 + 4 + 100_001)
 
 
 @pytest.mark.parametrize("stop", ["signal", "timeout"])

@@ -23,7 +23,6 @@ from zrpc.launch.channel import EXIT_RECORD
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
-from zrpc.launch.worker import EnvironmentTemplate
 from zrpc.membership.store_server import serve
 
 PRELOAD = list(DEFAULT_PRELOAD)
@@ -160,7 +159,8 @@ ELASTIC = """
 
     stop = threading.Event()
     rank = int(os.environ["RANK"])
-    assert "WORLD_SIZE" not in os.environ
+    assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_STORE_DIR"} & os.environ.keys()
+    assert os.environ["LOCAL_RANK"] == str(rank % 2)
     rpc.init_rpc(f"worker{rank}")
     print("in", rpc.get_worker_info())
     if rank == 0:
@@ -208,22 +208,19 @@ def test_parse_address() -> None:
             parse_address(text)
 
 
-def test_environment_of_a_worker_of_a_second_launch() -> None:
-    template = EnvironmentTemplate(2, "w", "host", 80, None, first_rank=4, elastic=True)
-    env = template.for_worker({}, 5, 0)
-    assert (env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
-    assert env["ZRPC_WORKER_NAME"] == "w5"
-    assert (
-        not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS", "ZRPC_STORE_DIR"} & env.keys()
-    )
-
-
-def test_store_process_exits_if_its_address_is_taken() -> None:
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("hosts", "text"), [(True, "zrpc launch: "), (False, r"within 0\.5 s, found nobody")]
+)
+def test_store_process_exits_if_its_address_is_taken_or_nobody_is_there_in_time(
+    monkeypatch: pytest.MonkeyPatch, free_port: int, hosts: bool, text: str
+) -> None:
+    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
     reading, writing = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
-        with pytest.raises(SystemExit, match="zrpc launch: "):
-            serve("127.0.0.1", taken.getsockname()[1], True, 1, writing)
+        port = taken.getsockname()[1] if hosts else free_port
+        with pytest.raises(SystemExit, match=text):
+            serve("127.0.0.1", port, hosts, 1, writing)
         os.close(writing)
         assert report.read() == b""
 
@@ -272,16 +269,3 @@ def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
 def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
     with pytest.raises(LaunchError, match=text):
         StoreStarter(b"").reserve(hosts)
-
-
-@pytest.mark.system
-def test_a_launch_that_joins_waits_for_the_store_as_long_as_workers_do(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
-) -> None:
-    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
-    reading, writing = os.pipe()
-    with open(reading, "rb") as report:
-        with pytest.raises(SystemExit, match=r"within 0\.5 s, found nobody"):
-            serve("127.0.0.1", free_port, False, 1, writing)
-        os.close(writing)
-        assert report.read() == b""

@@ -218,7 +218,9 @@ def test_a_program_that_only_imports_the_commands_keeps_its_signals(
         assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
 
 
-def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write: Write) -> None:
+def test_signals_are_forwarded_to_the_worker_processes_only_except_for_an_interrupt(
+    start: Start, write: Write
+) -> None:
     before = f"""
     {HANDLES}
     code = "import signal, time; print('child is ready', flush=True); time.sleep(1000)"
@@ -235,7 +237,8 @@ def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write:
     (server,) = children(launched.process.pid)
     for worker in children(server):
         assert [state_of(child) in "SR" for child in children(worker)] == [True]  # it lives
-    assert launched.stop()[0] == 143
+    code, _, err = launched.stop(signal.SIGINT)
+    assert (code, err.count("KeyboardInterrupt")) == (130, 4)  # of the children, too
 
 
 def test_sigalrm_stops_the_launch_as_sigterm_does(start: Start, write: Write) -> None:

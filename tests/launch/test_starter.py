@@ -137,15 +137,6 @@ def test_closing_kills_processes_and_what_they_started(
     os.close(reading)
 
 
-def test_directory_is_private_and_short_and_removed_at_the_end(starter: Starter) -> None:
-    path = starter.make_directory()
-    assert os.stat(path).st_mode & 0o777 == 0o700
-    assert len(path) < 64
-    Path(path, "socket").touch()
-    starter.close()
-    assert not os.path.exists(path)
-
-
 def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -> None:
     starter.close()
     starter.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launch.conftest import Start, Write
+from zrpc.launch.worker import base_environment
 
 SHOW = """
     import json, os, sys
@@ -153,25 +154,16 @@ def test_workers_share_a_secret_that_is_on_no_command_line(
 
 
 @pytest.mark.parametrize(
-    ("environ", "env", "secrets"),
+    ("nprocs", "environ", "extra"),
     [
-        ({"ZRPC_SECRET": "given" * 9}, {}, ["given" * 9, ""]),
-        ({"ZRPC_SECRET_FILE": "/a/file"}, {}, ["", "/a/file"]),
-        ({}, {"ZRPC_SECRET_FILE": "/a/file"}, ["", "/a/file"]),
+        (1, {"ZRPC_SECRET": "given" * 9}, {}),
+        (1, {"ZRPC_SECRET_FILE": "/a/file"}, {}),
+        (1, {}, {"ZRPC_SECRET_FILE": "/a/file"}),
+        (2, {"OMP_NUM_THREADS": "3", "ZRPC_SECRET_FILE": "/a/file"}, {}),
     ],
 )
-def test_a_given_secret_is_kept(
-    start: Start, write: Write, environ: dict[str, str], env: dict[str, str], secrets: list[str]
+def test_what_is_given_is_kept_and_the_threads_of_one_worker_are_not_limited(
+    monkeypatch: pytest.MonkeyPatch, nprocs: int, environ: dict[str, str], extra: dict[str, str]
 ) -> None:
-    out = start(write(SECRET), environ=environ, env=env).finish()[1]
-    assert shown_secrets(out)[0][:2] == secrets
-
-
-@pytest.mark.parametrize(
-    ("nprocs", "environ", "expected"), [(1, {}, None), (2, {"OMP_NUM_THREADS": "3"}, "3")]
-)
-def test_threads_are_not_limited_for_one_worker_or_if_a_number_is_set(
-    start: Start, write: Write, nprocs: int, environ: dict[str, str], expected: str | None
-) -> None:
-    _, out, _ = start(write(SHOW), nprocs=nprocs, environ=environ).finish()
-    assert [row[1]["OMP_NUM_THREADS"] for row in shown(out)] == [expected] * nprocs
+    monkeypatch.setattr("os.environ", environ)
+    assert base_environment(nprocs, extra) == {**environ, **extra}
