@@ -218,7 +218,7 @@ def test_a_program_that_only_imports_the_commands_keeps_its_signals(
         assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
 
 
-def test_signals_are_forwarded_to_the_worker_processes_only_except_for_an_interrupt(
+def test_only_an_interrupt_is_forwarded_to_the_children_of_workers_too(
     start: Start, write: Write
 ) -> None:
     before = f"""
