@@ -7,7 +7,7 @@ interpreter exits in its normal way.
 
 The requests after the first:
 
-    ("spawn", task, streams, passed)   fds: those for the streams (of 0 to 2), then those passed on
+    ("spawn", task, targets)           fds: one for each target, its number in the child
     ("signal", pid, number, group)
     ("directory",)
 """
@@ -189,11 +189,11 @@ class _Server:
         reply: tuple[Any, ...]
         try:
             match request:
-                case ("spawn", task, streams, passed):
+                case ("spawn", task, targets):
                     assert isinstance(task, Task)
                     if not self._forks:
-                        pid = self._start_interpreter(task, fds, streams, passed)
-                    elif (pid := self._fork(fds, streams, passed)) == 0:
+                        pid = self._start_interpreter(task, fds, targets)
+                    elif (pid := self._fork(fds, targets)) == 0:
                         return task
                     self._running.add(pid)
                     self._sessions.add(pid)
@@ -227,11 +227,11 @@ class _Server:
         os.kill(pid, number)
         return True
 
-    def _fork(self, fds: list[int], streams: list[int], passed: list[int]) -> int:
+    def _fork(self, fds: list[int], targets: list[int]) -> int:
         own = {self._channel.fileno(), self._exits.fileno(), self._selector.fileno(), *fds}
         own |= {*self._inbox.fds, self._owner_fd or -1}
-        for target in passed:
-            if target not in own and is_open(target):
+        for target in targets:
+            if target > 2 and target not in own and is_open(target):
                 raise OSError(
                     f"descriptor {target} can't be passed on under its own number, because a "
                     "preloaded module uses it in the server; pass a copy made by os.dup"
@@ -241,17 +241,15 @@ class _Server:
         with blocked():
             pid = os.fork()
             if pid == 0:
-                self._become_child(server, fds, [*streams, *passed])
+                self._become_child(server, fds, targets)
         if pid == 0:
             self._given.restore()
         return pid
 
-    def _start_interpreter(
-        self, task: Task, fds: list[int], streams: list[int], passed: list[int]
-    ) -> int:
+    def _start_interpreter(self, task: Task, fds: list[int], targets: list[int]) -> int:
         """Starts a child that shares nothing with this process."""
-        given = dict(zip(streams, fds, strict=False))
-        moved = dict(zip(fds[len(streams) :], passed, strict=True))
+        given = dict(zip(targets, fds, strict=True))
+        moved = {fd: target for target, fd in given.items() if target > 2}
         directory = self._directories[0] if self._directories else self._make_directory()
         with tempfile.TemporaryFile(dir=directory) as file:
             pickle.dump(task, file)
@@ -272,21 +270,17 @@ class _Server:
 
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
         try:
-            self._shed_server_state(server)
+            child.die_with_parent(server)
+            os.setsid()
+            self._inbox.__exit__()
+            for resource in (self._selector, self._channel, self._exits):
+                resource.close()
+            if self._owner_fd is not None:
+                os.close(self._owner_fd)
             move_descriptors(fds, targets)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # a child must never continue as a second server
-
-    def _shed_server_state(self, server: int) -> None:
-        """Drops the server's signal handlers and descriptors, in a new child."""
-        child.die_with_parent(server)
-        os.setsid()
-        self._inbox.__exit__()
-        for resource in (self._selector, self._channel, self._exits):
-            resource.close()
-        if self._owner_fd is not None:
-            os.close(self._owner_fd)
 
     def _kill_all(self) -> None:
         """Kills all descendants, then removes the directories."""

@@ -203,10 +203,10 @@ class Starter:
             )
         if task.cwd is not None and not os.path.isdir(task.cwd):
             raise LaunchError(f"expected a directory to work in, but got {task.cwd!r}")
-        streams = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
-        fds = [*streams.values(), *pass_fds]
+        targets = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
+        targets.update((fd, fd) for fd in pass_fds)
         with self._lock:
-            pid: int = self._ask(("spawn", task, list(streams), list(pass_fds)), fds)
+            pid: int = self._ask(("spawn", task, list(targets)), list(targets.values()))
             self._running.add(pid)
         return pid
 
