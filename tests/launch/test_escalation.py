@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from zrpc.launch.escalation import Escalation, Step, interrupt, kill, terminate
+from zrpc.launch.escalation import Escalation, interrupt, kill, terminate
 
 
 @pytest.mark.parametrize(
@@ -28,19 +28,14 @@ def test_interrupt_takes_three_steps_within_the_grace_period_and_then_stops_wait
 
 def test_steps_that_are_left_can_be_postponed() -> None:
     stop = Escalation(interrupt(30.0), now=0.0)
-    stop.due(now=1.0)
+    stop.due(now=0.0)
     stop.postpone(100.0)
     assert (stop.started_at, stop.next_at) == (100.0, 103.0)
 
 
-@pytest.mark.parametrize(
-    ("steps", "now", "numbers"),
-    [
-        (terminate(1.0), 5.0, [signal.SIGTERM, signal.SIGKILL]),
-        (kill(), 0.0, [signal.SIGKILL]),
-    ],
-)
-def test_missed_steps_are_taken_together(steps: list[Step], now: float, numbers: list[int]) -> None:
-    stop = Escalation(steps, now=0.0)
-    assert [step.number for step in stop.due(now)] == numbers
-    assert stop.due(now) == []
+def test_a_launcher_that_was_held_up_leaves_the_workers_their_time() -> None:
+    stop = Escalation(terminate(1.0), now=0.0)
+    for now, number in ((5.0, signal.SIGTERM), (100.0, signal.SIGKILL), (110.0, 0)):
+        assert [step.number for step in stop.due(now)] == [number]
+        assert stop.due(now + 0.5) == []
+    assert [step.number for step in Escalation(kill(), now=0.0).due(0.0)] == [signal.SIGKILL]

@@ -60,7 +60,7 @@ class Escalation:
         """Removes and returns the steps that are due."""
         taken = []
         while self._steps and self.next_at <= now:
-            self._last_at = self.next_at
+            self._last_at = now  # a launcher that was held up has sent nothing meanwhile
             taken.append(self._steps.popleft())
         return taken
 
