@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ import pytest
 
 from tests.support.waiting import until
 from tests.support.warm import buffered, warm_commands
-from zrpc.launch.starter import Starter
+from zrpc.launch import Starter, Task
 
 DEADLINE = 30.0
 Write = Callable[..., str]
@@ -150,6 +151,15 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             launched.process.kill()
         with contextlib.suppress(ValueError):
             launched.process.communicate(timeout=DEADLINE)
+
+
+def outcome(starter: Starter, task: Task, **options: Any) -> tuple[int, str]:
+    """Runs a task; returns its exit code and all of its output."""
+    with tempfile.TemporaryFile() as file:
+        pid = starter.spawn(task, stdout=file.fileno(), stderr=file.fileno(), **options)
+        code = starter.wait(pid, DEADLINE)
+        file.seek(0)
+        return code, file.read().decode()
 
 
 @pytest.fixture(params=["fork", "spawn"])
