@@ -108,21 +108,16 @@ def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(
     [
         (["no.py"], "there is no script 'no.py'"),
         (["/dev/stdin"], "expected a script that each worker can open, found '/dev/stdin'"),
-        ([], "Missing argument 'SCRIPT'"),
         (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
-        (["--nprocs", "two", "s.py"], "'two' is not a valid integer"),
         (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
         (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
         (["--env", "RANK=1", "s.py"], "RANK can't be set"),
         (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
         (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
         (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
-        (["--timeout", "inf", "s.py"], "expected a finite number, but got inf"),
         (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
-        (["--no-such-option", "s.py"], "No such option"),
         (["--grace", "-1", "s.py"], "Invalid value for '--grace': -1.0 is not in the range x>=0"),
         (["--grace", "inf", "s.py"], "Invalid value for '--grace': expected a finite number"),
-        (["--grace", "nan", "s.py"], "Invalid value for '--grace': "),
     ],
 )
 def test_bad_arguments_are_explained(
@@ -301,26 +296,14 @@ KILLED = """
     import os, pathlib, signal, time
     import zrpc
 
-    def killed():
-        with zrpc.span("the last thing"):
-            pass
-        # What is recorded is written soon after. Then this worker is killed, and so the launcher
-        # stops the caller too.
-        folder = pathlib.Path(os.environ["ZRPC_TRACE"])
-        for worker, what in ("worker0", "CallRecord"), ("worker1", "the last thing"):
-            (path,) = folder.glob(f"{worker}-*.running")
-            while what not in path.read_text():
-                time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     with zrpc.session() as worker:
-        if worker.rank == 0:
-            zrpc.rpc_sync("worker1", max, (1, 2))
-            try:
-                zrpc.rpc_sync("worker1", killed)
-            except zrpc.WorkerDied:
-                print("it died", flush=True)
-            zrpc.rpc_sync("worker2", min, (1, 2))
+        if worker.rank == 1:
+            with zrpc.span("the last thing"):
+                pass
+            [path] = pathlib.Path(os.environ["ZRPC_TRACE"]).glob("worker1-*.running")
+            while "the last thing" not in path.read_text():  # it is written soon after
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -355,12 +338,12 @@ def test_a_trace_for_which_the_disk_is_full(
 def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(dedent(KILLED))
     code, _, err = run(
-        *("launch", "-n", "3", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
+        *("launch", "-n", "2", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
     )
     assert code == 128 + 9, err
     workers, did = traced(tmp_path / "trace.json")
-    assert workers == {"worker0", "worker1", "worker2"}
-    assert {"rpc_sync#max(worker0 -> worker1)", "max", "the last thing"} <= did
+    assert workers == {"worker0", "worker1"}
+    assert "the last thing" in did
     missing = json.loads((tmp_path / "trace.json").read_text())["otherData"]["missing"]
     why = "worker1 (rank 1): it was killed, or runs on; what it did last is missing"
     assert why in missing

@@ -74,6 +74,11 @@ class Shell(TerminalProgram):
         command = [sys.executable, "driver.py", "reads.py", way, str(count)]
         self.type(f"{before} {shlex.join(command)} {after}\n")
 
+    def answer(self, text: str) -> None:
+        """Types a line for worker 0, which shows it."""
+        self.type(f"{text}\n")
+        self.read_until(f"[0] got '{text}'\r\n")
+
     def exit(self) -> None:
         self.read_until("prompt> ")
         self.type("exit\n")
@@ -96,8 +101,7 @@ def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
     shell.launch(way, count=2)
     shell.read_until("[0] reads True\r\n")
     for word in ("one", "two"):
-        shell.type(f"{word}\n")
-        shell.read_until(f"[0] got '{word}'\r\n")
+        shell.answer(word)
     shell.exit()
 
 
@@ -116,8 +120,7 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
     shell.read_until("for the shell\r\n")
     shell.type("fg\n")
     shell.read_until("reads.py input 1\r\n")
-    shell.type("for the worker\n")
-    shell.read_until("[0] got 'for the worker'\r\n")
+    shell.answer("for the worker")
     shell.exit()
 
 
@@ -125,8 +128,7 @@ def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> No
     shell.launch("input", count=3)
     shell.read_until("[0] reads True\r\n")
     for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):
-        shell.type(f"{word}\n")
-        shell.read_until(f"[0] got '{word}'\r\n")
+        shell.answer(word)
         if not command:
             break
         shell.type("\x1a")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 import pytest
 
@@ -86,41 +85,6 @@ def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) ->
     code, out, err = start(write(MEET), nprocs=2, preload=["torch", "zrpc.api"]).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
-
-
-# Starts the worker of another mesh, as with a launcher of its own.
-STARTS_ANOTHER = """
-    import os, socket, subprocess, sys
-    import zrpc
-
-    CHILD = "import zrpc; zrpc.init_rpc(); print(zrpc.get_worker_info()); zrpc.shutdown()"
-    zrpc.init_rpc()
-    if os.environ["RANK"] == "1":
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD],
-            env={**os.environ, **own, "ZRPC_INIT_TIMEOUT": "20"},
-            capture_output=True,
-            text=True,
-        )
-        print(zrpc.get_worker_info(), "and", done.stdout.strip() or done.stderr)
-    zrpc.shutdown()
-    """
-
-
-@pytest.mark.parametrize("job", [{}, {"max_restarts": 1}], ids=["fixed", "with restarts"])
-def test_worker_of_another_mesh_in_a_worker_is_not_taken_for_it(
-    start: Start, write: Write, job: dict[str, Any]
-) -> None:
-    launched = start(
-        write(STARTS_ANOTHER), nprocs=2, name_prefix="w", preload=["torch", "zrpc.api"], **job
-    )
-    code, out, err = launched.finish()
-    assert code == 0, err
-    assert out == ("[1] WorkerInfo(id=1, name=w1) and WorkerInfo(id=0, name=worker0)\n")
 
 
 # Looks for the secret on all command lines, also the launcher's and the fork server's.
