@@ -64,19 +64,21 @@ def test_full_disk_does_not_stop_the_output(shown: tuple[int, int], tmp_path: Pa
     assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
 
 
-def test_log_that_another_program_has_emptied_goes_on_at_its_start(
+def test_log_is_emptied_and_goes_on_at_its_start_if_another_program_empties_it(
     shown: tuple[int, int], tmp_path: Path
 ) -> None:
     """As logrotate's copytruncate does."""
     log = tmp_path / "rank0.out"
-    log.write_bytes(b"of an earlier launch\n")
+    for old in ("rank0.out", "rank0.1.out", "rank0.12.err"):
+        (tmp_path / old).write_bytes(b"of an earlier launch\n")
     worker = Worker(shown[1], log_dir=tmp_path)
     os.write(worker.out, b"first\n")
     until(lambda: log.read_bytes() == b"first\n", "the first line is kept")
     os.truncate(log, 0)
-    os.write(worker.out, b"second\n")
+    os.write(worker.out, b"second\r\n")
     worker.exit()
-    assert log.read_bytes() == b"second\n"
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert kept == {"rank0.out": b"second\r\n", "rank0.err": b""}
 
 
 @pytest.mark.system
