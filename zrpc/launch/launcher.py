@@ -201,7 +201,6 @@ def launch(job: Job) -> int:
         run.start(address)
         code = run.watch()
         starter.close()
-        output.finish()
         output.drain(_DRAIN_SECONDS, cancelled=lambda: inbox.has(STOPS))
         run.report()
     return code

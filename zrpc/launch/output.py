@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import socket
 import threading
 import time
 from collections import deque
@@ -42,9 +43,9 @@ class Output:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
-        self._notices = -1  # the pipe of notices, which are shown as a stream is
-        # Closed by `finish`. Each stream's thread waits for its pipe or for that.
-        self._finished, self._unfinished = os.pipe()
+        self._notices: BinaryIO | None = None  # the pipe of notices, which is shown as a stream is
+        # The second is closed by `drain`. Each stream's thread waits for its pipe or for that.
+        self._finished, self._unfinished = socket.socketpair()
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class Output:
             with contextlib.suppress(OSError):  # a device
                 log.truncate(0)
         reading, writing = os.pipe()
-        stream = _Stream(reading, rank, error, self._console, log, self._finished)
+        stream = _Stream(reading, rank, error, self._console, log, self._finished.fileno())
         # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
         stream.thread = threading.Thread(target=stream.run, name=f"zrpc-output-{name}", daemon=True)
         stream.thread.start()
@@ -80,37 +81,28 @@ class Output:
 
     def notice(self, text: str) -> None:
         """Shows lines of the launcher itself, without waiting for a slow reader."""
-        if self._notices < 0:
-            self._notices = self._open(None, "notices")
-            os.set_blocking(self._notices, False)
-        with contextlib.suppress(BlockingIOError):  # the reader has not read thousands of them
-            os.write(self._notices, (text + "\n").encode(errors="backslashreplace"))
+        if self._notices is None:
+            self._notices = open(self._open(None, "notices"), "wb", buffering=0)  # noqa: SIM115
+            os.set_blocking(self._notices.fileno(), False)  # after thousands, others are dropped
+        self._notices.write((text + "\n").encode(errors="backslashreplace"))
 
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
         [*_, last] = (each for each in self._streams if each.rank == rank and each.error)
         return last_traceback(list(last.tail))
 
-    def finish(self) -> None:
-        """Ends each stream as soon as its pipe is empty.
+    def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Ends each stream as soon as its pipe is empty, and waits until all of it was shown.
 
         For when all workers have exited: other processes may hold their pipes open without limit.
-        """
-        if self._unfinished >= 0:
-            os.close(self._unfinished)
-            self._unfinished = -1
-
-    def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until every stream has ended and was shown, and notices; returns whether all have.
-
-        A stray process may hold streams open for ``timeout`` seconds. Time in which a slow reader
-        of the launcher's own output blocks it doesn't count. ``cancelled`` is polled: the wait ends
-        when it returns true.
+        Returns whether all streams have ended. A stray process may write for ``timeout`` seconds.
+        Time in which a slow reader of the launcher's own output blocks it doesn't count.
+        ``cancelled`` is polled: the wait ends when it returns true.
         """
         deadline = time.monotonic() + timeout
-        if self._notices >= 0:
-            os.close(self._notices)
-            self._notices = -1
+        self._unfinished.close()
+        if self._notices is not None:
+            self._notices.close()
         for stream in self._streams:
             while stream.thread.is_alive():
                 stream.thread.join(0.05)
@@ -118,10 +110,7 @@ class Output:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline or cancelled():
                     return False
-        self.finish()
-        if self._finished >= 0:
-            os.close(self._finished)
-            self._finished = -1
+        self._finished.close()
         return True
 
 
