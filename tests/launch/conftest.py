@@ -153,6 +153,30 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             launched.process.communicate(timeout=DEADLINE)
 
 
+# A worker that prints that it is ready, and then waits for a signal.
+WAITS = """
+    import os, signal, subprocess, sys, time
+    def show(number, frame):
+        os.write(1, f"got {{signal.Signals(number).name}}\\n".encode())
+    {before}
+    print("ready")
+    while True:
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def waiting(start: Start, write: Write) -> Start:
+    """Starts a launcher whose workers wait for signals, and waits until they do."""
+
+    def waiting(before: str = "", nprocs: int = 1, **job: Any) -> Launched:
+        launched = start(write(WAITS.format(before=before)), nprocs=nprocs, **job)
+        launched.ready(nprocs)
+        return launched
+
+    return waiting
+
+
 def outcome(starter: Starter, task: Task, **options: Any) -> tuple[int, str]:
     """Runs a task; returns its exit code and all of its output."""
     with tempfile.TemporaryFile() as file:

@@ -13,19 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import DRIVER, Start, Write
+from tests.launch.conftest import DRIVER, WAITS, Start, Write
 from tests.support.terminal import TerminalProgram
 from tests.support.waiting import until
 from zrpc.launch import Job, LaunchError, launch
+from zrpc.testing.procfs import children
 
 ELASTIC = {"elastic": True}
-# A worker that prints that it is ready, and then waits for a signal.
-WAIT = """
-    import signal, sys, time
-    {before}
-    print("ready")
-    time.sleep(1000)
-    """
 
 
 def test_any_bytes_are_shown_and_so_is_a_last_line_without_end(start: Start, write: Write) -> None:
@@ -83,7 +77,7 @@ def test_worker_has_time_to_clean_up(start: Start, write: Write) -> None:
     atexit.register(print, "cleaned up")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     """
-    launched = start(write(WAIT.format(before=before)), nprocs=2, timeout=1)
+    launched = start(write(WAITS.format(before=before)), nprocs=2, timeout=1)
     code, out, err = launched.finish()
     assert (code, out.count("cleaned up")) == (124, 2)
     assert err == "zrpc launch: timed out after 1 s; stopping 2 workers\n"
@@ -102,10 +96,8 @@ def test_worker_that_exits_early_with_0_stops_no_other(start: Start, write: Writ
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signal_stops_all(start: Start, write: Write, number: signal.Signals, code: int) -> None:
-    launched = start(write(WAIT.format(before="")), nprocs=2)
-    launched.ready(2)
-    found, _, err = launched.stop(number)
+def test_signal_stops_all(waiting: Start, number: signal.Signals, code: int) -> None:
+    found, _, err = waiting(nprocs=2).stop(number)
     assert found == code
     assert f"zrpc launch: got {number.name}; stopping 2 workers\n" in err
     assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
@@ -134,25 +126,20 @@ def test_worker_that_handles_the_interrupt_gets_only_one(start: Start, write: Wr
 IGNORE = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)"
 
 
-def test_second_interrupt_kills_at_once(start: Start, write: Write) -> None:
-    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=1000)
-    launched.ready(2)
+def test_second_interrupt_kills_at_once(waiting: Start) -> None:
+    launched = waiting(IGNORE, nprocs=2, grace=1000)
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.5)  # a signal that comes sooner counts as an echo of the first
     assert launched.stop(signal.SIGINT)[0] == 130
 
 
-def test_no_process_is_left_when_the_launcher_is_killed(
-    start: Start, write: Write, marked: Any
-) -> None:
+def test_no_process_is_left_when_the_launcher_is_killed(waiting: Start, marked: Any) -> None:
     before = f"""
-    import os, subprocess
     {IGNORE}
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     print(os.environ["ZRPC_RUNTIME_DIR"])
     """
-    launched = start(write(WAIT.format(before=before)), nprocs=3)
-    launched.ready(3)
+    launched = waiting(before, nprocs=3)
     directory = launched.read_until("zrpc-").splitlines()[0].split()[1]
     assert os.path.isdir(directory)
     assert len(marked.pids()) == 8  # launcher, fork server, workers and their children
@@ -161,12 +148,9 @@ def test_no_process_is_left_when_the_launcher_is_killed(
     until(lambda: not os.path.exists(directory), "the directory is gone")
 
 
-def test_launch_ends_when_the_fork_server_is_killed(
-    start: Start, write: Write, marked: Any
-) -> None:
-    launched = start(write(WAIT.format(before="import os; print('server', os.getppid())")))
-    text = launched.read_until("[0] ready\n")
-    os.kill(int(text.split()[2]), signal.SIGKILL)
+def test_launch_ends_when_the_fork_server_is_killed(waiting: Start) -> None:
+    launched = waiting()
+    os.kill(*children(launched.process.pid), signal.SIGKILL)
     code, _, err = launched.finish()
     assert code == 1
     assert "ServerDied: the fork server has exited; was it killed?" in err
@@ -181,7 +165,7 @@ def test_launch_stops_when_its_output_is_closed(start: Start, write: Write) -> N
 
 def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write) -> None:
     with open("/dev/full", "w") as full:
-        launched = start(write(WAIT.format(before="")), popen={"stdout": full})
+        launched = start(write(WAITS.format(before="")), popen={"stdout": full})
         code, _, err = launched.finish()
     assert code == 141
     assert "the output can't be written (No space left on device); stopping 1 worker" in err
@@ -231,7 +215,11 @@ def test_terminal_shows_colours_and_sends_one_interrupt(
     start: Start, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "1" * plain)
-    job = {"target": write(WAIT.format(before="print('\\x1b[31mred')")), "nprocs": 2, "preload": ()}
+    job = {
+        "target": write(WAITS.format(before="print('\\x1b[31mred')")),
+        "nprocs": 2,
+        "preload": (),
+    }
     code = "import os; os.dup2(os.open('err', os.O_WRONLY | os.O_CREAT), 2)\n" + DRIVER
     terminal = TerminalProgram(["-c", code, json.dumps(job)], tmp_path, cold=True)
     begin, end = ("", "") if plain else ("\x1b[33m", "\x1b[0m")
