@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .data_file import FILE, INTERRUPTED, write_data
 from .finite_range import POSITIVE, FiniteRange
 from .link import link
 from .soak import soak
@@ -116,7 +116,7 @@ def command(
     _check_installed(against)
     if tcp and against in ACTOR_LIBRARIES:
         raise click.UsageError(f"--tcp compares with torch: {against} has no such option")
-    _check_files(data_file, plot_file)
+    _check_plot(plot_file)
     if plot_file is not None and against == "nothing":
         raise click.UsageError("--plot draws a comparison: remove --against nothing")
     settings = Settings(
@@ -149,10 +149,8 @@ def _check_installed(against: str) -> None:
         )
 
 
-def _check_files(data_file: Path | None, plot_file: Path | None) -> None:
-    """Refuses, before minutes of measuring, a file that could not be written afterwards."""
-    for path in (data_file, plot_file):
-        check_directory(path)
+def _check_plot(plot_file: Path | None) -> None:
+    """Refuses, before minutes of measuring, a plot that could not be drawn afterwards."""
     if plot_file is None:
         return
     from zrpc.bench.plot import can_plot
@@ -260,7 +258,7 @@ def scale(
     from zrpc.bench.machine import Machine
     from zrpc.bench.sampling import Sampling
 
-    _check_files(data_file, plot_file)
+    _check_plot(plot_file)
     machine = str(Machine.this())
     click.echo(machine)
     libraries = ["zrpc"] if against == "nothing" else [against, "zrpc"]

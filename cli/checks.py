@@ -6,6 +6,7 @@ They call what ``init_rpc`` calls, and report its decisions and its errors.
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -163,9 +164,5 @@ def _check_descriptors(world_size: int | None) -> Finding:
 
 
 def _limit() -> str:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return "any number"
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return "any number" if limit == resource.RLIM_INFINITY else str(limit)

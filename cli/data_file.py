@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["FILE", "INTERRUPTED", "check_directory", "write_data"]
+__all__ = ["FILE", "INTERRUPTED", "write_data"]
 
-# The type of an option that names such a file.
-FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 INTERRUPTED = 130  # the exit code of shells after Ctrl-C
 
 
-def check_directory(path: Path | None) -> None:
-    """Refuses, before minutes of work, a file that could not be written afterwards."""
-    if path is None or path.exists():  # click has checked that it is writable
-        return
-    directory = path.absolute().parent
-    if not directory.is_dir():
-        raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
-    try:
-        tempfile.TemporaryFile(dir=directory).close()
-    except OSError as error:
-        raise click.UsageError(f"{path} can't be written: {error.strerror}") from error
+class _DataFile(click.Path):
+    """A file; refuses, before minutes of work, one that could not be written afterwards."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if path.exists():  # click has checked that it is writable
+            return path
+        directory = path.absolute().parent
+        if not directory.is_dir():
+            raise click.UsageError(f"there is no directory {path.parent} for {path.name}")
+        try:
+            tempfile.TemporaryFile(dir=directory).close()
+        except OSError as error:
+            raise click.UsageError(f"{path} can't be written: {error.strerror}") from error
+        return path
+
+
+# The type of an option that names such a file.
+FILE = _DataFile(dir_okay=False, writable=True)
 
 
 def write_data(path: Path | None, data: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .data_file import FILE, INTERRUPTED, write_data
 from .finite_range import POSITIVE, FiniteRange
 
 
@@ -48,7 +48,6 @@ def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -
     from zrpc.bench.namespaces import NamespaceError
     from zrpc.bench.sampling import Sampling
 
-    check_directory(data_file)
     machine, before = str(Machine.this()), load_average()
     click.echo(machine)
     try:

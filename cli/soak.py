@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from .data_file import FILE, INTERRUPTED, check_directory, write_data
+from .data_file import FILE, INTERRUPTED, write_data
 from .finite_range import POSITIVE
 
 
@@ -47,7 +47,6 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     The exit code is 0 if no problem was found; 1 if one was, with a report; 130 after Ctrl-C.
     The same seed repeats the same work, as far as the scheduling of threads permits.
     """
-    check_directory(data_file)
     from zrpc.bench.soak.progress import progress
     from zrpc.bench.soak.report import Report
     from zrpc.bench.soak.run import run

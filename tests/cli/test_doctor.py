@@ -80,27 +80,26 @@ def test_text_has_a_line_for_each_check_and_what_to_do_below() -> None:
     assert lines[-1] == "1 failure(s), 0 warning(s)"
 
 
-def test_a_package_that_is_missing_and_the_checks_that_need_it(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [(None, "not installed"), ("2.5.1", "expected 2.6 or newer, found 2.5.1")],
+)
+def test_a_package_that_is_missing_or_too_old_and_the_checks_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, found: str
 ) -> None:
-    version = metadata.version
+    versions = metadata.version
 
-    def without_torch(name: str) -> str:
-        if name == "torch":
+    def version_of(name: str) -> str:
+        if name != "torch":
+            return versions(name)
+        if version is None:
             raise metadata.PackageNotFoundError(name)
-        return version(name)
+        return version
 
-    monkeypatch.setattr(metadata, "version", without_torch)
+    monkeypatch.setattr(metadata, "version", version_of)
     findings = examine(code=1)
-    expect(findings["torch"], "failure", "not installed", "pip install 'torch>=2.6'")
+    expect(findings["torch"], "failure", found, "pip install 'torch>=2.6'")
     assert list(findings) == CHECKS[:7]  # the others need torch
-
-
-def test_a_package_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda n: "2.5.1" if n == "torch" else version(n))
-    finding = examine(code=1)["torch"]
-    expect(finding, "failure", "expected 2.6 or newer, found 2.5.1", "pip install 'torch>=2.6'")
 
 
 def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,22 +84,23 @@ def test_commands_are_listed_by_use() -> None:
     assert text.index("launch") < text.index("stacks") < text.index("secret") < text.index("bench")
 
 
-def test_an_option_after_the_script_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
-    for late in (["--nprocs", "2"], ["--nproc-per-node=2"]):
-        code, out, err = run("launch", "s.py", *late, cwd=tmp_path)
-        assert (code, out) == (0, f"[0] {late!r}\n")
-        assert f"note: {late[0]} stands after the script and is passed to it" in err
-
-
 @pytest.mark.parametrize(
-    "arguments",
-    [["-n", "1", "s.py", "--nprocs", "2"], ["s.py", "--lr", "1", "-m", "x"]],
-    ids=["meant", "its own"],
+    ("arguments", "noted"),
+    [
+        (["s.py", "--nprocs", "2"], "--nprocs"),
+        (["s.py", "--nproc-per-node=2"], "--nproc-per-node=2"),
+        (["-n", "1", "s.py", "--nprocs", "2"], None),
+        (["s.py", "--lr", "1", "-m", "x"], None),
+    ],
 )
-def test_what_is_meant_for_the_script_is_not_noted(tmp_path: Path, arguments: list[str]) -> None:
-    (tmp_path / "s.py").write_text("")
-    assert run("launch", *arguments, cwd=tmp_path) == (0, "", "")
+def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(
+    tmp_path: Path, arguments: list[str], noted: str | None
+) -> None:
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    code, out, err = run("launch", *arguments, cwd=tmp_path)
+    assert (code, out) == (0, f"[0] {arguments[arguments.index('s.py') + 1 :]!r}\n")
+    assert (f"note: {noted} stands after the script and is passed to it" in err) == bool(err)
+    assert bool(err) == (noted is not None)
 
 
 @pytest.mark.parametrize(
@@ -107,21 +108,16 @@ def test_what_is_meant_for_the_script_is_not_noted(tmp_path: Path, arguments: li
     [
         (["no.py"], "there is no script 'no.py'"),
         (["/dev/stdin"], "expected a script that each worker can open, found '/dev/stdin'"),
-        ([], "Missing argument 'SCRIPT'"),
         (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
-        (["--nprocs", "two", "s.py"], "'two' is not a valid integer"),
         (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
         (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
         (["--env", "RANK=1", "s.py"], "RANK can't be set"),
         (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
         (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
         (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
-        (["--timeout", "inf", "s.py"], "expected a finite number, but got inf"),
         (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
-        (["--no-such-option", "s.py"], "No such option"),
         (["--grace", "-1", "s.py"], "Invalid value for '--grace': -1.0 is not in the range x>=0"),
         (["--grace", "inf", "s.py"], "Invalid value for '--grace': expected a finite number"),
-        (["--grace", "nan", "s.py"], "Invalid value for '--grace': "),
     ],
 )
 def test_bad_arguments_are_explained(
@@ -225,39 +221,24 @@ def test_module_can_be_launched_and_its_exit_code_is_returned(tmp_path: Path) ->
     assert (code, out) == (9, "[0] ['-n', '4']\n")
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_meet_through_torch(tmp_path: Path, method: str) -> None:
+def test_workers_come_from_one_process_that_has_imported_torch_and_meet_through_it(
+    tmp_path: Path,
+) -> None:
     script = """
-        import os, torch, torch.distributed as dist
+        import os, sys
+        assert "torch" in sys.modules
+        import torch, torch.distributed as dist
         dist.init_process_group("gloo")
-        total = torch.tensor([dist.get_rank() + 1])
-        dist.all_reduce(total)
-        print(dist.get_world_size(), total.item(), torch.get_num_threads())
+        servers = [None, None]
+        dist.all_gather_object(servers, os.getppid())
+        print(len(servers), len(set(servers)), torch.get_num_threads())
         dist.destroy_process_group()
     """
     (tmp_path / "s.py").write_text(dedent(script))
-    code, out, err = run(
-        *("launch", "--start-method", method, "--nprocs", "2", "--timeout", "60", "s.py"),
-        cwd=tmp_path,
-        env={"OMP_NUM_THREADS": "2"},
-    )
+    command = ("launch", "--start-method", "fork", "--nprocs", "2", "--timeout", "60", "s.py")
+    code, out, err = run(*command, cwd=tmp_path, env={"OMP_NUM_THREADS": "2"})
     assert code == 0, err
-    assert sorted(out.splitlines()) == [f"[{i}] 2 3 2" for i in range(2)]
-
-
-def test_sixteen_workers_come_from_one_process_that_has_imported_torch(tmp_path: Path) -> None:
-    script = """
-        import os, sys
-        print(os.getppid(), "torch" in sys.modules)
-    """
-    (tmp_path / "s.py").write_text(dedent(script))
-    command = ("launch", "--start-method", "fork", "--nprocs", "16", "s.py")
-    code, out, err = run(*command, cwd=tmp_path)
-    assert code == 0, err
-    rows = [line.split() for line in out.splitlines()]
-    assert {int(row[0][1:-1]) for row in rows} == set(range(16))
-    assert {row[2] for row in rows} == {"True"}
-    assert len({row[1] for row in rows}) == 1
+    assert sorted(out.splitlines()) == [f"[{i}] 2 1 2" for i in range(2)]
 
 
 def test_the_interface_is_passed_on(tmp_path: Path) -> None:
@@ -315,26 +296,14 @@ KILLED = """
     import os, pathlib, signal, time
     import zrpc
 
-    def killed():
-        with zrpc.span("the last thing"):
-            pass
-        # What is recorded is written soon after. Then this worker is killed, and so the launcher
-        # stops the caller too.
-        folder = pathlib.Path(os.environ["ZRPC_TRACE"])
-        for worker, what in ("worker0", "CallRecord"), ("worker1", "the last thing"):
-            (path,) = folder.glob(f"{worker}-*.running")
-            while what not in path.read_text():
-                time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     with zrpc.session() as worker:
-        if worker.rank == 0:
-            zrpc.rpc_sync("worker1", max, (1, 2))
-            try:
-                zrpc.rpc_sync("worker1", killed)
-            except zrpc.WorkerDied:
-                print("it died", flush=True)
-            zrpc.rpc_sync("worker2", min, (1, 2))
+        if worker.rank == 1:
+            with zrpc.span("the last thing"):
+                pass
+            [path] = pathlib.Path(os.environ["ZRPC_TRACE"]).glob("worker1-*.running")
+            while "the last thing" not in path.read_text():  # it is written soon after
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -369,12 +338,12 @@ def test_a_trace_for_which_the_disk_is_full(
 def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "killed.py").write_text(dedent(KILLED))
     code, _, err = run(
-        *("launch", "-n", "3", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
+        *("launch", "-n", "2", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
     )
     assert code == 128 + 9, err
     workers, did = traced(tmp_path / "trace.json")
-    assert workers == {"worker0", "worker1", "worker2"}
-    assert {"rpc_sync#max(worker0 -> worker1)", "max", "the last thing"} <= did
+    assert workers == {"worker0", "worker1"}
+    assert "the last thing" in did
     missing = json.loads((tmp_path / "trace.json").read_text())["otherData"]["missing"]
     why = "worker1 (rank 1): it was killed, or runs on; what it did last is missing"
     assert why in missing

@@ -57,17 +57,8 @@ def need(package: str, *programs: str) -> None:
 
 def engine_environment(**more: str) -> dict[str, str]:
     """The environment without what another engine or a launcher has set."""
-    prefixes = (
-        "PYTHONUNBUFFERED",
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "MASTER_",
-        "ZRPC_",
-        "SLURM_",
-        "OMPI_",
-        "PMI",
-    )
+    prefixes = ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "ZRPC_", "SLURM_")
+    prefixes += ("OMPI_", "PMI")
     return {k: v for k, v in os.environ.items() if not k.startswith(prefixes)} | more
 
 

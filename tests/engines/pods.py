@@ -71,20 +71,11 @@ class Pods:
             script = _CONTAINER.format(
                 hosts=hosts, keep=keep, show=show, name=name, uid=20_000 + index
             )
-            enter = [
-                "ip",
-                "netns",
-                "exec",
-                networks[index],
-                "unshare",
-                "--mount",
-                "--pid",
-                "--fork",
-            ]
-            enter += ["--uts", "--ipc", "--mount-proc", "--kill-child", "sh", "-c", script, "pod"]
+            enter = f"ip netns exec {networks[index]} unshare --mount --pid --fork --uts --ipc"
+            enter += " --mount-proc --kill-child"
             self._processes.append(
                 subprocess.Popen(
-                    [*enter, *(command or container["command"])],
+                    [*enter.split(), "sh", "-c", script, "pod", *(command or container["command"])],
                     env=self._environment(container["env"], index),
                     cwd=cwd,
                     stdin=subprocess.DEVNULL,

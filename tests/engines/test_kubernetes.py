@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -98,14 +97,3 @@ def test_the_doctor_finds_all_well_in_a_pod(pods: Pods) -> None:
     assert lines["secret"].split() == ["ok", "secret", "in", "ZRPC_SECRET"]
     assert lines["directory"].split()[:3] == ["warning", "directory", "/dev/shm,"]
     assert "0 failure(s), 1 warning(s)" in output
-
-
-def test_a_pod_has_another_user_and_its_own_namespaces(pods: Pods) -> None:
-    look = "import os, socket; open('/tmp/mine', 'x'); "
-    look += (
-        "print(os.getuid(), socket.getfqdn(), os.getpid(), os.statvfs('/').f_flag & os.ST_RDONLY)"
-    )
-    pods.start(EXAMPLE, ["python", "-c", look])
-    for index, (code, output) in enumerate(pods.outcomes()):
-        name = f"mesh-{index}.mesh.default.svc.cluster.local"
-        assert (code, output) == (0, f"{20_000 + index} {name} 1 {os.ST_RDONLY}\n")

@@ -38,17 +38,10 @@ def run(rendezvous: list[str], tmp_path: Path) -> Iterator[Run]:
         warm = warm_commands()
         for node in range(nodes):
             place = ["--nnodes", str(nodes), "--node-rank", str(node), *rendezvous, *options]
-            command = [
-                warm.python,
-                *TORCHRUN,
-                *place,
-                "--nproc-per-node",
-                str(workers),
-                str(WORKER),
-            ]
+            command = [warm.python, *TORCHRUN, *place, "--nproc-per-node", str(workers)]
             agents.append(
                 subprocess.Popen(
-                    [*command, *(["fail"] if fail else [])],
+                    [*command, str(WORKER), *(["fail"] if fail else [])],
                     env=warm.environment(engine_environment(OMP_NUM_THREADS="1")),
                     cwd=tmp_path,
                     stdout=subprocess.PIPE,

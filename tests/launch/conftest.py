@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,23 +19,20 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import until as until_soon
+from tests.support.waiting import until
 from tests.support.warm import buffered, warm_commands
-from zrpc.launch.starter import Starter
+from zrpc.launch import Starter, Task
 
 DEADLINE = 30.0
+Write = Callable[..., str]
+Start = Callable[..., "Launched"]
 _MARK = "ZRPC_TEST_MARK"
 _PLAIN = ("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "NO_COLOR", "ZRPC_START_METHOD", "RANK")
-_DRIVER = """\
+DRIVER = """\
 import json, sys
 from zrpc.launch import Job, launch
 sys.exit(launch(Job(**json.loads(sys.argv[1]))))
 """
-
-
-@pytest.fixture
-def until() -> Callable[..., Any]:
-    return until_soon
 
 
 class Marked:
@@ -66,7 +64,7 @@ def marked() -> Iterator[Marked]:
     yield mark
     left: list[int] = []
     try:
-        until_soon(lambda: not mark.pids(), "no process is left", within=5.0)
+        until(lambda: not mark.pids(), "no process is left", within=5.0)
     finally:
         left = mark.pids()
         for pid in left:
@@ -108,6 +106,16 @@ class Launched:
             self._seen += data
         return self._seen.decode()
 
+    def ready(self, count: int = 1) -> None:
+        """Waits until each of the first workers has printed that it is ready."""
+        for rank in range(count):
+            self.read_until(f"[{rank}] ready\n")
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """Sends a signal; returns what `finish` does."""
+        self.process.send_signal(number)
+        return self.finish()
+
     def finish(self) -> tuple[int, str, str]:
         """Returns the exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=DEADLINE)
@@ -124,7 +132,7 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     """
     started: list[Launched] = []
     driver = tmp_path / "driver.py"
-    driver.write_text(_DRIVER)
+    driver.write_text(DRIVER)
 
     def start(
         target: str, *, popen: dict[str, Any] | None = None, environ: Any = (), **job: Any
@@ -143,6 +151,39 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             launched.process.kill()
         with contextlib.suppress(ValueError):
             launched.process.communicate(timeout=DEADLINE)
+
+
+# A worker that prints that it is ready, and then waits for a signal.
+WAITS = """
+    import os, signal, subprocess, sys, time
+    def show(number, frame):
+        os.write(1, f"got {{signal.Signals(number).name}}\\n".encode())
+    {before}
+    print("ready")
+    while True:
+        time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def waiting(start: Start, write: Write) -> Start:
+    """Starts a launcher whose workers wait for signals, and waits until they do."""
+
+    def waiting(before: str = "", nprocs: int = 1, **job: Any) -> Launched:
+        launched = start(write(WAITS.format(before=before)), nprocs=nprocs, **job)
+        launched.ready(nprocs)
+        return launched
+
+    return waiting
+
+
+def outcome(starter: Starter, task: Task, **options: Any) -> tuple[int, str]:
+    """Runs a task; returns its exit code and all of its output."""
+    with tempfile.TemporaryFile() as file:
+        pid = starter.spawn(task, stdout=file.fileno(), stderr=file.fileno(), **options)
+        code = starter.wait(pid, DEADLINE)
+        file.seek(0)
+        return code, file.read().decode()
 
 
 @pytest.fixture(params=["fork", "spawn"])

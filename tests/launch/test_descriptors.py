@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.launch.conftest import Write
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
 # Prints so many lines that a line end would be read as a signal if it could be.
@@ -50,7 +51,7 @@ def run(closing: str, *command: str) -> tuple[int, str]:
 
 @pytest.mark.parametrize("closing", CLOSINGS)
 def test_the_command_runs_with_closed_descriptors(
-    closing: str, write: Callable[..., str], tmp_path: Path
+    closing: str, write: Write, tmp_path: Path
 ) -> None:
     """Output to a closed descriptor is discarded; the others get all of theirs."""
     command = ["-m", "zrpc.cli", "launch", "--nprocs=2", "--start-method=spawn"]
@@ -63,7 +64,7 @@ def test_the_command_runs_with_closed_descriptors(
 
 @pytest.mark.parametrize("closing", ["<&- >&-", "<&- >&- 2>&-"])
 def test_a_program_can_launch_with_closed_descriptors(
-    closing: str, write: Callable[..., str], tmp_path: Path
+    closing: str, write: Write, tmp_path: Path
 ) -> None:
     code = "import sys; from zrpc.launch import Job, launch; sys.exit(launch(Job(sys.argv[1], "
     code += "sys.argv[2:], nprocs=2, preload=())))"
@@ -74,7 +75,7 @@ def test_a_program_can_launch_with_closed_descriptors(
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_started_process_has_no_socket_of_its_starter_as_a_standard_stream(
-    method: str, write: Callable[..., str], tmp_path: Path
+    method: str, write: Write, tmp_path: Path
 ) -> None:
     starter, report = write(_START_PROCESS, "starter.py"), tmp_path / "report"
     script = write(_WRITE_DESCRIPTORS, "script.py")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Write = Callable[..., str]
+from tests.launch.conftest import Write
 
 SHOW = """
 import _imp, json, sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.terminal import TerminalProgram
+from tests.support.waiting import until
 
 _DRIVER = """\
 import sys
@@ -73,6 +74,11 @@ class Shell(TerminalProgram):
         command = [sys.executable, "driver.py", "reads.py", way, str(count)]
         self.type(f"{before} {shlex.join(command)} {after}\n")
 
+    def answer(self, text: str) -> None:
+        """Types a line for worker 0, which shows it."""
+        self.type(f"{text}\n")
+        self.read_until(f"[0] got '{text}'\r\n")
+
     def exit(self) -> None:
         self.read_until("prompt> ")
         self.type("exit\n")
@@ -95,8 +101,7 @@ def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
     shell.launch(way, count=2)
     shell.read_until("[0] reads True\r\n")
     for word in ("one", "two"):
-        shell.type(f"{word}\n")
-        shell.read_until(f"[0] got '{word}'\r\n")
+        shell.answer(word)
     shell.exit()
 
 
@@ -115,50 +120,35 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
     shell.read_until("for the shell\r\n")
     shell.type("fg\n")
     shell.read_until("reads.py input 1\r\n")
-    shell.type("for the worker\n")
-    shell.read_until("[0] got 'for the worker'\r\n")
+    shell.answer("for the worker")
     shell.exit()
 
 
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
-    shell.launch("input", count=2)
-    shell.read_until("[0] reads True\r\n")
-    shell.type("first\n")
-    shell.read_until("[0] got 'first'\r\n")
-    shell.type("\x1a")
-    shell.read_until("Stopped")
-    shell.read_until("prompt> ")
-    shell.type("echo susp''ended; bg\n")
-    shell.read_until("suspended\r\n")
-    shell.read_until("reads.py input 2 &\r\n")
-    shell.type("echo contin''ued\n")
-    shell.read_until("continued\r\n")
-    shell.type("fg\n")
-    shell.read_until("reads.py input 2\r\n")
-    shell.type("second\n")
-    shell.read_until("[0] got 'second'\r\n")
-    shell.exit()
-
-
-def test_nobody_is_told_to_continue_a_launch_that_is_in_the_foreground_again(shell: Shell) -> None:
     shell.launch("input", count=3)
     shell.read_until("[0] reads True\r\n")
-    for word in ("one", "two"):
-        shell.type(f"{word}\n")
-        shell.read_until(f"[0] got '{word}'\r\n")
+    for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):
+        shell.answer(word)
+        if not command:
+            break
         shell.type("\x1a")
         shell.read_until("Stopped")
         shell.read_until("prompt> ")
-        shell.type("sleep 0.3; fg\n")  # the launcher looks at the terminal every 0.1 s
+        shell.type(f"echo susp''ended; {command}\n")
+        shell.read_until("suspended\r\n")
+        if command == "bg":
+            # Back in the foreground, it had not asked for that: it looks every 0.1 s.
+            assert "continue this by fg" not in shell.seen
+            shell.read_until("reads.py input 3 &\r\n")
+            shell.type("echo contin''ued\n")
+            shell.read_until("continued\r\n")
+        shell.type("fg\n")
         shell.read_until("reads.py input 3\r\n")
-    shell.type("three\n")
-    shell.read_until("[0] got 'three'\r\n")
     shell.exit()
-    assert "continue this by fg" not in shell.seen
 
 
 def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
-    shell: Shell, tmp_path: Path, until: Callable[..., Any]
+    shell: Shell, tmp_path: Path
 ) -> None:
     def states() -> set[str]:
         pids = (tmp_path / "pids").read_text().split()
@@ -186,7 +176,7 @@ def test_ctrl_d_ends_the_input(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
-def test_a_password_is_not_shown(shell: Shell, until: Callable[..., Any], ends: str) -> None:
+def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
     shell.launch("password")
     shell.read_until("[0] asks\r\n")
     until(lambda: not shell.echoes(), "the echo is off")
@@ -200,7 +190,7 @@ def test_a_password_is_not_shown(shell: Shell, until: Callable[..., Any], ends: 
     assert "sec" not in shell.seen.replace("/sec", "")
 
 
-def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell, until: Callable[..., Any]) -> None:
+def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
     shell.launch("letter")
     shell.read_until("[0] asks\r\n")
     until(lambda: not shell.echoes(), "the terminal is in the mode for letters")

@@ -2,73 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
-import pty
 import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import DRIVER, WAITS, Start, Write
+from tests.support.terminal import TerminalProgram
+from tests.support.waiting import until
 from zrpc.launch import Job, LaunchError, launch
+from zrpc.testing.procfs import children
 
-Write = Callable[..., str]
-Start = Callable[..., Any]
-
-# A worker that prints that it is ready, and then waits for a signal.
-WAIT = """
-    import signal, sys, time
-    {before}
-    print("ready")
-    time.sleep(1000)
-    """
-
-
-def all_ready(launched: Any, count: int) -> None:
-    for rank in range(count):
-        launched.read_until(f"[{rank}] ready\n")
-
-
-def test_module_runs_as_main(start: Start, write: Write, tmp_path: Path) -> None:
-    write("import sys; print(__name__, sys.argv[1:])", "pack/tool.py")
-    launched = start("pack.tool", argv=["-m"], module=True, popen={"cwd": tmp_path})
-    assert launched.finish() == (0, "[0] __main__ ['-m']\n", "")
-
-
-def test_lines_stay_whole_and_on_their_stream(start: Start, write: Write) -> None:
-    script = write(
-        """
-        import os, sys
-        rank = os.environ["RANK"]
-        for i in range(300):
-            sys.stdout.write(rank * 50); sys.stdout.write(rank * 50 + "\\n")
-            sys.stderr.write(rank * 70 + "\\n")
-        """
-    )
-    code, out, err = start(script, nprocs=4).finish()
-    assert code == 0
-    for text, width in ((out, 100), (err, 70)):
-        expected = sorted(f"[{rank}] {str(rank) * width}" for rank in range(4) for _ in range(300))
-        assert sorted(text.splitlines()) == expected
+ELASTIC = {"elastic": True}
 
 
 def test_any_bytes_are_shown_and_so_is_a_last_line_without_end(start: Start, write: Write) -> None:
     script = write("import sys; sys.stdout.buffer.write(b'a\\xff\\x00b\\n\\nlast')")
     assert start(script).finish() == (0, "[0] a\udcff\0b\n[0] \n[0] last\n", "")
-
-
-@pytest.mark.system
-def test_line_is_shown_as_soon_as_it_is_written(start: Start, write: Write) -> None:
-    launched = start(
-        write("print('now'); input(); print('then')"), popen={"stdin": subprocess.PIPE}
-    )
-    launched.read_until("[0] now\n")
-    launched.process.stdin.write(b"\n")
-    assert launched.finish() == (0, "[0] now\n[0] then\n", "")
 
 
 @pytest.mark.system
@@ -78,27 +34,6 @@ def test_standard_input_goes_to_worker_0(start: Start, write: Write) -> None:
     launched.process.stdin.write(b"hello")
     code, out, _ = launched.finish()
     assert (code, sorted(out.splitlines())) == (0, ["[0] 'hello'", "[1] ''"])
-
-
-def test_logs_contain_the_output_without_prefixes(
-    start: Start, write: Write, tmp_path: Path
-) -> None:
-    script = write(
-        "import os, sys; print('out', os.environ['RANK'], end='\\r\\n'); print(1, file=sys.stderr)"
-    )
-    logs = tmp_path / "a" / "logs"
-    logs.mkdir(parents=True)
-    for old in ("rank0.out", "rank0.1.out", "rank0.12.err"):
-        (logs / old).write_text("old " * 100)
-    code, out, _ = start(script, nprocs=2, log_dir=str(logs)).finish()
-    assert (code, sorted(out.splitlines())) == (0, ["[0] out 0", "[1] out 1"])
-    content = {path.name: path.read_bytes() for path in logs.iterdir()}
-    assert content == {
-        "rank0.out": b"out 0\r\n",
-        "rank1.out": b"out 1\r\n",
-        "rank0.err": b"1\n",
-        "rank1.err": b"1\n",
-    }
 
 
 @pytest.mark.parametrize(
@@ -136,32 +71,13 @@ def test_failure_stops_the_others_and_is_reported_last(
         assert last.endswith(":\nlast words\n")
 
 
-@pytest.mark.system
-def test_worker_that_ignores_the_request_to_stop_is_killed(start: Start, write: Write) -> None:
-    before = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    waits = write(WAIT.format(before=before), "waits.py")
-    script = write(
-        f"""
-        import os, runpy, sys, time
-        if os.environ["RANK"] == "0":
-            input()
-            sys.exit(5)
-        runpy.run_path({waits!r}, run_name="__main__")
-        """
-    )
-    launched = start(script, nprocs=2, grace=0.2, popen={"stdin": subprocess.PIPE})
-    launched.read_until("[1] ready\n")
-    launched.process.stdin.write(b"\n")
-    assert launched.finish()[0] == 5
-
-
 def test_worker_has_time_to_clean_up(start: Start, write: Write) -> None:
     before = """
     import atexit
     atexit.register(print, "cleaned up")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     """
-    launched = start(write(WAIT.format(before=before)), nprocs=2, timeout=1)
+    launched = start(write(WAITS.format(before=before)), nprocs=2, timeout=1)
     code, out, err = launched.finish()
     assert (code, out.count("cleaned up")) == (124, 2)
     assert err == "zrpc launch: timed out after 1 s; stopping 2 workers\n"
@@ -172,34 +88,16 @@ def test_timeout_may_be_many_years(start: Start, write: Write) -> None:
     assert start(write("print('done')"), timeout=1e12).finish() == (0, "[0] done\n", "")
 
 
-def test_worker_that_exits_early_with_0_stops_no_other(
-    start: Start, write: Write, tmp_path: Path
-) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    script = write(
-        """
-        import os, sys, time
-        os.chdir(os.path.dirname(__file__))
-        if os.environ["RANK"] == "0":
-            sys.exit(0)
-        print("ready")
-        print(open("fifo").read())
-        """
-    )
-    launched = start(script, nprocs=2)
-    launched.read_until("[1] ready\n")
-    (tmp_path / "fifo").write_text("went on")
-    assert launched.finish() == (0, "[1] ready\n[1] went on\n", "")
+def test_worker_that_exits_early_with_0_stops_no_other(start: Start, write: Write) -> None:
+    script = write("import os, time; time.sleep(int(os.environ['RANK'])); print('done')")
+    assert start(script, nprocs=2).finish() == (0, "[0] done\n[1] done\n", "")
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
-def test_signal_stops_all(start: Start, write: Write, number: signal.Signals, code: int) -> None:
-    launched = start(write(WAIT.format(before="")), nprocs=2)
-    all_ready(launched, 2)
-    launched.process.send_signal(number)
-    found, _, err = launched.finish()
+def test_signal_stops_all(waiting: Start, number: signal.Signals, code: int) -> None:
+    found, _, err = waiting(nprocs=2).stop(number)
     assert found == code
     assert f"zrpc launch: got {number.name}; stopping 2 workers\n" in err
     assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
@@ -220,57 +118,28 @@ def test_worker_that_handles_the_interrupt_gets_only_one(start: Start, write: Wr
         """
     )
     launched = start(script, nprocs=2)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGINT)
-    code, out, _ = launched.finish()
+    launched.ready(2)
+    code, out, _ = launched.stop(signal.SIGINT)
     assert (code, out.count("got 1\n")) == (130, 2)
 
 
 IGNORE = "for n in (2, 15): signal.signal(n, signal.SIG_IGN)"
 
 
-def test_workers_that_ignore_an_interrupt_are_killed(start: Start, write: Write) -> None:
-    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=0.2)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.finish()[0] == 130
-
-
-def test_second_interrupt_kills_at_once(start: Start, write: Write) -> None:
-    launched = start(write(WAIT.format(before=IGNORE)), nprocs=2, grace=1000)
-    all_ready(launched, 2)
+def test_second_interrupt_kills_at_once(waiting: Start) -> None:
+    launched = waiting(IGNORE, nprocs=2, grace=1000)
     launched.process.send_signal(signal.SIGINT)
     time.sleep(0.5)  # a signal that comes sooner counts as an echo of the first
-    launched.process.send_signal(signal.SIGINT)
-    assert launched.finish()[0] == 130
+    assert launched.stop(signal.SIGINT)[0] == 130
 
 
-def test_interrupt_reaches_processes_that_a_worker_has_started(start: Start, write: Write) -> None:
-    script = write(
-        """
-        import subprocess, sys
-        code = "import time; print('ready', flush=True); time.sleep(1000)"
-        sys.exit(subprocess.call([sys.executable, "-c", code]))
-        """
-    )
-    launched = start(script, grace=1000)
-    launched.read_until("[0] ready\n")
-    launched.process.send_signal(signal.SIGINT)
-    code, _, err = launched.finish()
-    assert (code, err.count("KeyboardInterrupt")) == (130, 2)
-
-
-def test_no_process_is_left_when_the_launcher_is_killed(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any]
-) -> None:
+def test_no_process_is_left_when_the_launcher_is_killed(waiting: Start, marked: Any) -> None:
     before = f"""
-    import os, subprocess
     {IGNORE}
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     print(os.environ["ZRPC_RUNTIME_DIR"])
     """
-    launched = start(write(WAIT.format(before=before)), nprocs=3)
-    all_ready(launched, 3)
+    launched = waiting(before, nprocs=3)
     directory = launched.read_until("zrpc-").splitlines()[0].split()[1]
     assert os.path.isdir(directory)
     assert len(marked.pids()) == 8  # launcher, fork server, workers and their children
@@ -279,12 +148,9 @@ def test_no_process_is_left_when_the_launcher_is_killed(
     until(lambda: not os.path.exists(directory), "the directory is gone")
 
 
-def test_launch_ends_when_the_fork_server_is_killed(
-    start: Start, write: Write, marked: Any
-) -> None:
-    launched = start(write(WAIT.format(before="import os; print('server', os.getppid())")))
-    text = launched.read_until("[0] ready\n")
-    os.kill(int(text.split()[2]), signal.SIGKILL)
+def test_launch_ends_when_the_fork_server_is_killed(waiting: Start) -> None:
+    launched = waiting()
+    os.kill(*children(launched.process.pid), signal.SIGKILL)
     code, _, err = launched.finish()
     assert code == 1
     assert "ServerDied: the fork server has exited; was it killed?" in err
@@ -299,7 +165,7 @@ def test_launch_stops_when_its_output_is_closed(start: Start, write: Write) -> N
 
 def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write) -> None:
     with open("/dev/full", "w") as full:
-        launched = start(write(WAIT.format(before="")), popen={"stdout": full})
+        launched = start(write(WAITS.format(before="")), popen={"stdout": full})
         code, _, err = launched.finish()
     assert code == 141
     assert "the output can't be written (No space left on device); stopping 1 worker" in err
@@ -310,7 +176,7 @@ def test_launch_says_why_its_output_cannot_be_written(start: Start, write: Write
     [("done", "spawn"), ("failure", "fork"), ("signal", "spawn"), ("timeout", "fork")],
 )
 def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any], method: str, stop: str
+    start: Start, write: Write, marked: Any, method: str, stop: str
 ) -> None:
     script = write(
         """
@@ -344,49 +210,28 @@ def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
         pass  # it exits at the end of this file
 
 
-class Terminal:
-    """A launcher in the foreground of a terminal."""
-
-    def __init__(self, start: Start, *args: Any, **job: Any) -> None:
-        self.end, slave = pty.openpty()
-
-        def take_terminal() -> None:
-            os.setsid()
-            import fcntl
-            import termios
-
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        popen = {"stdin": slave, "stdout": slave, "preexec_fn": take_terminal}
-        self.launched = start(*args, popen=popen, **job)
-        os.close(slave)
-        self.seen = b""
-
-    def read_until(self, text: bytes) -> None:
-        deadline = time.monotonic() + 30
-        while text not in self.seen:
-            ready = select.select([self.end], [], [], max(0.0, deadline - time.monotonic()))[0]
-            assert ready, self.seen
-            self.seen += os.read(self.end, 65536)
-
-
-@pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
+@pytest.mark.parametrize("plain", [False, True])
 def test_terminal_shows_colours_and_sends_one_interrupt(
-    start: Start, write: Write, plain: dict[str, str]
+    start: Start, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    script = WAIT.format(before="print('\\x1b[31mred')")
-    environ = {"TERM": "xterm", **plain}
-    terminal = Terminal(start, write(script), nprocs=2, grace=1000, environ=environ)
-    rank = b"[1] " if plain else b"\x1b[33m[1]\x1b[0m "
-    terminal.read_until(rank + b"ready\r\n")
-    terminal.read_until(b"[0]" + (b"" if plain else b"\x1b[0m") + b" ready\r\n")
-    assert rank + b"\x1b[31mred" + (b"" if plain else b"\x1b[0m") + b"\r\n" in terminal.seen
-    os.write(terminal.end, b"\x03")
-    _, err = terminal.launched.process.communicate(timeout=30)
-    os.close(terminal.end)
-    assert terminal.launched.process.returncode == 130
-    assert err.count(b"KeyboardInterrupt") == 2
-    assert b"\x1b" not in err  # standard error is not a terminal
+    monkeypatch.setenv("NO_COLOR", "1" * plain)
+    job = {
+        "target": write(WAITS.format(before="print('\\x1b[31mred')")),
+        "nprocs": 2,
+        "preload": (),
+    }
+    code = "import os; os.dup2(os.open('err', os.O_WRONLY | os.O_CREAT), 2)\n" + DRIVER
+    terminal = TerminalProgram(["-c", code, json.dumps(job)], tmp_path, cold=True)
+    begin, end = ("", "") if plain else ("\x1b[33m", "\x1b[0m")
+    terminal.await_text(f"{begin}[1]{end} ready\r\n")
+    terminal.await_text(f"[0]{end} ready\r\n")
+    assert f"{begin}[1]{end} \x1b[31mred{end}\r\n" in terminal.seen
+    terminal.type("\x03")
+    assert terminal.finish() == 130
+    terminal.close()
+    err = (tmp_path / "err").read_text()
+    assert err.count("KeyboardInterrupt") == 2
+    assert "\x1b" not in err  # standard error is not a terminal
 
 
 @pytest.mark.parametrize(
@@ -394,37 +239,30 @@ def test_terminal_shows_colours_and_sends_one_interrupt(
     [
         ({"nprocs": 0}, "expected at least 1 worker, but got nprocs=0"),
         ({"timeout": 0}, "expected a timeout above 0"),
-        ({"grace": -1.0}, "expected a grace period of 0 or more seconds, but got -1"),
         ({"grace": float("nan")}, "expected a grace period of 0 or more seconds"),
-        ({"name_prefix": "a b"}, "expected a name prefix of at most 120 letters"),
-        ({"env": {"RANK": "1"}}, "RANK can't be set"),
-        ({"env": {"ZRPC_SECRET": "x"}}, "ZRPC_SECRET can't be set here: all users"),
-        ({"target": "no.py"}, "there is no script 'no.py' in /"),
+        ({"max_restarts": -1}, "0 or more restarts, but got -1"),
+        ({"listen": "h:1"}, "are for an elastic mesh"),
+        ({"join": "h:1"}, "are for an elastic mesh"),
+        ({**ELASTIC, "listen": "h:1", "join": "h:1"}, "expected --listen or --join, but got both"),
+        ({**ELASTIC, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
+        ({**ELASTIC, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),
         ({"log_dir": "/dev/null/logs"}, "the log directory /dev/null/logs can't be created: Not a"),
         ({"start_method": "thread"}, "expected one of"),
     ],
 )
-def test_bad_jobs_are_refused(write: Write, job: dict[str, Any], error: str) -> None:
+def test_bad_jobs_are_refused(
+    write: Write, monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], error: str
+) -> None:
     """Before any process is started."""
+    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises((ValueError, FileNotFoundError, LaunchError), match=error):
         launch(Job(**{"target": write(""), **job}))
 
 
-def test_output_that_is_read_late_is_complete(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any]
-) -> None:
-    # A pipe holds 64 KiB: some of this is still in the launcher's pipe when the worker has exited.
-    script = write("print('x' * 99 + '\\n' + 'y' * 1000 * 100)")
-    launched = start(script)
-    until(lambda: marked.pids() == [launched.process.pid], "only the launcher is left")
-    until(lambda: select.select([launched.process.stdout], [], [], 0)[0], "it has written")
-    code, out, _ = launched.finish()
-    assert (code, len(out)) == (0, 4 + 100 + 4 + 100_001)
-
-
 @pytest.mark.parametrize("stop", ["signal", "timeout"])
 def test_workers_are_stopped_although_nobody_reads_the_output(
-    start: Start, write: Write, marked: Any, until: Callable[..., Any], stop: str
+    start: Start, write: Write, marked: Any, stop: str
 ) -> None:
     script = write("while True: print('x' * 1000)")
     launched = start(script, nprocs=2, **({"timeout": 2.0} if stop == "timeout" else {}))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,27 @@ from zrpc.launch.console import Console
 from zrpc.launch.output import Output, last_traceback
 
 TRACE = b"Traceback (most recent call last):"
+
+
+@pytest.fixture
+def shown() -> Iterator[tuple[int, int]]:
+    """A pipe for what is shown; closes what is left of it."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0), open(writing, "wb", buffering=0):
+        yield reading, writing
+
+
+class Worker:
+    """The output of one worker, which is shown in a pipe and perhaps kept in a directory."""
+
+    def __init__(self, writing: int, rank: int = 0, log_dir: Path | None = None) -> None:
+        self.output = Output(Console(stdout=writing, stderr=writing), log_dir)
+        self.out, self.err = self.output.open(rank)
+
+    def exit(self) -> None:
+        os.close(self.out)
+        os.close(self.err)
+        assert self.output.drain(10.0)
 
 
 def test_last_traceback_leaves_out_what_came_before() -> None:
@@ -30,114 +52,97 @@ def test_without_a_traceback_the_last_lines_are_kept() -> None:
     assert last_traceback(lines) == lines[-20:]
 
 
-def test_full_disk_does_not_stop_the_output(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
+def test_full_disk_does_not_stop_the_output(shown: tuple[int, int], tmp_path: Path) -> None:
     (tmp_path / "rank0.out").symlink_to("/dev/full")
-    output = Output(Console(stdout=writing, stderr=writing), tmp_path)
-    for fd in output.open(0):
+    worker = Worker(shown[1], log_dir=tmp_path)
+    for fd in (worker.out, worker.err):
         os.write(fd, b"text\n")
-        os.close(fd)
-    assert output.drain(10.0)
-    os.close(writing)
-    with open(reading, "rb") as file:
-        shown = file.read()
-    assert shown.count(b"[0] text\n") == 2
-    assert b"rank0.out: [Errno 28] No space left on device; no longer kept" in shown
+    worker.exit()
+    text = os.read(shown[0], 4096)
+    assert text.count(b"[0] text\n") == 2
+    assert b"rank0.out: [Errno 28] No space left on device; no longer kept" in text
     assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
 
 
-def test_log_that_another_program_has_emptied_goes_on_at_its_start(tmp_path: Path) -> None:
+def test_log_is_emptied_and_goes_on_at_its_start_if_another_program_empties_it(
+    shown: tuple[int, int], tmp_path: Path
+) -> None:
     """As logrotate's copytruncate does."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    (tmp_path / "rank0.out").write_bytes(b"of an earlier launch\n")
-    output = Output(Console(stdout=null, stderr=null), tmp_path)
-    out, err = output.open(0)
     log = tmp_path / "rank0.out"
-    os.write(out, b"first\n")
+    for old in ("rank0.out", "rank0.1.out", "rank0.12.err"):
+        (tmp_path / old).write_bytes(b"of an earlier launch\n")
+    worker = Worker(shown[1], log_dir=tmp_path)
+    os.write(worker.out, b"first\n")
     until(lambda: log.read_bytes() == b"first\n", "the first line is kept")
     os.truncate(log, 0)
-    os.write(out, b"second\n")
-    for fd in (out, err):
-        os.close(fd)
-    assert output.drain(10.0)
-    assert log.read_bytes() == b"second\n"
-    os.close(null)
+    os.write(worker.out, b"second\r\n")
+    worker.exit()
+    kept = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert kept == {"rank0.out": b"second\r\n", "rank0.err": b""}
 
 
 @pytest.mark.system
-def test_last_state_of_a_bar_is_shown_while_its_worker_is_silent() -> None:
-    reading, writing = os.pipe()
-    output = Output(Console(stdout=writing, stderr=writing))
-    out, err = output.open(3)
-    os.write(out, b"\r10%\r100%")
-    with open(reading, "rb") as shown:
-        assert [shown.readline(), shown.readline()] == [b"[3] 10%\n", b"[3] 100%\n"]
-        for fd in (out, err):
-            os.close(fd)
-        assert output.drain(10.0)
-        os.close(writing)
-        assert shown.read() == b""
+def test_last_state_of_a_bar_is_shown_while_its_worker_is_silent(shown: tuple[int, int]) -> None:
+    worker = Worker(shown[1], rank=3)
+    os.write(worker.out, b"\r10%\r100%")
+    assert [os.read(shown[0], 99) for _ in range(2)] == [b"[3] 10%\n", b"[3] 100%\n"]
+    worker.exit()
 
 
-def test_report_of_a_failure_has_limited_memory_for_long_lines() -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    output = Output(Console(stdout=null, stderr=null))
-    out, err = output.open(0)
-    for _ in range(4):
-        os.write(err, b"x" * (1 << 20) + b"\n")
-    for fd in (out, err):
-        os.close(fd)
-    assert output.drain(10.0)
-    assert [len(line) for line in output.error_tail(0)] == [1 << 20]
-    os.close(null)
+def test_report_of_a_failure_has_limited_memory_for_long_lines(shown: tuple[int, int]) -> None:
+    with open(os.devnull, "wb") as null:
+        worker = Worker(null.fileno())
+        for _ in range(4):
+            os.write(worker.err, b"x" * (1 << 20) + b"\n")
+        worker.exit()
+    assert [len(line) for line in worker.output.error_tail(0)] == [1 << 20]
 
 
-def test_waiting_for_an_open_stream_has_a_timeout() -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    output = Output(Console(stdout=null, stderr=null))
-    fds = output.open(0)
-    assert not output.drain(0.05)
-    for fd in fds:
-        os.close(fd)
-    assert output.drain(10.0)
-    os.close(null)
-
-
-def test_streams_that_others_hold_open_end_once_they_are_empty(tmp_path: Path) -> None:
-    reading, writing = os.pipe()
-    output = Output(Console(stdout=writing, stderr=writing), tmp_path)
-    fds = output.open(0)
-    for fd in fds:
+def test_streams_that_others_hold_open_end_once_they_are_empty(shown: tuple[int, int]) -> None:
+    worker = Worker(shown[1])
+    for fd in (worker.out, worker.err):
         os.write(fd, b"whole\npart")
-    output.finish()
-    assert output.drain(30.0)
-    os.close(writing)
-    with open(reading, "rb") as file:
-        assert sorted(file.read().splitlines()) == [b"[0] part"] * 2 + [b"[0] whole"] * 2
-    for fd in fds:
-        os.close(fd)
+    assert worker.output.drain(30.0)
+    assert sorted(os.read(shown[0], 4096).splitlines()) == [b"[0] part"] * 2 + [b"[0] whole"] * 2
+    worker.exit()
+
+
+def test_the_wait_for_streams_has_a_timeout(shown: tuple[int, int], tmp_path: Path) -> None:
+    (tmp_path / "rank0.out").symlink_to(f"/proc/self/fd/{shown[1]}")  # full after 64 KiB
+    with open(os.devnull, "wb") as null:
+        worker = Worker(null.fileno(), log_dir=tmp_path)
+        for size in (1 << 16, 1):
+            os.write(worker.out, b"x" * size)
+        assert not worker.output.drain(0.1)
+        os.read(shown[0], 1 << 16)
+        worker.exit()
+
+
+def test_notices_wait_for_no_reader(shown: tuple[int, int]) -> None:
+    os.set_blocking(shown[1], False)
+    full = os.write(shown[1], b"x" * (1 << 20))
+    os.set_blocking(shown[1], True)
+    worker = Worker(shown[1])
+    for number in range(200):
+        worker.output.notice(f"notice {number} of \udc80")
+    while full > 0:
+        full -= len(os.read(shown[0], full))
+    worker.exit()
+    lines = os.read(shown[0], 1 << 16).splitlines()
+    assert lines == [b"notice %d of \\udc80" % number for number in range(200)]
 
 
 @pytest.mark.system
-def test_drain_waits_for_a_slow_reader_until_it_is_cancelled() -> None:
-    reading, writing = os.pipe()
-    output = Output(Console(stdout=writing, stderr=writing))
-    out, err = output.open(0)
-    os.close(err)
-    feeder = threading.Thread(
-        target=lambda: (os.write(out, b"x\n" * 100_000), os.close(out)), daemon=True
-    )
-    feeder.start()
+def test_drain_waits_for_a_slow_reader_until_it_is_cancelled(shown: tuple[int, int]) -> None:
+    worker = Worker(shown[1])
+    os.write(worker.out, b"x\n" * 30_000)  # three times as much is shown, and the pipe holds 64 KiB
     asked: list[int] = []
-    assert not output.drain(1.0, cancelled=lambda: asked.append(1) or len(asked) > 30)
+    assert not worker.output.drain(1.0, cancelled=lambda: asked.append(1) or len(asked) > 30)
     assert len(asked) == 31  # that took longer than the timeout for open streams
     total = 0
-    while total < 600_000:
-        total += len(os.read(reading, 65536))
-    assert output.drain(10.0)
-    feeder.join()
-    os.close(reading)
-    os.close(writing)
+    while total < 180_000:
+        total += len(os.read(shown[0], 65536))
+    worker.exit()
 
 
 def test_console_reports_once_that_its_reader_is_gone() -> None:
@@ -147,14 +152,12 @@ def test_console_reports_once_that_its_reader_is_gone() -> None:
     os.close(reading)
     for _ in range(3):
         console.show(0, [b"lost"], error=False)
-    assert console.closed
-    assert calls == [1]
+    assert (console.trouble, calls) == ("was closed by its reader", [1])
     os.close(writing)
 
 
-def test_lines_stay_whole_when_the_reader_is_slow() -> None:
-    reading, writing = os.pipe()
-    console = Console(stdout=writing, stderr=writing)
+def test_lines_stay_whole_when_the_reader_is_slow(shown: tuple[int, int]) -> None:
+    console = Console(stdout=shown[1], stderr=shown[1])
     lines = [[b"%d" % rank * 999] * 200 for rank in range(4)]  # more than a pipe holds at once
     writers = [
         threading.Thread(target=console.show, args=(rank, lines[rank]), kwargs={"error": False})
@@ -163,12 +166,9 @@ def test_lines_stay_whole_when_the_reader_is_slow() -> None:
     for writer in writers:
         writer.start()
     expected = sorted(b"[%d] %s" % (rank, line) for rank in range(4) for line in lines[rank])
-    size = sum(len(line) + 1 for line in expected)
-    shown = b""
-    while len(shown) < size:
-        shown += os.read(reading, 1000)
+    text = b""
+    while len(text) < sum(len(line) + 1 for line in expected):
+        text += os.read(shown[0], 1000)
     for writer in writers:
         writer.join()
-    assert sorted(shown.splitlines()) == expected
-    os.close(reading)
-    os.close(writing)
+    assert sorted(text.splitlines()) == expected

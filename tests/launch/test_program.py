@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Write
 from zrpc.launch import Starter, Task
 from zrpc.launch.interpreter import interpreter_options
 
 DEADLINE = 30.0
-Write = Callable[..., str]
 
 SCRIPTS = {
     "main module": """
@@ -56,9 +54,6 @@ SCRIPTS = {
     "syntax error": "print('never'\n",
     "exit with a number": "import sys; sys.exit(7)",
     "exit with a text": "import sys; sys.exit('the text')",
-    "exit with none": "import sys; sys.exit(None)",
-    "exit with a large number": "import sys; sys.exit(259)",
-    "exit by raising": "raise SystemExit",
     "abrupt exit": "import os; print('lost'); os._exit(4)",
     "keyboard interrupt": "import os, signal, time; os.kill(os.getpid(), 2); time.sleep(9)",
     "killed": "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
@@ -76,11 +71,6 @@ SCRIPTS = {
         threading.Thread(target=late).start()
         print("early")
         """,
-    "error in a thread": """
-        import threading
-        thread = threading.Thread(target=lambda: 1 / 0, name="t")
-        thread.start(); thread.join()
-        """,
     "own excepthook": """
         import sys
         def hook(kind, error, trace):
@@ -96,13 +86,6 @@ SCRIPTS = {
         def g(): return A()
         assert b"__main__" in pickle.dumps(g)
         print(pickle.loads(pickle.dumps(g))().f(), pickle.loads(pickle.dumps(A())).f())
-        """,
-    "multiprocessing by fork": """
-        import multiprocessing as mp
-        def f(x): return x * x, __name__
-        if __name__ == "__main__":
-            with mp.get_context("fork").Pool(2) as pool:
-                print(pool.map(f, range(4)))
         """,
     "multiprocessing by spawn": """
         import multiprocessing as mp
@@ -121,13 +104,6 @@ SCRIPTS = {
         print(threading.current_thread() is threading.main_thread(), threading.active_count())
         """,
     "warnings point at the script": "import warnings; warnings.warn('w')",
-    "deep recursion": """
-        def f(n): return f(n + 1)
-        try:
-            f(0)
-        except RecursionError as error:
-            print(error)
-        """,
 }
 
 
@@ -254,16 +230,6 @@ def test_error_in_a_function_shows_no_frames_of_zrpc(starter: Starter, place: Pa
     assert err.startswith('Traceback (most recent call last):\n  File "')
     assert "zrpc" not in err
     assert "json.decoder.JSONDecodeError" in err
-
-
-def test_lines_are_written_at_once_if_line_buffered(starter: Starter, write: Write) -> None:
-    script = write("import time; print('now'); time.sleep(1000)")
-    reading, writing = os.pipe()
-    task = Task.script(script).within(line_buffered=True)
-    starter.spawn(task, stdout=writing)
-    os.close(writing)
-    with open(reading) as output:
-        assert output.readline() == "now\n"
 
 
 def test_unbuffered_streams_are_as_under_python(write: Write, place: Path, marked: Any) -> None:

@@ -6,28 +6,25 @@ import contextlib
 import json
 import os
 import re
-import select
 import signal
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Start, Write
 from tests.support.waiting import SOON
 from zrpc.launch import Job, LaunchError, Starter, Task, launch, launcher
 from zrpc.launch.channel import EXIT_RECORD
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
-from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
-from zrpc.launch.worker import EnvironmentTemplate
+from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
 from zrpc.membership.store_server import serve
 
-Write = Callable[..., str]
-Start = Callable[..., Any]
 PRELOAD = list(DEFAULT_PRELOAD)
 
 KEYS = (
@@ -108,7 +105,6 @@ def test_a_worker_with_the_process_id_of_the_store_that_has_exited(
 ) -> None:
     """As with --join, where that process only asks for ranks, and a worker starts much later."""
     monkeypatch.setattr(launcher, "Starter", lambda *_, **__: OneProcessId())
-    monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.1)
     env = {"ZRPC_SECRET_FILE": "/nowhere"}
     job = Job(write(""), elastic=True, join="127.0.0.1:1", env=env, timeout=SOON, grace=0.1)
     assert launch(job) == 0
@@ -163,7 +159,8 @@ ELASTIC = """
 
     stop = threading.Event()
     rank = int(os.environ["RANK"])
-    assert "WORLD_SIZE" not in os.environ
+    assert not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_STORE_DIR"} & os.environ.keys()
+    assert os.environ["LOCAL_RANK"] == str(rank % 2)
     rpc.init_rpc(f"worker{rank}")
     print("in", rpc.get_worker_info())
     if rank == 0:
@@ -202,29 +199,6 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(
 # -- without a launcher process ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        ({"max_restarts": -1}, "0 or more restarts, but got -1"),
-        ({"listen": "h:1"}, "are for an elastic mesh"),
-        ({"join": "h:1"}, "are for an elastic mesh"),
-        (
-            {"elastic": True, "listen": "h:1", "join": "h:1"},
-            "expected --listen or --join, but got both",
-        ),
-        ({"elastic": True, "listen": "h"}, "expected HOST:PORT, but got 'h'"),
-        ({"elastic": True, "join": "h:1"}, "need its secret: set ZRPC_SECRET_FILE"),
-    ],
-)
-def test_contradictory_jobs_are_refused(
-    monkeypatch: pytest.MonkeyPatch, job: dict[str, Any], words: str
-) -> None:
-    for name in ("ZRPC_SECRET", "ZRPC_SECRET_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=words):
-        Job(__file__, **job).check()
-
-
 def test_parse_address() -> None:
     assert parse_address("host:80") == StoreAddress("host", 80)
     assert parse_address("[::1]:80") == StoreAddress("::1", 80)
@@ -234,107 +208,64 @@ def test_parse_address() -> None:
             parse_address(text)
 
 
-def test_environment_of_a_worker_of_a_second_launch() -> None:
-    template = EnvironmentTemplate(2, "w", "host", 80, None, first_rank=4, elastic=True)
-    env = template.for_worker({}, 5, 0)
-    assert (env["RANK"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("5", "1", "2")
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("host", "80")
-    assert env["ZRPC_WORKER_NAME"] == "w5"
-    assert (
-        not {"WORLD_SIZE", "ZRPC_RUNTIME_DIR", "ZRPC_MAX_RESTARTS", "ZRPC_STORE_DIR"} & env.keys()
-    )
-
-
-def test_store_process_exits_if_its_address_is_taken() -> None:
-    reading, writing = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
-        with pytest.raises(SystemExit, match="zrpc launch: "):
-            serve("127.0.0.1", taken.getsockname()[1], True, 1, writing)
-        os.close(writing)
-        assert report.read() == b""
-
-
-def test_a_store_process_that_fails_is_an_error() -> None:
-    class Starter:
-        """Starts a process that exits at once, so that its descriptors are closed."""
-
-        def spawn(self, task: Any, pass_fds: Any) -> int:
-            return 1
-
-    inbox = SignalInbox()
-    process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
-    try:
-        with pytest.raises(LaunchError, match="could not host a store for the workers at h:9: see"):
-            process.first_rank(StoreAddress("h", 9), 1, inbox)
-    finally:
-        inbox.close()
-
-
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
-def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
-    number: signal.Signals, rank: int | None
-) -> None:
-    answers: list[threading.Timer] = []
-
-    class Starter:
-        """Starts a process that answers a while after the signal."""
-
-        def spawn(self, task: Any, pass_fds: Any) -> int:
-            signal.raise_signal(number)
-            answers.append(threading.Timer(0.1, answer, (os.dup(pass_fds[0]),)))
-            answers[0].start()
-            return 1
-
-    def answer(fd: int) -> None:
-        with open(fd, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
-            file.write(struct.pack("=q", 4))
-
-    inbox = SignalInbox(STOPS | FORWARDED)
-    process = StoreProcess(Starter(), {}, hosts=True)  # type: ignore[arg-type]
-    with inbox:
-        assert process.first_rank(StoreAddress("h", 9), 1, inbox) == rank
-        assert inbox.take() == {number}
-    inbox.close()
-    answers[0].join()
-
-
 @pytest.mark.system
-def test_a_launch_that_joins_waits_for_the_store_as_long_as_workers_do(
-    monkeypatch: pytest.MonkeyPatch, free_port: int
+@pytest.mark.parametrize(
+    ("hosts", "text"), [(True, "zrpc launch: "), (False, r"within 0\.5 s, found nobody")]
+)
+def test_store_process_exits_if_its_address_is_taken_or_nobody_is_there_in_time(
+    monkeypatch: pytest.MonkeyPatch, free_port: int, hosts: bool, text: str
 ) -> None:
     monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
     reading, writing = os.pipe()
-    with open(reading, "rb") as report:
-        with pytest.raises(SystemExit, match=r"within 0\.5 s, found nobody"):
-            serve("127.0.0.1", free_port, False, 1, writing)
+    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
+        port = taken.getsockname()[1] if hosts else free_port
+        with pytest.raises(SystemExit, match=text):
+            serve("127.0.0.1", port, hosts, 1, writing)
         os.close(writing)
         assert report.read() == b""
 
 
-@pytest.mark.parametrize(
-    ("variable", "seconds"),
-    [(None, 120), ("", 120), ("600", 720), ("10m", 120), ("nan", 120), ("1e300", 1000120)],
-)
-def test_the_launcher_waits_longer_for_the_store_than_the_process_that_asks_it(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None, seconds: float
+class StoreStarter:
+    """Starts a process that sends some bytes in the place of a rank, a while after a signal."""
+
+    def __init__(self, answer: bytes, number: int = signal.SIGUSR1) -> None:
+        self.answer = answer
+        self.number = number
+        self.thread = threading.Timer(0.1, self.reply)
+
+    def spawn(self, task: Task, pass_fds: Sequence[int]) -> int:
+        self.report = os.dup(pass_fds[0])
+        signal.raise_signal(self.number)
+        self.thread.start()
+        return 1
+
+    def reply(self) -> None:
+        with open(self.report, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
+            file.write(self.answer)
+
+    def reserve(self, hosts: bool = True) -> tuple[int, int] | None:
+        with SignalInbox(STOPS | FORWARDED) as inbox:
+            try:
+                return reserve_ranks(self, {}, StoreAddress("h", 9), 1, hosts, inbox)  # type: ignore[arg-type]
+            finally:
+                assert inbox.take() == {self.number}
+                self.thread.join()
+
+
+@pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, (1, 4)), (signal.SIGTERM, None)])
+def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
+    number: signal.Signals, found: tuple[int, int] | None
 ) -> None:
-    class Starter:
-        def spawn(self, task: Any, pass_fds: Any) -> int:
-            return 1
+    assert StoreStarter(struct.pack("=q", 4), number).reserve() == found
 
-    waits: list[float] = []
 
-    def select_nothing(reads: Any, writes: Any, errors: Any, timeout: float) -> Any:
-        waits.append(timeout)
-        return [], [], []
-
-    monkeypatch.setattr(select, "select", select_nothing)
-    env = {} if variable is None else {"ZRPC_INIT_TIMEOUT": variable}
-    process = StoreProcess(Starter(), env, hosts=False)  # type: ignore[arg-type]
-    inbox = SignalInbox()
-    try:
-        with pytest.raises(LaunchError, match="could not find the workers' store"):
-            process.first_rank(StoreAddress("h", 9), 1, inbox)
-    finally:
-        inbox.close()
-    assert waits == [seconds]
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        (True, "could not host a store for the workers at h:9: see"),
+        (False, "could not find the workers' store at h:9: see .* The launch that --join names"),
+    ],
+)
+def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
+    with pytest.raises(LaunchError, match=text):
+        StoreStarter(b"").reserve(hosts)

@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import py_compile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Start, Write
 from zrpc.launch.script import check_script, find_program
-
-Write = Callable[..., str]
-Start = Callable[..., Any]
 
 SHELL = '#!/bin/sh\necho "rank $RANK of $WORLD_SIZE: $*"\n'
 

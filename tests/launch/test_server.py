@@ -7,18 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import DEADLINE, Launched, Write, outcome
+from tests.support.waiting import until
 from zrpc.launch import LaunchError, ServerDied, Starter, Task, starter
 from zrpc.launch.channel import Channel
-
-DEADLINE = 30.0
-Write = Callable[..., str]
-Until = Callable[..., Any]
 
 
 def with_path(env: Any, directory: Path) -> dict[str, str]:
@@ -53,9 +50,7 @@ def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked:
         assert imports.read_text() == f"{server.pid}\n"
 
 
-def test_torch_is_preloaded_and_random_numbers_differ(
-    write: Write, tmp_path: Path, marked: Any
-) -> None:
+def test_torch_is_preloaded_and_random_numbers_differ(write: Write, marked: Any) -> None:
     script = write(
         """
         import sys
@@ -64,16 +59,14 @@ def test_torch_is_preloaded_and_random_numbers_differ(
         print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
         """
     )
-    with (
-        Starter(preload=["torch", "numpy.random"], env=marked.env) as server,
-        open(tmp_path / "out", "w") as out,
-    ):
+    numbers: list[str] = []
+    with Starter(preload=["torch", "numpy.random"], env=marked.env) as server:
         for _ in range(3):
-            pid = server.spawn(Task.script(script), stdout=out.fileno())
+            code, output = outcome(server, Task.script(script))
             # Safe to fork: numpy's OpenBLAS ends its threads just before each fork.
             assert os.listdir(f"/proc/{server.pid}/task") == [str(server.pid)]
-            assert server.wait(pid, DEADLINE) == 0
-    numbers = (tmp_path / "out").read_text().split()
+            assert code == 0, output
+            numbers += output.split()
     assert len(set(numbers)) == len(numbers) == 12
 
 
@@ -120,7 +113,7 @@ def test_interpreter_that_exits_at_once_is_an_error(monkeypatch: pytest.MonkeyPa
         Starter().start()
 
 
-def test_many_unread_exits_do_not_block_the_server(marked: Any, until: Until) -> None:
+def test_many_unread_exits_do_not_block_the_server(marked: Any) -> None:
     with Starter(preload=[], env=marked.env) as server:
         pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
         until(lambda: len(marked.pids()) == 1, "all children have ended")
@@ -164,17 +157,16 @@ def test_module_beside_the_script_wins_over_a_preloaded_one(
         "lib/other.py",
     )
     env = with_path(marked.env, tmp_path)
-    with Starter(preload=["queue", "heavy"], env=env) as server, open(tmp_path / "out", "w") as out:
-        for script in same, other:
-            task = Task.script(script, [str(server.pid), "last"])
-            pid = server.spawn(task, stdout=out.fileno(), stderr=out.fileno())
-            assert server.wait(pid, DEADLINE) == 0
-    notice, line = (tmp_path / "out").read_text().splitlines()
-    assert line == "True True last"
-    assert "queue beside the program hides a preloaded module" in notice
+    with Starter(preload=["queue", "heavy"], env=env) as server:
+        tasks = [Task.script(script, [str(server.pid), "last"]) for script in (same, other)]
+        assert outcome(server, tasks[0]) == (0, "")
+        code, output = outcome(server, tasks[1])
+    assert code == 0, output
+    assert "queue beside the program hides a preloaded module" in output
+    assert output.endswith("\nTrue True last\n")
 
 
-def test_children_die_with_the_server(marked: Any, until: Until) -> None:
+def test_children_die_with_the_server(marked: Any) -> None:
     with Starter(preload=[], env=marked.env) as server:
         server.spawn(Task.function("time:sleep", 1000))
         path = server.make_directory()
@@ -188,8 +180,9 @@ def test_children_die_with_the_server(marked: Any, until: Until) -> None:
 
 
 def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
-    write: Write, tmp_path: Path, marked: Any, until: Until
+    write: Write, tmp_path: Path, marked: Any
 ) -> None:
+    """Nor does it live on: the fixture `marked` fails if it does."""
     write(
         """
         import os, select
@@ -199,30 +192,10 @@ def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
         """,
         "patient.py",
     )
-    owner = write(
-        """
-        from zrpc.launch import Starter
-        Starter(preload=["patient"]).start()
-        """,
-        "owner.py",
-    )
-    with (
-        open(tmp_path / "errors", "w") as errors,
-        subprocess.Popen(
-            [sys.executable, owner],
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            env=with_path(marked.env, tmp_path),
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "importing\n"
-        finally:
-            process.kill()
-    until(lambda: not marked.pids(), "the server is gone")
-    assert (tmp_path / "errors").read_text() == ""
+    owner = "from zrpc.launch import Starter; Starter(preload=['patient']).start()"
+    launched = Launched([sys.executable, "-c", owner], with_path(marked.env, tmp_path))
+    launched.read_until("importing\n")
+    assert launched.stop(signal.SIGKILL) == (-signal.SIGKILL, "importing\n", "")
 
 
 def test_requests_that_cannot_be_carried_out_are_refused(
@@ -257,15 +230,10 @@ def test_each_child_has_its_own_multiprocessing_state(
             print(process.exitcode, bytes(mp.current_process().authkey).hex())
         """
     )
-    with (
-        Starter(preload=["multiprocessing.process"], env=marked.env) as server,
-        open(tmp_path / "out", "w") as out,
-    ):
-        for _ in range(2):
-            # A relative path, in a directory that isn't the server's.
-            task = Task.script("script.py").within(cwd=str(tmp_path))
-            assert server.wait(server.spawn(task, stdout=out.fileno()), DEADLINE) == 0
-    first, second = (tmp_path / "out").read_text().splitlines()
+    # A relative path, in a directory that isn't the server's.
+    task = Task.script("script.py").within(cwd=str(tmp_path))
+    with Starter(preload=["multiprocessing.process"], env=marked.env) as server:
+        (_, first), (_, second) = [outcome(server, task) for _ in range(2)]
     assert first.startswith("0 ")
     assert second.startswith("0 ")
     assert first != second

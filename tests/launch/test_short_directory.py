@@ -38,12 +38,6 @@ def base() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-def of_length(base: Path, length: int) -> Path:
-    path = base / ("p" * (length - len(str(base)) - 1))
-    path.mkdir()
-    return path
-
-
 def made(temporary: Path, read_only: str, **env: str) -> str:
     """Returns what is made, or the error, if some places are read-only."""
     done = subprocess.run(
@@ -58,42 +52,26 @@ def made(temporary: Path, read_only: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-needs_unshare = pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
-
-
 @pytest.mark.system
-@needs_unshare
-@pytest.mark.parametrize(("length", "fits"), [(41, True), (66, True), (67, False)])
-def test_temporary_directory_is_used_if_paths_of_sockets_fit(
-    base: Path, length: int, fits: bool
-) -> None:
-    temporary = of_length(base, length)
-    path = made(temporary, "/tmp")
-    assert path.startswith(f"{temporary if fits else '/dev/shm'}/zrpc-")
-    if not fits:
-        os.rmdir(path)
-    else:
-        assert len(f"{path}/zrpc-inbox-xxxxxxxx/direct") <= 107
-
-
-@pytest.mark.system
-@needs_unshare
-def test_error_names_all_that_was_tried(base: Path) -> None:
-    temporary = of_length(base, 70)
-    assert made(temporary, "/tmp /dev/shm") == (
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_the_first_directory_is_used_in_which_paths_of_sockets_fit(base: Path) -> None:
+    short, long = [base / ("p" * (length - len(str(base)) - 1)) for length in (66, 67)]
+    for directory in (short, long, base / "named"):
+        directory.mkdir()
+    path = made(short, "/tmp")
+    assert path.startswith(f"{short}/zrpc-")
+    assert len(f"{path}/zrpc-inbox-xxxxxxxx/direct") == 107
+    path = made(long, "/tmp")
+    assert path.startswith("/dev/shm/zrpc-")
+    os.rmdir(path)
+    named = {"ZRPC_RUNTIME_DIR": str(base / "named")}
+    assert made(long, "/tmp /dev/shm", **named).startswith(f"{base}/named/zrpc-")
+    assert made(long, "/tmp /dev/shm") == (
         "expected a directory in which the workers' sockets can be made, but tried "
-        f"{temporary} (its path has 70 bytes, and 66 leave room for sockets), "
+        f"{long} (its path has 67 bytes, and 66 leave room for sockets), "
         "/tmp (Read-only file system), /dev/shm (Read-only file system): "
         "name another in ZRPC_RUNTIME_DIR"
     )
-
-
-@pytest.mark.system
-@needs_unshare
-def test_directory_for_sockets_can_be_named(base: Path) -> None:
-    (base / "named").mkdir()
-    path = made(of_length(base, 70), "/tmp /dev/shm", ZRPC_RUNTIME_DIR=str(base / "named"))
-    assert path.startswith(f"{base}/named/zrpc-")
 
 
 def test_directory_that_cannot_be_used_is_passed_over(

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
+from tests.launch.conftest import Launched, Start, Write
+from tests.support.waiting import until
 from zrpc.launch import Task
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import Starter
 from zrpc.testing.procfs import children, state_of
-
-Write = Callable[..., str]
-Start = Callable[..., Any]
-Until = Callable[..., Any]
 
 # A worker that shows what it was given and what it gets.
 SHOWS = """
@@ -33,23 +31,9 @@ SHOWS = """
     print("blocks", *sorted(blocked))
     sys.exit(7)
 """
-WAITS = """
-    import os, signal, subprocess, sys, time
-    def show(number, frame):
-        os.write(1, f"got {{signal.Signals(number).name}}\\n".encode())
-    {before}
-    print("ready")
-    while True:
-        time.sleep(1000)
-"""
 HANDLES = (
     "for n in 'USR1', 'USR2', 'WINCH', 'CONT': signal.signal(getattr(signal, 'SIG' + n), show)"
 )
-
-
-def all_ready(launched: Any, count: int) -> None:
-    for rank in range(count):
-        launched.read_until(f"[{rank}] ready\n")
 
 
 def given(*, ignored: tuple[int, ...] = (), blocked: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -73,26 +57,17 @@ def test_workers_ignore_and_block_what_the_launcher_was_told_to(
     assert code == 7
 
 
-def test_a_launcher_that_was_told_to_block_everything_can_be_stopped(
-    start: Start, write: Write
-) -> None:
+def test_a_launcher_that_was_told_to_block_everything_can_be_stopped(waiting: Start) -> None:
     state = given(blocked=tuple(signal.valid_signals()))
-    launched = start(write(WAITS.format(before="")), nprocs=2, grace=0.1, popen=state)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.finish()[0] == 143
+    assert waiting(nprocs=2, grace=0.1, popen=state).stop()[0] == 143
 
 
-def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(
-    start: Start, write: Write
-) -> None:
-    launched = start(write(WAITS.format(before=HANDLES)), popen=given(ignored=(signal.SIGHUP,)))
-    all_ready(launched, 1)
+def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(waiting: Start) -> None:
+    launched = waiting(HANDLES, popen=given(ignored=(signal.SIGHUP,)))
     launched.process.send_signal(signal.SIGHUP)
     launched.process.send_signal(signal.SIGUSR1)
     launched.read_until("[0] got SIGUSR1\n")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.finish()[0] == 143
+    assert launched.stop()[0] == 143
 
 
 @pytest.fixture
@@ -135,8 +110,7 @@ def test_the_state_of_a_process_is_read_and_restored() -> None:
 
 
 def test_a_signal_interrupts_once_and_stays_in_the_inbox() -> None:
-    inbox = SignalInbox()
-    with inbox:
+    with SignalInbox() as inbox:
         with pytest.raises(KeyboardInterrupt), inbox.interrupting({signal.SIGTERM}):
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # after the block, which does nothing
@@ -145,7 +119,6 @@ def test_a_signal_interrupts_once_and_stays_in_the_inbox() -> None:
             pytest.fail("it has come before the block")
         assert inbox.take() == {signal.SIGTERM}
         assert inbox.take() == set()
-    inbox.close()
 
 
 SLOW = """
@@ -162,11 +135,10 @@ def test_a_signal_stops_a_launch_whose_modules_are_still_imported(
     write(SLOW, "slow.py")
     launched = start(write(""), preload=["slow"], environ={"PYTHONPATH": tmp_path})
     launched.read_until("imports\n")
-    launched.process.send_signal(number)
-    assert launched.finish()[0] == 128 + number
+    assert launched.stop(number)[0] == 128 + number
 
 
-def test_signals_that_reach_the_fork_server_too_do_not_stop_it(start: Start, write: Write) -> None:
+def test_signals_that_reach_the_fork_server_too_do_not_stop_it(waiting: Start) -> None:
     """A supervisor may send them to all processes that it finds."""
     before = """
     def save(number, frame):
@@ -174,71 +146,55 @@ def test_signals_that_reach_the_fork_server_too_do_not_stop_it(start: Start, wri
         os._exit(0)
     signal.signal(signal.SIGTERM, save)
     """
-    launched = start(write(WAITS.format(before=before)))
-    all_ready(launched, 1)
+    launched = waiting(before)
     (server,) = children(launched.process.pid)
     for number in (signal.SIGUSR1, signal.SIGALRM, signal.SIGHUP, signal.SIGTERM):
         os.kill(server, number)
-    launched.process.send_signal(signal.SIGTERM)
-    code, out, _ = launched.finish()
+    code, out, _ = launched.stop()
     assert (code, out) == (143, "[0] ready\n[0] saved\n")
 
 
 @pytest.fixture
-def namespaces() -> None:
-    """Skips a test if this process may not make a namespace."""
-    made = subprocess.run(["unshare", "--pid", "--fork", "true"], capture_output=True)
+def first_process(marked: Any) -> Callable[..., Launched]:
+    """Starts Python as the first process of a namespace, which the kernel spares most signals."""
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    made = subprocess.run([*unshare, "true"], capture_output=True)
     if made.returncode != 0:
         pytest.skip(f"needs a namespace of processes: {made.stderr.decode()}")
 
+    def start(*arguments: str, **env: str) -> Launched:
+        return Launched([*unshare, sys.executable, "-u", *arguments], {**marked.env, **env})
 
-def first_process(*arguments: str, env: dict[str, str]) -> subprocess.Popen[str]:
-    """Starts Python as the first process of a namespace, which the kernel spares most signals."""
-    return subprocess.Popen(
-        ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-u", *arguments],
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return start
 
 
-def send_to_first(process: subprocess.Popen[str], number: int) -> None:
-    (first,) = children(process.pid)
-    os.kill(first, number)
-
-
-@pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("slow", ["click.py", "torch.py"])
 def test_a_command_that_is_the_first_process_of_a_container_is_stopped_while_it_starts(
-    write: Write, tmp_path: Path, marked: Any, early: bool
+    write: Write, tmp_path: Path, first_process: Callable[..., Launched], slow: str
 ) -> None:
-    slow = "click.py" if early else "torch.py"
     write(SLOW, f"modules/{slow}")
-    env = {**marked.env, "PYTHONPATH": str(tmp_path / "modules")}
-    with first_process("-m", "zrpc.cli", "launch", write(""), env=env) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "imports\n"
-        send_to_first(process, signal.SIGTERM)
-        assert process.wait(30) == 143
+    launched = first_process(
+        *("-m", "zrpc.cli", "launch", write("")), PYTHONPATH=str(tmp_path / "modules")
+    )
+    launched.read_until("imports\n")
+    os.kill(*children(launched.process.pid), signal.SIGTERM)
+    assert launched.finish()[0] == 143
 
 
-@pytest.mark.usefixtures("namespaces")
 def test_a_program_that_only_imports_the_commands_keeps_its_signals(
-    write: Write, marked: Any
+    write: Write, first_process: Callable[..., Launched]
 ) -> None:
     script = write("import signal, zrpc.cli; print(signal.getsignal(signal.SIGTERM).name)")
-    with first_process(script, env=marked.env) as process:
-        assert process.communicate(timeout=30)[0] == "SIG_DFL\n"
+    assert first_process(script).finish()[1] == "SIG_DFL\n"
 
 
-def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write: Write) -> None:
+def test_only_an_interrupt_is_forwarded_to_the_children_of_workers_too(waiting: Start) -> None:
     before = f"""
     {HANDLES}
     code = "import signal, time; print('child is ready', flush=True); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", code])  # of SIGUSR1 it would die
     """
-    launched = start(write(WAITS.format(before=before)), nprocs=2)
-    all_ready(launched, 2)
+    launched = waiting(before, nprocs=2)
     for rank in range(2):
         launched.read_until(f"[{rank}] child is ready\n")
     for name in ("SIGUSR1", "SIGUSR2", "SIGWINCH", "SIGCONT"):
@@ -248,25 +204,13 @@ def test_signals_are_forwarded_to_the_worker_processes_only(start: Start, write:
     (server,) = children(launched.process.pid)
     for worker in children(server):
         assert [state_of(child) in "SR" for child in children(worker)] == [True]  # it lives
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.finish()[0] == 143
+    code, _, err = launched.stop(signal.SIGINT)
+    assert (code, err.count("KeyboardInterrupt")) == (130, 4)  # of the children, too
 
 
-def test_a_worker_without_a_handler_dies_of_a_forwarded_signal(start: Start, write: Write) -> None:
-    launched = start(write(WAITS.format(before="")), nprocs=2)
-    all_ready(launched, 2)
-    launched.process.send_signal(signal.SIGUSR2)
-    code, _, err = launched.finish()
-    assert code == 128 + signal.SIGUSR2
-    assert "failed (SIGUSR2)" in err
-
-
-def test_sigalrm_stops_the_launch_as_sigterm_does(start: Start, write: Write) -> None:
+def test_sigalrm_stops_the_launch_as_sigterm_does(waiting: Start) -> None:
     before = "signal.signal(signal.SIGALRM, show)\n    signal.signal(signal.SIGTERM, show)"
-    launched = start(write(WAITS.format(before=before)), grace=0.5)
-    all_ready(launched, 1)
-    launched.process.send_signal(signal.SIGALRM)
-    code, out, _ = launched.finish()
+    code, out, _ = waiting(before, grace=0.5).stop(signal.SIGALRM)
     assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
 
 
@@ -279,7 +223,7 @@ def family(launched: Any) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU])
 def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
-    start: Start, write: Write, until: Until, number: signal.Signals
+    waiting: Start, number: signal.Signals
 ) -> None:
     before = """
     code = "import time; print('child is ready', flush=True); time.sleep(1000)"
@@ -287,8 +231,7 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     """
     # The time that it is suspended doesn't count.
     options = {"timeout": 30.0, "popen": {"process_group": 0}}
-    launched = start(write(WAITS.format(before=before)), nprocs=2, **options)
-    all_ready(launched, 2)
+    launched = waiting(before, nprocs=2, **options)
     for rank in range(2):
         launched.read_until(f"[{rank}] child is ready\n")
     processes = family(launched)
@@ -300,18 +243,13 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
         until(lambda: [state_of(pid) for pid in processes] == ["T"] * 4, "all are suspended")
         launched.process.send_signal(signal.SIGCONT)
         until(lambda: [state_of(pid) for pid in processes] == ["S"] * 4, "all go on")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.finish()[0] == 143
+    assert launched.stop()[0] == 143
 
 
-def test_without_a_shell_that_could_continue_it_a_launch_is_not_suspended(
-    start: Start, write: Write, until: Until
-) -> None:
-    script = write(WAITS.format(before="signal.signal(signal.SIGCONT, show)"))
-    launched = start(script, popen={"start_new_session": True})
-    all_ready(launched, 1)
+def test_without_a_shell_that_could_continue_it_a_launch_is_not_suspended(waiting: Start) -> None:
+    before = "signal.signal(signal.SIGCONT, show)"
+    launched = waiting(before, popen={"start_new_session": True})
     launched.process.send_signal(signal.SIGTSTP)
     launched.read_until("[0] got SIGCONT\n")
     assert state_of(launched.process.pid) != "T"
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.finish()[0] == 143
+    assert launched.stop()[0] == 143

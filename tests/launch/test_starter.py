@@ -5,25 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.launch.conftest import DEADLINE, Write, outcome
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.launch.starter import start_method
-
-DEADLINE = 30.0
-Write = Callable[..., str]
-
-
-def run(starter: Starter, task: Task, tmp_path: Path, **options: Any) -> tuple[int, str]:
-    with open(tmp_path / "output", "w+b") as file:
-        pid = starter.spawn(task, stdout=file.fileno(), stderr=file.fileno(), **options)
-        code = starter.wait(pid, DEADLINE)
-        file.seek(0)
-        return code, file.read().decode()
 
 
 def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter) -> None:
@@ -52,7 +41,7 @@ def test_task_environment_replaces_the_servers(
     task = Task.script(script, ["a", "--b"]).within(
         cwd=str(tmp_path / "there"), env={"ONLY": "ün"}, sys_path=path
     )
-    code, output = run(starter, task, tmp_path)
+    code, output = outcome(starter, task)
     assert code == 0, output
     cwd, env, sys_path, argv = json.loads(output)
     assert cwd == str(tmp_path / "there")
@@ -65,7 +54,7 @@ def test_process_uses_the_given_streams_and_by_default_has_no_input(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     script = write("import sys; print(repr(sys.stdin.read())); print('err', file=sys.stderr)")
-    code, output = run(starter, Task.script(script), tmp_path)
+    code, output = outcome(starter, Task.script(script))
     assert (code, sorted(output.splitlines())) == (0, ["''", "err"])
     source, out, err = tmp_path / "in", tmp_path / "out", tmp_path / "err"
     source.write_text("hello")
@@ -75,9 +64,7 @@ def test_process_uses_the_given_streams_and_by_default_has_no_input(
     assert (out.read_text(), err.read_text()) == ("'hello'\n", "err\n")
 
 
-def test_only_descriptors_passed_on_are_open(
-    starter: Starter, write: Write, tmp_path: Path
-) -> None:
+def test_only_descriptors_passed_on_are_open(starter: Starter, write: Write) -> None:
     script = write(
         """
         import os
@@ -91,10 +78,8 @@ def test_only_descriptors_passed_on_are_open(
     # Each has a number that another one may have had on its way.
     passed = [os.dup2(writing, 77 + i) for i, (_, writing) in enumerate(pairs)]
     try:
-        assert run(starter, Task.script(script), tmp_path, pass_fds=passed) == (
-            0,
-            "[0, 1, 2, 77, 78, 79]\n",
-        )
+        found = outcome(starter, Task.script(script), pass_fds=passed)
+        assert found == (0, "[0, 1, 2, 77, 78, 79]\n")
         assert [os.read(reading, 9) for reading, _ in pairs] == [bytes([fd]) for fd in passed]
     finally:
         for fd in (*passed, *(fd for pair in pairs for fd in pair)):
@@ -136,15 +121,6 @@ def test_closing_kills_processes_and_what_they_started(
     starter.close()
     assert os.read(reading, 1) == b""  # no process has the other end open
     os.close(reading)
-
-
-def test_directory_is_private_and_short_and_removed_at_the_end(starter: Starter) -> None:
-    path = starter.make_directory()
-    assert os.stat(path).st_mode & 0o777 == 0o700
-    assert len(path) < 64
-    Path(path, "socket").touch()
-    starter.close()
-    assert not os.path.exists(path)
 
 
 def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-Write = Callable[..., str]
-Start = Callable[..., Any]
+from tests.launch.conftest import Start, Write
+from zrpc.launch.worker import base_environment
 
 SHOW = """
     import json, os, sys
@@ -89,41 +87,6 @@ def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) ->
     assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
 
 
-# Starts the worker of another mesh, as with a launcher of its own.
-STARTS_ANOTHER = """
-    import os, socket, subprocess, sys
-    import zrpc
-
-    CHILD = "import zrpc; zrpc.init_rpc(); print(zrpc.get_worker_info()); zrpc.shutdown()"
-    zrpc.init_rpc()
-    if os.environ["RANK"] == "1":
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        own = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD],
-            env={**os.environ, **own, "ZRPC_INIT_TIMEOUT": "20"},
-            capture_output=True,
-            text=True,
-        )
-        print(zrpc.get_worker_info(), "and", done.stdout.strip() or done.stderr)
-    zrpc.shutdown()
-    """
-
-
-@pytest.mark.parametrize("job", [{}, {"max_restarts": 1}], ids=["fixed", "with restarts"])
-def test_worker_of_another_mesh_in_a_worker_is_not_taken_for_it(
-    start: Start, write: Write, job: dict[str, Any]
-) -> None:
-    launched = start(
-        write(STARTS_ANOTHER), nprocs=2, name_prefix="w", preload=["torch", "zrpc.api"], **job
-    )
-    code, out, err = launched.finish()
-    assert code == 0, err
-    assert out == ("[1] WorkerInfo(id=1, name=w1) and WorkerInfo(id=0, name=worker0)\n")
-
-
 # Looks for the secret on all command lines, also the launcher's and the fork server's.
 SECRET = """
     import contextlib, os, pathlib
@@ -155,25 +118,16 @@ def test_workers_share_a_secret_that_is_on_no_command_line(
 
 
 @pytest.mark.parametrize(
-    ("environ", "env", "secrets"),
+    ("nprocs", "environ", "extra"),
     [
-        ({"ZRPC_SECRET": "given" * 9}, {}, ["given" * 9, ""]),
-        ({"ZRPC_SECRET_FILE": "/a/file"}, {}, ["", "/a/file"]),
-        ({}, {"ZRPC_SECRET_FILE": "/a/file"}, ["", "/a/file"]),
+        (1, {"ZRPC_SECRET": "given" * 9}, {}),
+        (1, {"ZRPC_SECRET_FILE": "/a/file"}, {}),
+        (1, {}, {"ZRPC_SECRET_FILE": "/a/file"}),
+        (2, {"OMP_NUM_THREADS": "3", "ZRPC_SECRET_FILE": "/a/file"}, {}),
     ],
 )
-def test_a_given_secret_is_kept(
-    start: Start, write: Write, environ: dict[str, str], env: dict[str, str], secrets: list[str]
+def test_what_is_given_is_kept_and_the_threads_of_one_worker_are_not_limited(
+    monkeypatch: pytest.MonkeyPatch, nprocs: int, environ: dict[str, str], extra: dict[str, str]
 ) -> None:
-    out = start(write(SECRET), environ=environ, env=env).finish()[1]
-    assert shown_secrets(out)[0][:2] == secrets
-
-
-@pytest.mark.parametrize(
-    ("nprocs", "environ", "expected"), [(1, {}, None), (2, {"OMP_NUM_THREADS": "3"}, "3")]
-)
-def test_threads_are_not_limited_for_one_worker_or_if_a_number_is_set(
-    start: Start, write: Write, nprocs: int, environ: dict[str, str], expected: str | None
-) -> None:
-    _, out, _ = start(write(SHOW), nprocs=nprocs, environ=environ).finish()
-    assert [row[1]["OMP_NUM_THREADS"] for row in shown(out)] == [expected] * nprocs
+    monkeypatch.setattr("os.environ", environ)
+    assert base_environment(nprocs, extra) == {**environ, **extra}

@@ -23,15 +23,13 @@ class Console:
         on_closed: Called once, from any thread, when the reader of either has gone away.
 
     Attributes:
-        closed: Whether the reader of either has gone away.
-        trouble: Another reason why nothing more can be written, such as a full disk; or empty.
+        trouble: Why nothing more can be written to one of them, for the user; or empty.
         blocked: Whether a write is in progress. A slow reader makes it last.
     """
 
     def __init__(
         self, stdout: int = 1, stderr: int = 2, on_closed: Callable[[], None] = lambda: None
     ) -> None:
-        self.closed = False
         self.trouble = ""
         self.blocked = False
         self._fds = (stdout, stderr)
@@ -49,12 +47,8 @@ class Console:
             lines = [line + _RESET if b"\x1b[" in line else line for line in lines]
         self._write(error, b"".join(prefix + line + b"\n" for line in lines))
 
-    def notice(self, text: str) -> None:
-        """Writes lines of the launcher itself, without a rank, to standard error."""
-        self._write(True, (text + "\n").encode(errors="backslashreplace"))
-
-    def write_raw(self, lines: Sequence[bytes]) -> None:
-        """Writes lines to standard error unchanged."""
+    def notice(self, *lines: bytes) -> None:
+        """Writes lines without a rank to standard error."""
         self._write(True, b"".join(line + b"\n" for line in lines))
 
     def _write(self, error: bool, data: bytes) -> None:
@@ -65,11 +59,11 @@ class Console:
                 while data and fd not in self._closed_fds:
                     data = data[_write_some(fd, data) :]
                 return
-            except OSError as error:  # mostly the pipe's reader or the terminal is gone
+            except OSError as error:
                 self._closed_fds.add(fd)
-                if error.errno not in (errno.EPIPE, errno.EIO):
-                    self.trouble = error.strerror or str(error)
-                self.closed = True
+                self.trouble = f"can't be written ({error.strerror})"
+                if error.errno in (errno.EPIPE, errno.EIO):  # or the terminal is gone
+                    self.trouble = "was closed by its reader"
             finally:
                 self.blocked = False
         self._on_closed()

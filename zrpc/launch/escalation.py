@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 _INTERRUPT_SECONDS = 3.0  # from SIGINT to SIGTERM
+KILL_SECONDS = 10.0  # for killed workers to exit
 
 
 @dataclass(frozen=True)
 class Step:
-    """A signal to send to all workers that are still running."""
+    """A signal to send to all workers that are still running; 0 to stop waiting for them."""
 
     after: float  # seconds since the previous step
     number: int
@@ -34,7 +35,7 @@ def terminate(grace: float) -> list[Step]:
 
 def kill() -> list[Step]:
     """Kills at once."""
-    return [Step(0.0, signal.SIGKILL, True)]
+    return [Step(0.0, signal.SIGKILL, True), Step(KILL_SECONDS, 0, False)]
 
 
 def _after(seconds: float, steps: list[Step]) -> list[Step]:
@@ -59,7 +60,7 @@ class Escalation:
         """Removes and returns the steps that are due."""
         taken = []
         while self._steps and self.next_at <= now:
-            self._last_at = self.next_at
+            self._last_at = now  # a launcher that was held up has sent nothing meanwhile
             taken.append(self._steps.popleft())
         return taken
 

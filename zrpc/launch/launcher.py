@@ -18,26 +18,26 @@ from zrpc.launch import escalation
 from zrpc.launch.console import Console
 from zrpc.launch.descriptors import open_standard_descriptors
 from zrpc.launch.errors import LaunchError
-from zrpc.launch.escalation import Escalation, Step
-from zrpc.launch.keyboard import Keyboard
+from zrpc.launch.escalation import KILL_SECONDS, Escalation, Step
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.script import check_script, find_program
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, Starter, start_method
-from zrpc.launch.store import StoreAddress, StoreProcess, parse_address
+from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
 from zrpc.launch.task import Task
 from zrpc.launch.terminal import Terminal, is_usable
+from zrpc.launch.terminal_input import Keyboard, open_keyboard
 from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
 
 _TIMED_OUT_CODE = 124  # the same as coreutils' timeout
 _OUTPUT_CLOSED_CODE = 128 + 13  # the same as a program killed by SIGPIPE
 _ECHO_SECONDS = 0.3  # within this time a second signal is the first one, repeated by a parent
 _STOP_NOTE = "launch-stops"  # read by zrpc.membership.launch_stop
-_KILL_SECONDS = 10.0  # for killed workers to exit
 _MAX_SELECT_SECONDS = 86400.0  # the system has a limit of some weeks
 _DRAIN_SECONDS = 2.0  # for a process that outlived all workers and writes all the time
+_WAITING = "zrpc launch: a worker reads the terminal; it waits until you continue this by fg"
 _Steps = Callable[[float], list[Step]]  # makes them from the grace period
 
 
@@ -159,10 +159,8 @@ def launch(job: Job) -> int:
     job.check()
     open_standard_descriptors()
     with ExitStack() as stack:
-        inbox = SignalInbox(STOPS | FORWARDED)
-        stack.callback(inbox.close)
         given = SignalState.current()
-        stack.enter_context(inbox)
+        inbox = stack.enter_context(SignalInbox(STOPS | FORWARDED))
         stack.enter_context(given.set_aside())
         base = base_environment(job.nprocs, job.env)
         if job.no_python:
@@ -190,7 +188,10 @@ def launch(job: Job) -> int:
         if is_usable():
             terminal = stack.enter_context(Terminal(starter.make_directory()))
             base = {**base, **terminal.env}
-        keyboard = stack.enter_context(Keyboard(terminal, output.notice))
+        keyboard = open_keyboard(
+            lambda: terminal is not None and terminal.is_busy(), lambda: output.notice(_WAITING)
+        )
+        stack.callback(keyboard.close)
         run = _Run(job, starter, inbox, console, base, output, keyboard)
         if text := job.listen or job.join:
             address = parse_address(text)
@@ -200,7 +201,6 @@ def launch(job: Job) -> int:
         run.start(address)
         code = run.watch()
         starter.close()
-        output.finish()
         output.drain(_DRAIN_SECONDS, cancelled=lambda: inbox.has(STOPS))
         run.report()
     return code
@@ -217,26 +217,26 @@ class _Run:
     _base: Mapping[str, str]
     _output: Output
     _keyboard: Keyboard
-    _store: StoreProcess | None = None
+    _store_pid: int = 0  # of the process that hosts the store, or asks one for ranks
     _workers: dict[int, Worker] = field(default_factory=dict)
     _first_failed: Worker | None = None
     _exit_code: int = 0
     _escalation: Escalation | None = None
     _stop_reason: str = ""
     _runtime_dir: str | None = None  # private to the workers of this launch
-    _deadline: float = float("inf")  # of the job's timeout
-    _kill_deadline: float = float("inf")  # for killed workers to exit
+    _deadline: float = math.inf  # of the job's timeout
 
     def start(self, address: StoreAddress) -> None:
         """Starts all workers, which meet at this address, and before them a store if needed."""
         job = self._job
         first = 0
         if job.keeps_store:
-            self._store = StoreProcess(self._starter, self._base, hosts=not job.join)
-            found = self._store.first_rank(address, job.nprocs, self._inbox)
+            found = reserve_ranks(
+                self._starter, self._base, address, job.nprocs, not job.join, self._inbox
+            )
             if found is None:
                 return  # a signal came, which `watch` handles
-            first = found
+            self._store_pid, first = found
         if job.elastic and not job.join:
             self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
         # Workers of other launches must find the sockets of these.
@@ -293,27 +293,23 @@ class _Run:
             selector.register(self._starter, selectors.EVENT_READ)
             selector.register(self._inbox, selectors.EVENT_READ)
             self._on_wakeup()  # a signal may have come before there were workers
-            while alive := self._alive():
-                now = time.monotonic()
-                if now >= self._kill_deadline:
-                    ranks = [worker.rank for worker in alive]
-                    raise LaunchError(f"{_KILL_SECONDS:g} s after SIGKILL, ranks {ranks} still run")
-                selector.select(self._next_wakeup(now))
+            while self._alive():
+                selector.select(self._seconds_to_wait())
                 self._on_exits()
                 self._on_wakeup()
                 self._on_time(time.monotonic())
         return self._exit_code
 
-    def _next_wakeup(self, now: float) -> float | None:
-        step_at = self._escalation.next_at if self._escalation else float("inf")
-        at = min(self._deadline, self._kill_deadline, step_at)
-        return None if at == float("inf") else min(max(0.0, at - now), _MAX_SELECT_SECONDS)
+    def _seconds_to_wait(self) -> float:
+        at = self._escalation.next_at if self._escalation else self._deadline
+        return min(max(0.0, at - time.monotonic()), _MAX_SELECT_SECONDS)
 
     def _on_exits(self) -> None:
         for found in self._starter.exits():
-            if self._store is not None and found.pid == self._store.pid:
-                self._on_store_exit(self._store)
-                self._store = None  # a worker that is started later may get its process id
+            if found.pid == self._store_pid:
+                self._store_pid = 0  # a worker that is started later may get its process id
+                if not self._job.join and self._escalation is None:
+                    self._begin_stop(1, "the workers' store has exited")
                 continue
             worker = self._workers[found.pid]
             worker.returncode = found.returncode
@@ -331,10 +327,6 @@ class _Run:
         self._first_failed = worker
         self._begin_stop(worker.exit_code, text)
 
-    def _on_store_exit(self, store: StoreProcess) -> None:
-        if store.hosts and self._escalation is None:
-            self._begin_stop(1, "the workers' store has exited")
-
     def _on_wakeup(self) -> None:
         signals = self._inbox.take()
         if signals & FORWARDED:
@@ -345,10 +337,8 @@ class _Run:
             self._suspend(min(suspends))
         stops = signals & STOPS
         now = time.monotonic()
-        if self._console.closed and self._escalation is None:
-            trouble = self._console.trouble
-            why = f"can't be written ({trouble})" if trouble else "was closed by its reader"
-            self._begin_stop(_OUTPUT_CLOSED_CODE, f"the output {why}")
+        if self._console.trouble and self._escalation is None:
+            self._begin_stop(_OUTPUT_CLOSED_CODE, f"the output {self._console.trouble}")
         elif not stops:
             return
         elif self._escalation is None:
@@ -370,35 +360,36 @@ class _Run:
         """
         before = time.monotonic()
         self._send(signal.SIGSTOP, group=True)
-        with self._keyboard.paused():
-            self._inbox.let_act(number)
+        self._keyboard.pause()
+        self._inbox.let_act(number)
+        self._keyboard.resume()
         self._inbox.discard(SUSPENDS | {signal.SIGCONT})
         self._send(signal.SIGCONT, group=True)
         seconds = time.monotonic() - before
         self._deadline += seconds
-        self._kill_deadline += seconds
         if self._escalation is not None:
             self._escalation.postpone(seconds)
 
     def _begin_stop(self, code: int, reason: str, steps: _Steps = escalation.terminate) -> None:
         self._exit_code = code
         self._escalation = Escalation(steps(self._job.grace), time.monotonic())
-        self._deadline = float("inf")
         self._stop_reason = reason
         if alive := len(self._alive()):
             workers = "worker" if alive == 1 else "workers"
             self._output.notice(f"zrpc launch: {reason}; stopping {alive} {workers}")
 
     def _on_time(self, now: float) -> None:
-        if now >= self._deadline:
-            self._begin_stop(_TIMED_OUT_CODE, f"timed out after {self._job.timeout:g} s")
         if self._escalation is None:
-            return
+            if now < self._deadline:
+                return
+            self._begin_stop(_TIMED_OUT_CODE, f"timed out after {self._job.timeout:g} s")
+        assert self._escalation is not None
         for step in self._escalation.due(now):
+            if step.number == 0 and (alive := self._alive()):
+                ranks = [worker.rank for worker in alive]
+                raise LaunchError(f"{KILL_SECONDS:g} s after SIGKILL, ranks {ranks} still run")
             self._send(step.number, group=step.group)
             self._note_stop()
-            if self._escalation.next_at == float("inf"):
-                self._kill_deadline = now + _KILL_SECONDS
 
     def _note_stop(self) -> None:
         """Notes the stop for workers that handle the signals, and wait to meet others in vain."""
@@ -414,5 +405,4 @@ class _Run:
         lines = self._output.error_tail(worker.rank)
         tail = "its standard error ends with:" if lines else "it wrote nothing to standard error"
         head = f"rank {worker.rank} (pid {worker.pid}) failed first, with {worker.describe_end()}"
-        self._console.notice(f"\nzrpc launch: {head}; {tail}")
-        self._console.write_raw(lines)
+        self._console.notice(b"", f"zrpc launch: {head}; {tail}".encode(), *lines)

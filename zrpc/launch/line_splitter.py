@@ -54,11 +54,9 @@ class LineSplitter:
         self._in_string = False
         # Rows as on a terminal. The cursor is in `_row`; no row below `_bottom` was ever reached.
         self._row = self._bottom = 0
-        self._states: dict[int, bytes] = {}  # of other rows, not returned yet
-        self._state_bytes = 0
-        # Of the cursor's row: the last whole state that is not returned yet, and what was written
-        # since; whether the latter was returned; whether the row was reached before, or rewritten.
-        self._state = b""
+        self._states: dict[int, bytes] = {}  # the last whole one of each row, if not returned yet
+        # Of the cursor's row: what was written since its state; whether that was returned; whether
+        # the row was reached before, or rewritten.
         self._text = bytearray()
         self._returned = False
         self._rewritten = False
@@ -68,33 +66,35 @@ class LineSplitter:
     def feed(self, data: bytes, now: float) -> list[bytes]:
         """Adds a chunk, in any encoding that extends ASCII; returns the lines that it completes."""
         self._read(self._unread + data)
-        if now - self._redrawn_at >= _REDRAW_SECONDS or self._state_bytes > _MAX_LINE_BYTES:
+        if now - self._redrawn_at >= _REDRAW_SECONDS or self._has_much():
             self._redraw(now)
         # A return at the end may be half of a line's end.
         returned = self._unread.startswith(b"\r") or self._rewritten
-        if not (self._states or self._state or (returned and self._is_new())):
+        if not (self._states or (returned and self._is_new())):
             self.due = None
         elif self.due is None:
             self.due = max(now, self._redrawn_at) + _REDRAW_SECONDS
         return self._take()
+
+    def _has_much(self) -> bool:
+        return sum(_ROW_BYTES + len(state) for state in self._states.values()) > _MAX_LINE_BYTES
 
     def tick(self, now: float) -> list[bytes]:
         """Returns the latest states of what was rewritten, finished or not."""
         if self._unread.startswith(b"\r"):
             self._unread = b""
             self._begin_state()
-        if self._rewritten:
-            self._return_text()
+        if self._rewritten and self._is_new():
+            self._states[self._row] = bytes(self._text)
+            self._returned = True  # what is added to it comes with it again
         self._redraw(now)
         self.due = None
         return self._take()
 
     def finish(self) -> list[bytes]:
         """Returns what is left at the end of the stream."""
-        self._return_text()
-        self._redraw(0.0)
-        self.due = None
-        return self._take()
+        self._rewritten = True
+        return self.tick(0.0)
 
     def _take(self) -> list[bytes]:
         lines, self._lines = self._lines, []
@@ -208,13 +208,7 @@ class LineSplitter:
     def _keep_state(self) -> None:
         self._backspaces = 0
         if self._is_new():
-            self._state = bytes(self._text)
-
-    def _return_text(self) -> None:
-        """Makes an unfinished state one to be returned; what is added to it comes with it again."""
-        if self._is_new():
-            self._state = bytes(self._text)
-            self._returned = True
+            self._states[self._row] = bytes(self._text)
 
     def _is_new(self) -> bool:
         """Whether the row has text to be seen that was not returned yet."""
@@ -226,50 +220,37 @@ class LineSplitter:
         return at < len(self._text)
 
     def _end_line(self) -> None:
+        line: bytes | None = bytes(self._text)
         if self._rewritten:
             self._keep_state()
-            line, skipped = self._state, not self._state
-        else:
-            line, skipped = bytes(self._text), False
-        if not skipped:
-            if self._row == self._bottom and not self._states:
-                self._lines.append(line)
-                line = b""
-            self._set_state(self._row, line)
+            line = self._states.pop(self._row, None)
+        if line is not None and self._row == self._bottom and not self._states:
+            self._lines.append(line)
+        elif line:
+            self._states[self._row] = line
         self._enter(self._row + 1)
 
     def _move(self, rows: int) -> None:
         self._keep_state()
-        self._set_state(self._row, self._state)
         self._enter(self._row + rows)
 
     def _go_elsewhere(self) -> None:
         """Goes to an unknown row, which counts as a new one."""
-        if self._is_new() or self._state:
+        if self._is_new() or self._row in self._states:
             self._move(self._bottom + 1 - self._row)
-
-    def _set_state(self, row: int, state: bytes) -> None:
-        if state:
-            self._states[row] = state
-            self._state_bytes += len(state) + _ROW_BYTES
 
     def _enter(self, row: int) -> None:
         self._row = row
         self._rewritten = row <= self._bottom
         self._bottom = max(self._bottom, row)
-        self._state = self._states.pop(row, b"")
-        self._state_bytes -= len(self._state) + _ROW_BYTES if self._state else 0
         self._text.clear()
         self._returned = False
         self._backspaces = 0
 
     def _redraw(self, now: float) -> None:
         """Returns the whole states of all rows, from top to bottom."""
-        self._set_state(self._row, self._state)
-        self._state = b""
         if self._states:
             self._lines += [state for _, state in sorted(self._states.items())]
             self._states.clear()
-            self._state_bytes = 0
             self._redrawn_at = now
             self.due = None

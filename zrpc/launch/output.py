@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import select
+import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,10 +43,9 @@ class Output:
         self._console = console
         self._log_dir = log_dir
         self._streams: list[_Stream] = []
-        self._tails: dict[int, _Tail] = {}
-        self._notices: _Notices | None = None
-        # Closed by `finish`. Each stream's thread waits for its pipe or for that.
-        self._finished, self._unfinished = os.pipe()
+        self._notices: BinaryIO | None = None  # the pipe of notices, which is shown as a stream is
+        # The second is closed by `drain`. Each stream's thread waits for its pipe or for that.
+        self._finished, self._unfinished = socket.socketpair()
         if log_dir is not None:
             try:
                 log_dir.mkdir(parents=True, exist_ok=True)
@@ -59,129 +59,77 @@ class Output:
 
         The caller must close them once the worker has its copies.
         """
-        tail = self._tails[rank] = _Tail()
         name = f"rank{rank}.{restarts}" if restarts else f"rank{rank}"
         if self._log_dir is not None and not restarts:  # or an earlier launch's would mislead
             for path in self._log_dir.glob(f"rank{rank}.*[0-9].*"):
                 path.unlink()
-        out = self._open(rank, f"{name}.out", error=False, tail=None)
-        return out, self._open(rank, f"{name}.err", error=True, tail=tail)
+        return self._open(rank, f"{name}.out", error=False), self._open(rank, f"{name}.err")
 
-    def _open(self, rank: int, name: str, *, error: bool, tail: _Tail | None) -> int:
+    def _open(self, rank: int | None, name: str, error: bool = True) -> int:
         log: BinaryIO | None = None
-        if self._log_dir is not None:
+        if self._log_dir is not None and rank is not None:
             log = open(self._log_dir / name, "ab", buffering=0)  # noqa: SIM115
             with contextlib.suppress(OSError):  # a device
                 log.truncate(0)
         reading, writing = os.pipe()
-        self._streams.append(
-            _Stream(reading, rank, error, self._console, log, tail, self._finished)
-        )
+        stream = _Stream(reading, rank, error, self._console, log, self._finished.fileno())
+        # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
+        stream.thread = threading.Thread(target=stream.run, name=f"zrpc-output-{name}", daemon=True)
+        stream.thread.start()
+        self._streams.append(stream)
         return writing
 
     def notice(self, text: str) -> None:
         """Shows lines of the launcher itself, without waiting for a slow reader."""
         if self._notices is None:
-            self._notices = _Notices(self._console)
-        self._notices.queue.put(text)
+            self._notices = open(self._open(None, "notices"), "wb", buffering=0)  # noqa: SIM115
+            os.set_blocking(self._notices.fileno(), False)  # after thousands, others are dropped
+        self._notices.write((text + "\n").encode(errors="backslashreplace"))
 
     def error_tail(self, rank: int) -> list[bytes]:
         """Returns the last traceback in a worker's standard error, or else its last lines."""
-        return last_traceback(list(self._tails[rank].lines))
-
-    def finish(self) -> None:
-        """Ends each stream as soon as its pipe is empty.
-
-        For when all workers have exited: other processes may hold their pipes open without limit.
-        """
-        if self._unfinished >= 0:
-            os.close(self._unfinished)
-            self._unfinished = -1
+        [*_, last] = (each for each in self._streams if each.rank == rank and each.error)
+        return last_traceback(list(last.tail))
 
     def drain(self, timeout: float, cancelled: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until every stream has ended and was shown, and notices; returns whether all have.
+        """Ends each stream as soon as its pipe is empty, and waits until all of it was shown.
 
-        A stray process may hold streams open for ``timeout`` seconds. Time in which a slow reader
-        of the launcher's own output blocks it doesn't count. ``cancelled`` is polled: the wait ends
-        when it returns true.
+        For when all workers have exited: other processes may hold their pipes open without limit.
+        Returns whether all streams have ended. A stray process may write for ``timeout`` seconds.
+        Time in which a slow reader of the launcher's own output blocks it doesn't count.
+        ``cancelled`` is polled: the wait ends when it returns true.
         """
         deadline = time.monotonic() + timeout
-        threads: list[threading.Thread] = [*self._streams]
+        self._unfinished.close()
         if self._notices is not None:
-            self._notices.queue.put(None)
-            threads.insert(0, self._notices)
-        for stream in threads:
-            while stream.is_alive():
-                stream.join(0.05)
+            self._notices.close()
+        for stream in self._streams:
+            while stream.thread.is_alive():
+                stream.thread.join(0.05)
                 if self._console.blocked:
                     deadline = time.monotonic() + timeout
                 if time.monotonic() > deadline or cancelled():
                     return False
-        self.finish()
-        if self._finished >= 0:
-            os.close(self._finished)
-            self._finished = -1
+        self._finished.close()
         return True
 
 
-class _Notices(threading.Thread):
-    """Shows notices, so that no other thread waits for the reader; None ends it."""
+@dataclass(eq=False)
+class _Stream:
+    """One pipe."""
 
-    def __init__(self, console: Console) -> None:
-        super().__init__(name="zrpc-notices", daemon=True)
-        self.queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._console = console
-        self.start()
-
-    def run(self) -> None:
-        while (text := self.queue.get()) is not None:
-            self._console.notice(text)
-
-
-class _Tail:
-    """The last lines of a stream."""
-
-    def __init__(self) -> None:
-        self.lines: deque[bytes] = deque()
-        self._bytes = 0
-
-    def extend(self, lines: list[bytes]) -> None:
-        """Adds lines, and drops old ones."""
-        for line in lines:
-            self.lines.append(line)
-            self._bytes += len(line)
-            while len(self.lines) > 1 and (
-                len(self.lines) > _MAX_TAIL_LINES or self._bytes > _MAX_TAIL_BYTES
-            ):
-                self._bytes -= len(self.lines.popleft())
-
-
-class _Stream(threading.Thread):
-    """Reads one pipe until it ends."""
-
-    def __init__(
-        self,
-        fd: int,
-        rank: int,
-        error: bool,
-        console: Console,
-        log: BinaryIO | None,
-        tail: _Tail | None,
-        finished: int,
-    ) -> None:
-        # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
-        super().__init__(name=f"zrpc-output-{rank}-{'err' if error else 'out'}", daemon=True)
-        self._fd = fd
-        self._rank = rank
-        self._error = error
-        self._console = console
-        self._log = log
-        self._tail = tail
-        self._finished = finished
-        self._splitter = LineSplitter()
-        self.start()
+    _fd: int
+    rank: int | None  # None for the launcher itself
+    error: bool
+    _console: Console
+    _log: BinaryIO | None
+    _finished: int
+    _splitter: LineSplitter = field(default_factory=LineSplitter)
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_MAX_TAIL_LINES))
+    thread: threading.Thread = field(init=False)
 
     def run(self) -> None:
+        """Reads the pipe until it ends. For its thread."""
         try:
             while data := self._next():
                 self._keep(data)
@@ -212,16 +160,21 @@ class _Stream(threading.Thread):
         try:
             self._log.write(data)
         except OSError as error:  # a full disk must not stop the training
-            self._console.notice(f"zrpc launch: {self._log.name}: {error}; no longer kept")
+            text = f"zrpc launch: {self._log.name}: {error}; no longer kept"
+            self._console.notice(text.encode(errors="backslashreplace"))
             with contextlib.suppress(OSError):
                 self._log.close()
             self._log = None
 
     def _show(self, lines: list[bytes]) -> None:
-        if lines:
-            if self._tail is not None:
-                self._tail.extend(lines)
-            self._console.show(self._rank, lines, error=self._error)
+        if self.rank is None:
+            self._console.notice(*lines)
+            return
+        if self.error:
+            self.tail.extend(lines)
+            while len(self.tail) > 1 and sum(map(len, self.tail)) > _MAX_TAIL_BYTES:
+                self.tail.popleft()
+        self._console.show(self.rank, lines, error=self.error)
 
 
 def last_traceback(lines: list[bytes]) -> list[bytes]:

@@ -24,7 +24,13 @@ class ReservedPort:
     """
 
     def __init__(self) -> None:
-        self._sock = _bind_anywhere()
+        # On both families if the machine has them: TCPStore listens on "::".
+        both = socket.has_dualstack_ipv6()
+        self._sock = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
+        if both:
+            self._sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._sock.bind(("", 0))
         self.number: int = self._sock.getsockname()[1]
 
     def close(self) -> None:
@@ -36,22 +42,3 @@ class ReservedPort:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _bind_anywhere() -> socket.socket:
-    # On both families if the machine has them: TCPStore listens on "::".
-    for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
-        try:
-            sock = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:
-            continue
-        try:
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((address, 0))
-        except OSError:
-            sock.close()
-            continue
-        return sock
-    raise OSError("could not bind a TCP port, neither on IPv6 nor on IPv4")

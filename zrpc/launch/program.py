@@ -7,7 +7,6 @@ code, its traceback, its exit handlers and its wait for threads.
 from __future__ import annotations
 
 import builtins
-import importlib
 import importlib.machinery
 import io
 import os
@@ -16,7 +15,6 @@ import pkgutil
 import runpy
 import sys
 from types import CodeType, ModuleType, TracebackType
-from typing import Any
 
 from zrpc.launch.task import Task
 
@@ -71,17 +69,9 @@ def _run_module(task: Task) -> None:
 def _run_function(task: Task) -> None:
     _set_arguments("", task.argv, [])
     _set_main(ModuleType("__main__"))
-    function = _named(task.target)
+    function = pkgutil.resolve_name(task.target)
     args, kwargs = pickle.loads(task.payload)
     sys.exit(function(*args, **kwargs))
-
-
-def _named(target: str) -> Any:
-    module, _, name = target.partition(":")
-    found: Any = importlib.import_module(module)
-    for attribute in name.split("."):
-        found = getattr(found, attribute)
-    return found
 
 
 def _set_arguments(name: str, argv: tuple[str, ...], program: list[str]) -> None:
@@ -136,6 +126,6 @@ def _hide_our_frames(on_error: str) -> None:
         sys.last_traceback = trace
         hook(kind, error.with_traceback(trace), trace)
         if on_error:
-            _named(on_error)(error)
+            pkgutil.resolve_name(on_error)(error)
 
     sys.excepthook = show

@@ -7,7 +7,7 @@ interpreter exits in its normal way.
 
 The requests after the first:
 
-    ("spawn", task, streams, passed)   fds: those for the streams (of 0 to 2), then those passed on
+    ("spawn", task, targets)           fds: one for each target, its number in the child
     ("signal", pid, number, group)
     ("directory",)
 """
@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ from zrpc.launch.task import Task
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
 _KILL_SECONDS = 5.0  # for killed processes to exit
 _POLL_SECONDS = 0.02
+_RESEND_SECONDS = 0.05  # until exits that found no room are sent again
 # The others do nothing to the server. A supervisor that sends them to all processes sends them to
 # the owner, too, which gives the workers time to stop.
 _COLLECTED = STOPS | FORWARDED | {signal.SIGCHLD}
@@ -81,7 +83,10 @@ def serve(requests: int, exits: int, owner: int, startup_modules: Collection[str
     threads = _get_ready_to_fork(preload, startup_modules) if forks else []
     exits_socket = socket.socket(fileno=exits)
     forks = forks and not threads
-    server = _Server(channel, exits_socket, owner, inbox, given, spare_detached, forks)
+    exits_socket.setblocking(False)
+    server = _Server(
+        channel, exits_socket, _process_descriptor(owner), inbox, given, spare_detached, forks
+    )
     with contextlib.suppress(ConnectionError):  # the owner is gone: `run` notices it, and exits
         channel.send(("done", threads))
     return partial(child.become, server.run(), startup_modules)
@@ -125,90 +130,70 @@ def _other_threads() -> list[str]:
     return names
 
 
+@dataclass(eq=False)
 class _Server:
     """The server's loop. All state belongs to the process's only thread."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        exits: socket.socket,
-        owner: int,
-        inbox: SignalInbox,
-        given: SignalState,
-        spare_detached: bool,
-        forks: bool,
-    ) -> None:
-        self._channel = channel
-        self._exits = exits
-        self._exits.setblocking(False)
-        self._unsent = bytearray()  # exits that the owner's socket had no room for
-        self._running: set[int] = set()
-        self._forks = forks  # or else it starts interpreters
-        self._task_directory: str | None = None
-        self._sessions = {os.getsid(0)}  # this process's, and those that its children lead
-        self._directories: list[str] = []
-        self._stopping = False
-        self._inbox = inbox
-        self._given = given
-        self._spare_detached = spare_detached
-        self._owner_fd = _process_descriptor(owner)
-        self._selector = selectors.DefaultSelector()
-        for source in (channel, self._inbox, self._owner_fd):
-            if source is not None:
-                self._selector.register(source, selectors.EVENT_READ)
-        child.adopt_orphans()
+    _channel: Channel
+    _exits: socket.socket
+    _owner_fd: int | None
+    _inbox: SignalInbox
+    _given: SignalState
+    _spare_detached: bool
+    _forks: bool  # or else it starts interpreters
+    _unsent: bytearray = field(default_factory=bytearray)  # exits that didn't fit into the socket
+    _running: set[int] = field(default_factory=set)
+    # This process's, and those that its children lead.
+    _sessions: set[int] = field(default_factory=lambda: {os.getsid(0)})
+    _directories: list[str] = field(default_factory=list)
+    _selector: selectors.EpollSelector = field(default_factory=selectors.EpollSelector)
 
     def run(self) -> Task:
         """Loops until the owner is gone, then exits. Returns only in a child."""
-        while not self._stopping:
-            ready = {key.fileobj for key, _ in self._selector.select()}
-            if self._owner_fd in ready:
-                self._stopping = True
-            if self._inbox in ready:
-                self._on_signals()
-            if self._exits in ready:
+        child.adopt_orphans()
+        for source in (self._channel, self._inbox, self._owner_fd):
+            if source is not None:
+                self._selector.register(source, selectors.EVENT_READ)
+        with contextlib.suppress(EOFError):
+            while True:
+                seconds = _RESEND_SECONDS if self._unsent else None
+                ready = {key.fileobj for key, _ in self._selector.select(seconds)}
+                if self._owner_fd in ready:
+                    break
+                # The owner decides about other signals: it may have got them, too.
+                if self._inbox in ready and signal.SIGCHLD in self._inbox.take():
+                    self._reap_children()
                 self._send_exits()
-            if self._channel in ready and (task := self._on_request()) is not None:
-                return task
+                if self._channel in ready and (task := self._on_request()) is not None:
+                    return task
         self._kill_all()
         os._exit(0)
 
-    def _on_signals(self) -> None:
-        # The owner decides about the others: it may have got them, too.
-        if signal.SIGCHLD in self._inbox.take():
-            for pid, status in _reap():
-                if pid in self._running:
-                    self._running.discard(pid)
-                    self._unsent += EXIT_RECORD.pack(pid, os.waitstatus_to_exitcode(status))
-            self._send_exits()
+    def _reap_children(self) -> None:
+        for pid, status in _reap():
+            if pid in self._running:
+                self._running.discard(pid)
+                self._unsent += EXIT_RECORD.pack(pid, os.waitstatus_to_exitcode(status))
 
     def _send_exits(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._unsent:
-                    del self._unsent[: self._exits.send(self._unsent[:EXITS_BYTES])]
-            except ConnectionError:
-                self._unsent.clear()  # the owner is gone; `_on_request` notices
-        registered = self._exits in self._selector.get_map()
-        if self._unsent and not registered:
-            self._selector.register(self._exits, selectors.EVENT_WRITE)
-        elif registered and not self._unsent:
-            self._selector.unregister(self._exits)
+        try:
+            while self._unsent:
+                del self._unsent[: self._exits.send(self._unsent[:EXITS_BYTES])]
+        except BlockingIOError:
+            pass  # there is no room; `run` tries again
+        except ConnectionError:
+            self._unsent.clear()  # the owner is gone; `run` notices
 
     def _on_request(self) -> Task | None:
-        try:
-            request, fds = self._channel.receive()
-        except EOFError:
-            self._stopping = True
-            return None
+        request, fds = self._channel.receive()
         reply: tuple[Any, ...]
         try:
             match request:
-                case ("spawn", task, streams, passed):
+                case ("spawn", task, targets):
                     assert isinstance(task, Task)
                     if not self._forks:
-                        pid = self._start_interpreter(task, fds, streams, passed)
-                    elif (pid := self._fork(fds, streams, passed)) == 0:
+                        pid = self._start_interpreter(task, fds, targets)
+                    elif (pid := self._fork(fds, targets)) == 0:
                         return task
                     self._running.add(pid)
                     self._sessions.add(pid)
@@ -242,11 +227,11 @@ class _Server:
         os.kill(pid, number)
         return True
 
-    def _fork(self, fds: list[int], streams: list[int], passed: list[int]) -> int:
+    def _fork(self, fds: list[int], targets: list[int]) -> int:
         own = {self._channel.fileno(), self._exits.fileno(), self._selector.fileno(), *fds}
         own |= {*self._inbox.fds, self._owner_fd or -1}
-        for target in passed:
-            if target not in own and is_open(target):
+        for target in targets:
+            if target > 2 and target not in own and is_open(target):
                 raise OSError(
                     f"descriptor {target} can't be passed on under its own number, because a "
                     "preloaded module uses it in the server; pass a copy made by os.dup"
@@ -256,20 +241,17 @@ class _Server:
         with blocked():
             pid = os.fork()
             if pid == 0:
-                self._become_child(server, fds, [*streams, *passed])
+                self._become_child(server, fds, targets)
         if pid == 0:
             self._given.restore()
         return pid
 
-    def _start_interpreter(
-        self, task: Task, fds: list[int], streams: list[int], passed: list[int]
-    ) -> int:
+    def _start_interpreter(self, task: Task, fds: list[int], targets: list[int]) -> int:
         """Starts a child that shares nothing with this process."""
-        given = dict(zip(streams, fds, strict=False))
-        moved = dict(zip(fds[len(streams) :], passed, strict=True))
-        if self._task_directory is None:
-            self._task_directory = self._make_directory()
-        with tempfile.TemporaryFile(dir=self._task_directory) as file:
+        given = dict(zip(targets, fds, strict=True))
+        moved = {fd: target for target, fd in given.items() if target > 2}
+        directory = self._directories[0] if self._directories else self._make_directory()
+        with tempfile.TemporaryFile(dir=directory) as file:
             pickle.dump(task, file)
             file.seek(0)
             code = _LOAD_TASK.format(file.fileno(), os.getpid(), moved, self._given)
@@ -288,21 +270,17 @@ class _Server:
 
     def _become_child(self, server: int, fds: list[int], targets: list[int]) -> None:
         try:
-            self._shed_server_state(server)
+            child.die_with_parent(server)
+            os.setsid()
+            self._inbox.__exit__()
+            for resource in (self._selector, self._channel, self._exits):
+                resource.close()
+            if self._owner_fd is not None:
+                os.close(self._owner_fd)
             move_descriptors(fds, targets)
         except BaseException:
             traceback.print_exc()
             os._exit(1)  # a child must never continue as a second server
-
-    def _shed_server_state(self, server: int) -> None:
-        """Drops the server's signal handlers and descriptors, in a new child."""
-        child.die_with_parent(server)
-        os.setsid()
-        self._inbox.__exit__()
-        for resource in (self._selector, self._channel, self._exits, self._inbox):
-            resource.close()
-        if self._owner_fd is not None:
-            os.close(self._owner_fd)
 
     def _kill_all(self) -> None:
         """Kills all descendants, then removes the directories."""

@@ -23,7 +23,7 @@ class SignalInbox:
     """Collects signals, while entered, instead of letting them have their usual effects.
 
     Signals can be caught only in the main thread; in another, only `wake` has an effect. A signal
-    that was ignored before, such as SIGHUP under nohup, stays ignored.
+    that was ignored before, such as SIGHUP under nohup, stays ignored. It can be entered once.
 
     Args:
         numbers: The signals to collect.
@@ -122,9 +122,5 @@ class SignalInbox:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             signal.set_wakeup_fd(self._wakeup_fd)
-        self._handlers.clear()
-
-    def close(self) -> None:
-        """Closes the descriptors, once no more signals are collected."""
         self._reading.close()
         self._writing.close()

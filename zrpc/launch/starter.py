@@ -138,24 +138,24 @@ class Starter:
     def _launch(self) -> None:
         # Requests and replies go over one socket, exits over another, so that the owner can wait
         # for exits in a selector and none is hidden in a buffer.
-        requests = socket.socketpair()
-        exits = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        # Numbers above those of the standard streams, which may be closed in this process.
-        server_fds = [fcntl.fcntl(pair[1], fcntl.F_DUPFD_CLOEXEC, 3) for pair in (requests, exits)]
+        requests, servers_requests = socket.socketpair()
+        exits, servers_exits = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with servers_requests, servers_exits:
+            # Numbers above those of the standard streams, which may be closed in this process.
+            ends = (servers_requests, servers_exits)
+            fds = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
         try:
-            self._process = self._start_process(server_fds)
+            self._process = self._start_process(fds)
         except OSError as error:
-            for sock in (requests[0], exits[0]):
-                sock.close()
+            requests.close()
+            exits.close()
             raise LaunchError(f"could not start the fork server: {error}") from error
         finally:
-            for fd in server_fds:
+            for fd in fds:
                 os.close(fd)
-            for sock in (requests[1], exits[1]):
-                sock.close()
-        requests[0].settimeout(_REPLY_SECONDS)
+        requests.settimeout(_REPLY_SECONDS)
         self.pid = self._process.pid
-        self._channel, self._exits = Channel(requests[0]), exits[0]
+        self._channel, self._exits = Channel(requests), exits
 
     def _start_process(self, fds: Sequence[int]) -> subprocess.Popen[bytes]:
         """Starts the server's process, which serves requests and reports exits at these sockets."""
@@ -203,10 +203,10 @@ class Starter:
             )
         if task.cwd is not None and not os.path.isdir(task.cwd):
             raise LaunchError(f"expected a directory to work in, but got {task.cwd!r}")
-        streams = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
-        fds = [*streams.values(), *pass_fds]
+        targets = {i: fd for i, fd in enumerate((stdin, stdout, stderr)) if fd is not None}
+        targets.update((fd, fd) for fd in pass_fds)
         with self._lock:
-            pid: int = self._ask(("spawn", task, list(streams), list(pass_fds)), fds)
+            pid: int = self._ask(("spawn", task, list(targets)), list(targets.values()))
             self._running.add(pid)
         return pid
 

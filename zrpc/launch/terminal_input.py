@@ -25,7 +25,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["RelayedInput", "TerminalInput", "may_read_directly", "must_relay"]
+__all__ = ["Keyboard", "RelayedInput", "open_keyboard"]
 
 _STDIN = 0
 _FLAGS = 3  # of what tcgetattr returns: the local modes
@@ -38,24 +38,62 @@ _DEV_TTY = os.makedev(5, 0)
 _READ_CALLS = {"x86_64": "0", "aarch64": "63"}  # the number of the system call
 
 
-def must_relay() -> bool:
-    """Returns whether standard input is the terminal of this process's session."""
-    try:
-        return os.tcgetpgrp(_STDIN) >= 0
-    except OSError:
-        return False
+class Keyboard:
+    """The launcher's standard input: what the worker that gets it reads from.
 
-
-def may_read_directly() -> bool:
-    """Returns whether a worker may have this process's standard input itself.
-
-    It may unless that is the terminal of another session, whose shell reads it: see setsid(1).
+    Attributes:
+        fd: The worker's standard input; None for the null device.
+        relays: Whether the launcher reads the terminal, and carries what was typed to the worker.
     """
+
+    relays = False
+
+    def __init__(self, fd: int | None) -> None:
+        self.fd = fd
+
+    def serve(self, pid: int) -> None:
+        """Begins to serve the worker with this process id, which has been given `fd`."""
+
+    def on_exit(self, pid: int) -> None:
+        """Ends the relay if the worker that exited had it."""
+
+    def resize(self) -> None:
+        """Gives the worker's terminal the size of the launcher's."""
+
+    def pause(self) -> None:
+        """Restores the modes of the launcher's terminal, and leaves it alone until `resume`."""
+
+    def resume(self) -> None:
+        """Uses the terminal again."""
+
+    def close(self) -> None:
+        """Ends the relay. Idempotent."""
+
+
+def open_keyboard(busy: Callable[[], bool], on_waiting: Callable[[], None]) -> Keyboard:
+    """Opens standard input for a worker; it is relayed if it is this session's terminal.
+
+    Args:
+        busy: Says whether something else reads the terminal, such as a debugger's prompt.
+        on_waiting: Called, once, when the worker wants input and this process is in the background.
+    """
+    try:
+        os.tcgetpgrp(_STDIN)
+    except OSError:  # it isn't the terminal of this session
+        return Keyboard(None if _is_of_another_session() else _STDIN)
+    try:
+        return _TerminalInput(busy, on_waiting)
+    except OSError:  # without pseudo-terminals the worker reads directly
+        return Keyboard(_STDIN)
+
+
+def _is_of_another_session() -> bool:
+    """Returns whether standard input is a terminal that another shell reads: see setsid(1)."""
     if not os.isatty(_STDIN):
-        return True
+        return False
     device = os.fstat(_STDIN).st_rdev
     # /dev/tty is the terminal of the session in which it was opened, and that isn't this one.
-    return device != _DEV_TTY and all(found != device for found in _terminals())
+    return device in (_DEV_TTY, *_terminals())
 
 
 def _terminals() -> Iterator[int]:
@@ -94,29 +132,15 @@ class RelayedInput(io.FileIO):
         self._ask()
         return super().readall()
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Reads at most some bytes."""
-        self._ask()
-        return super().read(-1 if size is None else size)
 
+class _TerminalInput(Keyboard):
+    """Serves one worker. A thread of it reads the terminal. See `open_keyboard`."""
 
-class TerminalInput:
-    """Serves one worker. A thread of it reads the terminal.
-
-    Args:
-        busy: Says whether something else reads the terminal, such as a debugger's prompt.
-        on_waiting: Called, once, when the worker wants input and this process is in the background.
-
-    Attributes:
-        fd: The worker's standard input.
-        pid: The worker's process, once it is served.
-
-    Raises:
-        OSError: There is no pseudo-terminal.
-    """
+    relays = True
+    fd: int
 
     def __init__(self, busy: Callable[[], bool], on_waiting: Callable[[], None]) -> None:
-        self.pid = 0
+        self._pid = 0
         self._busy = busy
         self._on_waiting = on_waiting
         # Not descriptor 0, since others that have that open wait when they read.
@@ -138,26 +162,23 @@ class TerminalInput:
         self.resize()
 
     def serve(self, pid: int) -> None:
-        """Begins to carry input to a process, which has the descriptor."""
-        self.pid = pid
+        self._pid = pid
         self._thread.start()
 
+    def on_exit(self, pid: int) -> None:
+        if pid == self._pid:
+            self.close()
+
     def resize(self) -> None:
-        """Gives the worker's terminal the size of the launcher's."""
-        size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, size)
+        if self._close >= 0:
+            size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, bytes(8))
+            fcntl.ioctl(self.fd, termios.TIOCSWINSZ, size)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Restores the modes of the launcher's terminal, and leaves it alone within the block."""
-        self._pause()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._paused = False
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         with self._lock, contextlib.suppress(OSError, termios.error):
             restored, self._restored = self._restored, None
             if restored is not None and self._in_foreground():
@@ -165,10 +186,9 @@ class TerminalInput:
             self._paused = True
 
     def close(self) -> None:
-        """Ends the thread, and restores the modes of the launcher's terminal. Idempotent."""
         if self._close < 0:
             return
-        self._pause()
+        self.pause()
         os.close(self._close)
         self._close = -1
         if self._thread.ident is not None:
@@ -261,7 +281,7 @@ class TerminalInput:
 
     def _is_awaited(self) -> bool:
         """Returns whether the worker, or a process that it has started, waits for its input."""
-        pids = [self.pid]
+        pids = [self._pid]
         for pid in pids:
             with contextlib.suppress(OSError):
                 for thread in os.listdir(f"/proc/{pid}/task"):
