@@ -97,7 +97,7 @@ def backward(
         roots = context_id
         context_id = _service().contexts.current()
     with _shown() if is_profiling() else nullcontext():
-        _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
+        _service().backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -16,8 +16,7 @@ from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
-from zrpc.services.autograd.passes import context_of_hook
-from zrpc.services.autograd.service import AutogradService
+from zrpc.services.autograd.service import AutogradService, context_of_hook
 from zrpc.services.rref.rref import RRef
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]

@@ -174,13 +174,12 @@ def posted(mesh: Mesh) -> Iterator[Counter[Kind]]:
         return count_and_send
 
     for outbox in outboxes:
-        outbox.post = counting(outbox.post)  # type: ignore[method-assign]
-        outbox.request = counting(outbox.request)  # type: ignore[method-assign]
+        outbox.put = counting(outbox.put)  # type: ignore[method-assign]
     try:
         yield counts
     finally:
         for outbox in outboxes:
-            del outbox.post, outbox.request
+            del outbox.put
 
 
 class Held:
@@ -191,8 +190,7 @@ class Held:
         self._outbox: Any = mesh.agent(sender).outbox
         self._sends: list[Callable[[], None]] = []
         self.any = threading.Event()
-        for name in ("post", "request"):
-            setattr(self._outbox, name, partial(self._send, getattr(self._outbox, name)))
+        self._outbox.put = partial(self._send, self._outbox.put)
 
     def _send(self, send: Any, member: int, message: Any) -> None:
         if member == self._receiver and message.kind == self._kind:
@@ -203,7 +201,7 @@ class Held:
 
     def release(self, send: bool = True) -> None:
         """Sends what was held back, or drops it; holds nothing back any more."""
-        del self._outbox.post, self._outbox.request
+        del self._outbox.put
         for each in self._sends if send else ():
             each()
 

@@ -26,8 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.grad_lock import GradLock, Use
-from zrpc.services.autograd.node_hooks import OwnHook, any_registered
-from zrpc.services.autograd.nodes import Gradients, recorded
+from zrpc.services.autograd.nodes import Gradients, OwnHook, any_registered, recorded
 from zrpc.services.autograd.state import ContextState
 from zrpc.torch_internals import current_graph_task, hooks_of_leaf
 

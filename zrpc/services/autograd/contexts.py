@@ -26,6 +26,7 @@ __all__ = [
     "Contexts",
     "creator_of",
     "current_id",
+    "in_context",
     "pass_fields",
     "pass_name",
     "unknown_context",
@@ -49,6 +50,16 @@ _ENDED_REMEMBERED = 4096
 current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
     "zrpc_autograd_context", default=None
 )
+
+
+@contextlib.contextmanager
+def in_context(context_id: int | None) -> Iterator[None]:
+    """Has this thread be in a context within a block, or outside of contexts."""
+    token = current_id.set(context_id)
+    try:
+        yield
+    finally:
+        current_id.reset(token)
 
 
 class Contexts:

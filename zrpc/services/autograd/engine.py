@@ -45,22 +45,22 @@ def run(
     last: torch.Tensor,
     retain_graph: bool,
     state: ContextState,
-    leaves: int = 0,
+    reach: int = 0,
 ) -> None:
     """Runs the graph of the roots, each with a gradient of one, and of ``last`` once.
 
     ``last`` is ``state.start`` if nothing that was sent leads to the roots of the pass, and
-    ``leaves`` are the AccumulateGrad nodes that it leads to, as a set of the context's tracer. The
-    gradients of the leaves are added to those of the context.
+    ``reach`` is what it leads to, as a set of the context's tracer. The gradients of the leaves are
+    added to those of the context.
     """
     start = state.start
     waits = () if last is start else (last,)
     if not waits and not roots:
         return
     for root in roots:
-        leaves |= state.tracer.reach(root).leaves
+        reach |= state.tracer.reach(root)
     state.tracer.forget()
-    accumulators = state.tracer.leaves(leaves)
+    accumulators = state.tracer.leaves(reach)
     variables = [node.variable for node in accumulators]
     # The nodes of the graph, not the leaves: a leaf has another node if its dtype was changed since
     # then, and is refused if it was frozen. With the start among them the engine also runs the
