@@ -195,19 +195,12 @@ class DistributedOptimizer(Optimizer):
 
     def _at_each(self, name: str, args: Callable[[RRef[Any]], tuple[Any, ...]]) -> list[Any]:
         """The same, with arguments for each. The others are called even if one is dead already."""
-        calls: list[Future[Any]] = []
-        error: Exception | None = None
-        for rref in self.remote_optimizers:
-            try:
-                calls.append(getattr(rref.rpc_async(), name)(*args(rref)))
-            except Exception as reason:  # as in `_wait_for_all`
-                if raised_by_handler(reason):
-                    raise
-                error = error or reason
-        results = _wait_for_all(calls)
-        if error is not None:
-            raise error
-        return results
+        return _wait_for_all(
+            [
+                _begin(getattr(rref.rpc_async(), name), *args(rref))
+                for rref in self.remote_optimizers
+            ]
+        )
 
     def _part(self, owner: WorkerInfo) -> dict[int, Options]:
         """Returns the groups' parameters of one owner, by the group's index."""
@@ -292,8 +285,8 @@ def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tenso
 
 
 def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
-    params = [rref.local_value() for rref in rrefs]
-    _autograd().contexts.scale_gradients(context_id, params, factor)
+    if (state := _autograd().contexts.state_of(context_id)) is not None:
+        state.scale_gradients([rref.local_value() for rref in rrefs], factor)
 
 
 def _autograd() -> AutogradService:
@@ -329,6 +322,18 @@ def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef
     for rref in rrefs:
         parts.setdefault(rref.owner(), []).append(rref)
     return parts
+
+
+def _begin(call: Callable[..., Future[T]], *args: Any) -> Future[T]:
+    """Makes a call; returns a future that has failed if its worker is dead already."""
+    try:
+        return call(*args)
+    except Exception as reason:
+        if raised_by_handler(reason):
+            raise
+        failed: Future[T] = Future()
+        failed.set_exception(reason)
+        return failed
 
 
 def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:

@@ -11,8 +11,8 @@ import torch
 
 from tests.support.waiting import SOON
 from zrpc.errors import RpcError
-from zrpc.services.autograd import accumulation, engine
-from zrpc.services.autograd.accumulation import Accumulation
+from zrpc.services.autograd import engine
+from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.state import ContextState
 
 
@@ -53,7 +53,7 @@ def other() -> torch.Tensor:
 
 @pytest.fixture
 def _reduced(monkeypatch: pytest.MonkeyPatch, leaf: torch.Tensor, other: torch.Tensor) -> None:
-    monkeypatch.setattr(accumulation.ddp, "reduced_with", lambda leaves: [leaf, other])
+    monkeypatch.setattr(engine.ddp, "reduced_with", lambda leaves: [leaf, other])
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
@@ -66,12 +66,12 @@ def run(state: ContextState, root: torch.Tensor) -> None:
 
 @pytest.mark.usefixtures("_reduced")
 def test_two_runs_at_once_over_a_ddp_module_are_an_error(leaf: torch.Tensor) -> None:
-    before, node = leaf.grad, accumulator_of(leaf)
-    with Accumulation(ContextState(1), [node]):
-        assert leaf.grad is None
-        with pytest.raises(RpcError, match="one backward pass at a time"):
-            run(ContextState(2), (leaf * 2).sum())
-        assert leaf.grad is None  # lent to the first
+    before = leaf.grad
+    with (
+        GradLock([leaf], Use.RUN, 1),
+        pytest.raises(RpcError, match="one backward pass at a time"),
+    ):
+        run(ContextState(2), (leaf * 2).sum())
     assert leaf.grad is before
     state = ContextState(3)
     run(state, (leaf * 2).sum())

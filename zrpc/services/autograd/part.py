@@ -124,7 +124,7 @@ class RunningPart:
     def _check_linked(self) -> None:
         """Raises if a worker that takes part is lost already, or some of its messages are.
 
-        What is lost from now on fails the pass: see `Passes`.
+        What is lost from now on fails the pass: see `AutogradService`.
         """
         for member in self.linked:
             if member in self._agent.membership.lost:
