@@ -16,6 +16,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     SOON,
+    Held,
     W,
     X,
     assert_freed,
@@ -32,6 +33,7 @@ from tests.support.waiting import until
 from zrpc.services.autograd.contexts import Contexts
 from zrpc.services.autograd.state import ContextState
 from zrpc.testing import Mesh, faults
+from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -90,25 +92,6 @@ def test_what_a_context_held_is_freed(mesh: Mesh) -> None:
     assert mesh.run(0, run) > 8
     assert_freed(mesh)
     gc.collect()
-    until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
-
-
-def test_without_a_pass_the_graph_is_freed(mesh: Mesh) -> None:
-    watched = []
-
-    def there(x: Any) -> Any:
-        y = layer(1, x)
-        watched.append(weakref.ref(y))
-        watched.append(weakref.ref(x))
-        return y
-
-    def run() -> None:
-        with dist_autograd.context():
-            call("worker1", there, X * 2)
-
-    mesh.run(0, run)
-    assert_freed(mesh)
-    settle(mesh)
     until(lambda: not any(ref() is not None for ref in watched), "all tensors are freed")
 
 
@@ -262,3 +245,98 @@ def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(mesh: Mesh
     found = mesh.run(0, run)
     torch.testing.assert_close(found, torch.autograd.grad(layer(2, X).sum(), [W[2]])[0])
     assert_freed(mesh)
+
+
+# A part that hangs ends with its context: nothing may need that.
+_IN_TIME = 3.0
+
+
+class SlowSet(set[Any]):
+    """The workers of a context, to which one is added slowly."""
+
+    def __init__(self, peer: int, given: Any) -> None:
+        super().__init__(given)
+        self._peer = peer
+        self.adding, self.go = threading.Event(), threading.Event()
+
+    def add(self, peer: Any) -> None:
+        if peer == self._peer:
+            self.adding.set()
+            assert self.go.wait(SOON)
+        super().add(peer)
+
+
+def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
+    """The end must go to that worker, too."""
+    contexts = layers(mesh)[1].contexts
+    begin, begun, ending = threading.Event(), threading.Event(), threading.Event()
+    release = contexts.release
+
+    def note_end(*args: Any, **more: Any) -> None:
+        ending.set()
+        release(*args, **more)
+
+    contexts.release = note_end  # type: ignore[method-assign]
+
+    def bring_in(x: Any) -> Any:
+        begun.set()
+        assert begin.wait(SOON)
+        return call("worker2", layer, 2, x).detach()
+
+    with mesh.agent(0).as_current():
+        with dist_autograd.context() as context_id:
+            future = zrpc.rpc_async("worker1", here(bring_in), (X,))
+            assert begun.wait(SOON)
+            state = contexts.find(context_id)
+            state.peers = peers = SlowSet(2, state.peers)
+            begin.set()
+            assert peers.adding.wait(SOON)
+        assert ending.wait(SOON)
+        peers.go.set()
+        future.wait()
+    settle(mesh)
+    assert_freed(mesh)
+
+
+class SlowDict(dict[Any, Any]):
+    """The messages that a worker has sent, to which one is added slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adding, self.go = threading.Event(), threading.Event()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.adding.set()
+        assert self.go.wait(SOON)
+        super().__setitem__(key, value)
+
+
+def test_a_context_ends_as_an_answer_is_packed(mesh: Mesh) -> None:
+    """The caller still waits for the answer, and gets it."""
+    sends = SlowDict()
+
+    def there(x: Any) -> Any:
+        contexts = layers(mesh)[1].contexts
+        contexts.find(contexts.current()).sends = sends
+        return layer(1, x)
+
+    with mesh.agent(0).as_current():
+        with dist_autograd.context():
+            future = zrpc.rpc_async("worker1", here(there), (X,))
+            assert sends.adding.wait(SOON)
+        until(lambda: not len(layers(mesh)[1]), "worker1 has no context")
+        sends.go.set()
+        assert torch.equal(future.wait().detach(), layer(1, X).detach())
+    assert_freed(mesh)
+
+
+def test_the_end_of_a_context_is_lost(mesh: Mesh) -> None:
+    """With a connection that breaks; it is asked for when that is noticed."""
+    agent, lost = mesh.agent(1), Held(mesh, Kind.RELEASE, 0, 1)
+    with mesh.agent(0).as_current(), dist_autograd.context():
+        call("worker1", call, "worker2", max, 1, 2)
+    assert lost.any.is_set()
+    lost.release(send=False)
+    agent.receiver.in_io_thread(lambda: agent.dispatcher.count_missing(0, 0, 0))
+    for rank in (1, 2):
+        until(lambda r=rank: not len(layers(mesh)[r]), f"worker{rank} is told", within=_IN_TIME)
