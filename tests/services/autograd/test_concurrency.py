@@ -167,21 +167,18 @@ def test_contexts_that_go_through_all_workers_in_both_directions(
     assert_freed(mesh)
 
 
-def test_two_passes_at_once_in_one_context(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            losses = [call("worker1", layer, 1, X * i).sum() for i in range(1, 5)]
-            agent = mesh.agent(0)
+def test_two_passes_at_once_in_one_context(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        losses = [call("worker1", layer, 1, X * i).sum() for i in range(1, 5)]
+        agent = caller.agent(0)
 
-            def go_back(loss: Any) -> None:
-                with agent.as_current():
-                    dist_autograd.backward(context_id, [loss], retain_graph=True)
+        def go_back(loss: Any) -> None:
+            with agent.as_current():
+                dist_autograd.backward(context_id, [loss], retain_graph=True)
 
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(go_back, losses))
-            return gradients_at(mesh, 0, context_id)[X], gradients_at(mesh, 1, context_id)[W[1]]
-
-    found = mesh.run(0, run)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(go_back, losses))
+        found = gradients_at(caller, 0, context_id)[X], gradients_at(caller, 1, context_id)[W[1]]
     expected = local_gradients(lambda: sum(layer(1, X * i).sum() for i in range(1, 5)), [X, W[1]])
     torch.testing.assert_close(list(found), expected)
 

@@ -77,37 +77,31 @@ def test_contexts_are_not_nested(mesh: Mesh) -> None:
     assert mesh.run(0, draw, 1)
 
 
-def test_a_handler_is_in_its_callers_context(mesh: Mesh) -> None:
+def test_a_handler_is_in_its_callers_context(caller: Mesh) -> None:
     def nest() -> None:
         with pytest.raises(RuntimeError, match="Already have an autograd context id"):
             draw(1)
 
-    def run() -> None:
-        with dist_autograd.context():
-            call("worker1", nest)
-            call("worker2", call, "worker1", nest)
-        assert len(call("worker1", draw, 1)) == 1
-
-    mesh.run(0, run)
+    with dist_autograd.context():
+        call("worker1", nest)
+        call("worker2", call, "worker1", nest)
+    assert len(call("worker1", draw, 1)) == 1
 
 
-def test_one_object_for_many_blocks(mesh: Mesh) -> None:
+def test_one_object_for_many_blocks(caller: Mesh) -> None:
     """As torch's, which a program may keep, also from before there is an agent."""
     context = dist_autograd.context()
 
-    def run() -> Any:
-        with context as first, pytest.raises(RuntimeError, match="Already have"):
-            context.__enter__()
-        with pytest.raises(KeyError), context:
-            raise KeyError("in the block")
-        with context as last:
-            dist_autograd.backward(last, [call("worker1", layer, 1, X).sum()])
-            return first, last, dist_autograd.get_gradients(last)[X]
-
-    first, last, gradient = mesh.run(0, run)
+    with context as first, pytest.raises(RuntimeError, match="Already have"):
+        context.__enter__()
+    with pytest.raises(KeyError), context:
+        raise KeyError("in the block")
+    with context as last:
+        dist_autograd.backward(last, [call("worker1", layer, 1, X).sum()])
+        first, last, gradient = first, last, dist_autograd.get_gradients(last)[X]
     assert last == first + 2
     torch.testing.assert_close(gradient, torch.autograd.grad(layer(1, X).sum(), X)[0])
-    assert_freed(mesh)
+    assert_freed(caller)
 
 
 def test_it_is_a_class_as_in_torch() -> None:
@@ -128,81 +122,66 @@ def test_without_an_agent() -> None:
 
 
 @pytest.mark.parametrize("context_id", [99, -1, 1 << 48, (1 << 62) + 1])
-def test_unknown_contexts(mesh: Mesh, context_id: Any) -> None:
-    def run() -> None:
-        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-            dist_autograd.get_gradients(context_id)
-        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-            dist_autograd.backward(context_id, [X.sum()])
-
-    mesh.run(0, run)
+def test_unknown_contexts(caller: Mesh, context_id: Any) -> None:
+    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+        dist_autograd.get_gradients(context_id)
+    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+        dist_autograd.backward(context_id, [X.sum()])
 
 
-def test_a_context_that_has_ended(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = call("worker1", layer, 1, X).sum()
-            dist_autograd.backward(context_id, [loss])
-        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-            dist_autograd.get_gradients(context_id)
-        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-            dist_autograd.backward(context_id, [loss])
-        return context_id
-
-    context_id = mesh.run(0, run)
-    assert_freed(mesh)
+def test_a_context_that_has_ended(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = call("worker1", layer, 1, X).sum()
+        dist_autograd.backward(context_id, [loss])
+    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+        dist_autograd.get_gradients(context_id)
+    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+        dist_autograd.backward(context_id, [loss])
+    assert_freed(caller)
     with pytest.raises(RuntimeError, match=UNKNOWN):
-        mesh.run(1, dist_autograd.get_gradients, context_id)
+        caller.run(1, dist_autograd.get_gradients, context_id)
 
 
-def test_a_worker_that_took_no_part_does_not_know_the_context(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-            with mesh.agent(2).as_current(), pytest.raises(RuntimeError, match=UNKNOWN):
-                dist_autograd.get_gradients(context_id)
-            with mesh.agent(1).as_current():
-                assert set(dist_autograd.get_gradients(context_id)) == {W[1]}
-
-    mesh.run(0, run)
+def test_a_worker_that_took_no_part_does_not_know_the_context(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
+        with caller.agent(2).as_current(), pytest.raises(RuntimeError, match=UNKNOWN):
+            dist_autograd.get_gradients(context_id)
+        with caller.agent(1).as_current():
+            assert set(dist_autograd.get_gradients(context_id)) == {W[1]}
 
 
-def test_torchs_own_backward_on_what_was_received(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context():
-            loss = call("worker1", layer, 1, X).sum()
-            with pytest.raises(RuntimeError, match=r"zrpc\.autograd\.backward"):
-                loss.backward()
-
-    mesh.run(0, run)
+def test_torchs_own_backward_on_what_was_received(caller: Mesh) -> None:
+    with dist_autograd.context():
+        loss = call("worker1", layer, 1, X).sum()
+        with pytest.raises(RuntimeError, match=r"zrpc\.autograd\.backward"):
+            loss.backward()
     assert X.grad is None
 
 
-def test_get_gradients_gives_a_copy(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-            found = dist_autograd.get_gradients(context_id)
-            assert isinstance(found, dict)
-            found.clear()
-            return set(dist_autograd.get_gradients(context_id))
-
-    assert mesh.run(0, run) == {X}
+def test_get_gradients_gives_a_copy(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
+        found = dist_autograd.get_gradients(context_id)
+        assert isinstance(found, dict)
+        found.clear()
+        assert set(dist_autograd.get_gradients(context_id)) == {X}
 
 
-def test_backward_begins_at_a_worker_that_did_not_make_the_context(mesh: Mesh) -> None:
+def test_backward_begins_at_a_worker_that_did_not_make_the_context(caller: Mesh) -> None:
     def there(x: Any) -> None:
         loss = (layer(1, x) * call("worker2", layer, 2, x)).sum()
-        context_id = layers(mesh)[1].contexts.current()
+        context_id = layers(caller)[1].contexts.current()
         dist_autograd.backward(context_id, [loss])
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            call("worker1", there, X * 2)
-            return [set(gradients_at(mesh, rank, context_id)) for rank in range(3)]
-
-    assert mesh.run(0, run) == [{X}, {W[1]}, {W[2]}]
-    assert_freed(mesh)
+    with dist_autograd.context() as context_id:
+        call("worker1", there, X * 2)
+        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
+            {X},
+            {W[1]},
+            {W[2]},
+        ]
+    assert_freed(caller)
 
 
 ENDED = "whose context had ended"
@@ -284,17 +263,14 @@ def test_an_answer_that_comes_after_the_end(mesh: Mesh, held: Held, way: str) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_that_comes_before_the_end(mesh: Mesh, held: Held, way: str) -> None:
+def test_an_answer_that_comes_before_the_end(caller: Mesh, held: Held, way: str) -> None:
     held.go_on()
 
-    def run() -> Any:
-        with dist_autograd.context():
-            begun = WAYS[way][0]("worker1", held, (X,))
-            return WAYS[way][1](begun)
-
-    value = mesh.run(0, run)
-    mesh.run(0, assert_refused, lambda: value)
-    assert_freed(mesh)
+    with dist_autograd.context():
+        begun = WAYS[way][0]("worker1", held, (X,))
+        value = WAYS[way][1](begun)
+    caller.run(0, assert_refused, lambda: value)
+    assert_freed(caller)
 
 
 def test_an_answer_of_a_worker_that_has_not_learnt_of_the_end(mesh: Mesh, held: Held) -> None:
@@ -332,35 +308,29 @@ def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: Held) -> No
     assert_freed(mesh)
 
 
-def test_a_call_of_a_callback_after_the_end(mesh: Mesh, held: Held) -> None:
+def test_a_call_of_a_callback_after_the_end(caller: Mesh, held: Held) -> None:
     begun = threading.Event()
 
-    def run() -> Any:
-        with dist_autograd.context():
-            first = zrpc.rpc_async("worker1", here(lambda: begun.wait(SOON)))
-            return first.then(lambda _: call("worker1", held, X))
-
     held.go_on()
-    future = mesh.run(0, run)
-    assert_freed(mesh)
+    with dist_autograd.context():
+        first = zrpc.rpc_async("worker1", here(lambda: begun.wait(SOON)))
+        future = first.then(lambda _: call("worker1", held, X))
+    assert_freed(caller)
     begun.set()
-    mesh.run(0, assert_refused, future.wait)
-    assert_freed(mesh)
+    caller.run(0, assert_refused, future.wait)
+    assert_freed(caller)
 
 
-def test_arguments_that_a_handler_has_kept(mesh: Mesh) -> None:
+def test_arguments_that_a_handler_has_kept(caller: Mesh) -> None:
     kept: list[torch.Tensor] = []
 
-    def run() -> None:
-        with dist_autograd.context():
-            call("worker1", lambda x: kept.append(x), X)
-        with dist_autograd.context() as context_id:
-            loss = call("worker1", lambda: (kept[0] * W[1][0]).sum())
-            with pytest.raises(RuntimeError, match=ENDED):
-                dist_autograd.backward(context_id, [loss])
-
-    mesh.run(0, run)
-    assert_freed(mesh)
+    with dist_autograd.context():
+        call("worker1", lambda x: kept.append(x), X)
+    with dist_autograd.context() as context_id:
+        loss = call("worker1", lambda: (kept[0] * W[1][0]).sum())
+        with pytest.raises(RuntimeError, match=ENDED):
+            dist_autograd.backward(context_id, [loss])
+    assert_freed(caller)
 
 
 def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: Held) -> None:

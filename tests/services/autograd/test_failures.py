@@ -149,15 +149,12 @@ def test_a_hook_that_raises(mesh: Mesh, rank: int) -> None:
     assert_usable(mesh)
 
 
-def test_a_failure_with_an_rref_as_root(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.remote("worker1", here(lambda x: chain(1, 2, x).sum()), (X,))
-            with pytest.raises(RuntimeError, match=r"(?s)Error on Node 2: .*broken on purpose"):
-                loss.backward(context_id)
-
-    mesh.run(0, run)
-    assert_usable(mesh)
+def test_a_failure_with_an_rref_as_root(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = zrpc.remote("worker1", here(lambda x: chain(1, 2, x).sum()), (X,))
+        with pytest.raises(RuntimeError, match=r"(?s)Error on Node 2: .*broken on purpose"):
+            loss.backward(context_id)
+    assert_usable(caller)
 
 
 def test_a_failure_leaves_other_contexts_alone(mesh: Mesh) -> None:
@@ -190,17 +187,14 @@ def _fail_once() -> None:
         dist_autograd.backward(context_id, [chain(0, 2, X).sum()])
 
 
-def test_a_pass_after_one_that_failed_in_the_same_context(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            bad = call("worker1", chain, 1, 2, X).sum()
-            with pytest.raises(RuntimeError, match="Error on Node 2"):
-                dist_autograd.backward(context_id, [bad], retain_graph=True)
-            with pytest.raises(RuntimeError, match="Error on Node 2"):
-                dist_autograd.backward(context_id, [bad], retain_graph=True)
-
-    mesh.run(0, run)
-    assert_usable(mesh)
+def test_a_pass_after_one_that_failed_in_the_same_context(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        bad = call("worker1", chain, 1, 2, X).sum()
+        with pytest.raises(RuntimeError, match="Error on Node 2"):
+            dist_autograd.backward(context_id, [bad], retain_graph=True)
+        with pytest.raises(RuntimeError, match="Error on Node 2"):
+            dist_autograd.backward(context_id, [bad], retain_graph=True)
+    assert_usable(caller)
 
 
 @pytest.mark.system
@@ -264,27 +258,24 @@ def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh: Mesh)
 
 
 @pytest.mark.zrpc(workers=3, timeout=15)
-def test_a_worker_that_is_asked_after_the_pass_has_failed(mesh: Mesh) -> None:
+def test_a_worker_that_is_asked_after_the_pass_has_failed(caller: Mesh) -> None:
     """It neither runs its part, nor waits for gradients that will not come."""
-    part = Held(mesh, Kind.BACKWARD, 0, 2)
+    part = Held(caller, Kind.BACKWARD, 0, 2)
 
     def there(x: Any) -> Any:
         return Broken.apply(layer(1, call("worker2", layer, 2, x)))
 
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            loss = call("worker1", there, X).sum()
-            with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1: .*broken on purpose"):
-                dist_autograd.backward(context_id, [loss])
-            assert part.any.is_set()
-            part.release()
-
-    mesh.run(0, run)
-    assert_usable(mesh)
+    with dist_autograd.context() as context_id:
+        loss = call("worker1", there, X).sum()
+        with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1: .*broken on purpose"):
+            dist_autograd.backward(context_id, [loss])
+        assert part.any.is_set()
+        part.release()
+    assert_usable(caller)
 
 
 @pytest.mark.zrpc(workers=3, timeout=15)
-def test_a_context_that_ends_during_a_pass(mesh: Mesh) -> None:
+def test_a_context_that_ends_during_a_pass(caller: Mesh) -> None:
     """The pass of another thread fails, and leaves no thread behind that waits."""
     waits, go = threading.Event(), threading.Event()
 
@@ -293,7 +284,7 @@ def test_a_context_that_ends_during_a_pass(mesh: Mesh) -> None:
     outcome = []
 
     def pass_of(context_id: Any, loss: Any) -> None:
-        with mesh.agent(0).as_current():
+        with caller.agent(0).as_current():
             try:
                 dist_autograd.backward(context_id, [loss])
             except Exception as error:
@@ -301,21 +292,17 @@ def test_a_context_that_ends_during_a_pass(mesh: Mesh) -> None:
             else:
                 outcome.append(None)
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = call("worker1", lambda x: wait(x), X.sin()).sum()
-            thread = threading.Thread(target=pass_of, args=(context_id, loss))
-            thread.start()
-            assert waits.wait(SOON)
-        return thread
-
-    thread = mesh.run(0, run)
-    assert_freed(mesh)
+    with dist_autograd.context() as context_id:
+        loss = call("worker1", lambda x: wait(x), X.sin()).sum()
+        thread = threading.Thread(target=pass_of, args=(context_id, loss))
+        thread.start()
+        assert waits.wait(SOON)
+    assert_freed(caller)
     go.set()
     thread.join(SOON / 4)
     assert not thread.is_alive()
     assert len(outcome) == 1
-    assert_usable(mesh)
+    assert_usable(caller)
 
 
 # A part that hangs ends with its context: nothing may need that.

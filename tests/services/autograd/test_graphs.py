@@ -83,16 +83,13 @@ def test_a_chain_of_residual_hops(mesh: Mesh, workers: Any) -> None:
     assert_as_local(mesh, model, LEAVES)
 
 
-def test_the_same_leaf_at_two_workers(mesh: Mesh) -> None:
+def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     """Their gradients are held apart, each by the worker that used it."""
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = (call("worker1", layer, 1, X @ W[1])).sum()
-            dist_autograd.backward(context_id, [loss])
-            return [gradients_at(mesh, rank, context_id) for rank in range(3)]
-
-    here, there, nowhere = mesh.run(0, run)
+    with dist_autograd.context() as context_id:
+        loss = (call("worker1", layer, 1, X @ W[1])).sum()
+        dist_autograd.backward(context_id, [loss])
+        here, there, nowhere = [gradients_at(caller, rank, context_id) for rank in range(3)]
     [expected] = local_gradients(lambda: layer(1, X @ W[1]).sum(), [W[1]])
     torch.testing.assert_close(here[W[1]] + there[W[1]], expected)
     assert X in here
@@ -143,22 +140,23 @@ def test_a_leaf_that_was_received_outside_of_the_context(mesh: Mesh) -> None:
     torch.testing.assert_close(mesh.run(0, run), torch.full((3,), 3.0))
 
 
-def test_a_leaf_that_is_sent_has_its_gradient_at_its_own_worker(mesh: Mesh) -> None:
+def test_a_leaf_that_is_sent_has_its_gradient_at_its_own_worker(caller: Mesh) -> None:
     """What is received in a context is no leaf."""
 
     def check(x: Any) -> Any:
         assert not x.is_leaf
         return x * 2
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            received = call("worker1", lambda: W[1])
-            assert not received.is_leaf
-            loss = (call("worker1", check, X) * received.sum()).sum()
-            dist_autograd.backward(context_id, [loss])
-            return [set(gradients_at(mesh, rank, context_id)) for rank in range(3)]
-
-    assert mesh.run(0, run) == [{X}, {W[1]}, set()]
+    with dist_autograd.context() as context_id:
+        received = call("worker1", lambda: W[1])
+        assert not received.is_leaf
+        loss = (call("worker1", check, X) * received.sum()).sum()
+        dist_autograd.backward(context_id, [loss])
+        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
+            {X},
+            {W[1]},
+            set(),
+        ]
 
 
 def test_modules(mesh: Mesh) -> None:
@@ -198,18 +196,15 @@ def test_a_second_pass_over_a_graph_that_is_gone(mesh: Mesh) -> None:
         mesh.run(0, run)
 
 
-def test_forward_and_backward_twice_in_one_context(mesh: Mesh) -> None:
+def test_forward_and_backward_twice_in_one_context(caller: Mesh) -> None:
     """Each loss has a graph of its own, so nothing need be kept."""
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            for factor in (1, 2, 3):
-                x = layer(0, X * factor)
-                loss = (x + call("worker1", layer, 1, call("worker2", layer, 2, x))).sum()
-                dist_autograd.backward(context_id, [loss])
-            return [gradients_at(mesh, rank, context_id) for rank in range(3)]
-
-    found = mesh.run(0, run)
+    with dist_autograd.context() as context_id:
+        for factor in (1, 2, 3):
+            x = layer(0, X * factor)
+            loss = (x + call("worker1", layer, 1, call("worker2", layer, 2, x))).sum()
+            dist_autograd.backward(context_id, [loss])
+        found = [gradients_at(caller, rank, context_id) for rank in range(3)]
 
     def model() -> Any:
         xs = [layer(0, X * factor) for factor in (1, 2, 3)]
@@ -548,15 +543,16 @@ def test_a_branch_that_is_sent_as_an_argument(mesh: Mesh, branch: Any) -> None:
     assert_as_local(mesh, model, LEAVES)
 
 
-def test_parameters_of_unused_branches_have_no_gradient(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            call("worker1", layer, 1, X)
-            loss = call("worker2", layer, 2, X).sum()
-            dist_autograd.backward(context_id, [loss])
-            return [set(gradients_at(mesh, rank, context_id)) for rank in range(3)]
-
-    assert mesh.run(0, run) == [{X}, set(), {W[2]}]
+def test_parameters_of_unused_branches_have_no_gradient(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        call("worker1", layer, 1, X)
+        loss = call("worker2", layer, 2, X).sum()
+        dist_autograd.backward(context_id, [loss])
+        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
+            {X},
+            set(),
+            {W[2]},
+        ]
 
 
 def test_workers_without_a_part_are_not_asked_to_take_one(mesh: Mesh) -> None:

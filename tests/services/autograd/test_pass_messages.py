@@ -188,7 +188,7 @@ def test_a_step_sends_one_message_to_each_owner_all_at_once(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(mesh: Mesh) -> None:
+def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(caller: Mesh) -> None:
     """A function of the user's waits, at worker1, for worker0 to have used them."""
     used = threading.Event()
 
@@ -213,17 +213,14 @@ def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(mesh: Mesh) -> N
         x.grad_fn._set_sequence_nr(2)
         return x @ weight
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            call("worker1", make)
-            x = layer(0, X)
-            x.register_hook(lambda _: used.set())
-            dist_autograd.backward(context_id, [call("worker1", use, x).sum()])
-            return gradients(mesh, context_id)
-
-    found = mesh.run(0, run)
+    with dist_autograd.context() as context_id:
+        call("worker1", make)
+        x = layer(0, X)
+        x.register_hook(lambda _: used.set())
+        dist_autograd.backward(context_id, [call("worker1", use, x).sum()])
+        found = gradients(caller, context_id)
     leaves = [X, W[0], W[1]]
     expected = local_gradients(lambda: (layer(0, X) @ (W[1] * 2)).sum(), leaves)
     for leaf, gradient in zip(leaves, expected, strict=True):
         torch.testing.assert_close(found[leaf], gradient)
-    assert_freed(mesh)
+    assert_freed(caller)
