@@ -12,7 +12,7 @@ import torch
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.optim.remote_parameters import PARAMETERS, run_backward
-from tests.optim.twins import STEPS, compare, distributed_step, local_step, step_both, twins
+from tests.optim.twins import STEPS, distributed_step, local_step, step_both, twins
 from zrpc.optim import DistributedOptimizer
 from zrpc.optim.local import LocalOptimizer
 from zrpc.testing import Mesh
@@ -55,11 +55,6 @@ class Decaying(torch.optim.SGD):
 
 
 RATES = pytest.mark.parametrize("rate", ["number", "list", "tensor"])
-
-
-@RATES
-def test_what_an_optimizer_changes_is_kept(mesh: Mesh, rate: str) -> None:
-    mesh.run(0, compare, Warming, [1, 0, 2], lr=0.3, rate=rate)
 
 
 def test_groups_keep_what_the_optimizer_changes(caller: Mesh) -> None:
