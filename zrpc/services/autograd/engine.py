@@ -19,7 +19,7 @@ the last ones there, and tells by its graph task which calls of them are its own
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -217,10 +217,6 @@ class _Accumulation:
     def _begun(self, _: Any) -> None:
         self._graph_task = current_graph_task()
 
-    def is_own(self) -> bool:
-        """Returns whether this run has called the hook that asks."""
-        return current_graph_task() == self._graph_task
-
     @contextmanager
     def hooked(self, accumulators: Sequence[Any]) -> Iterator[None]:
         """Surrounds the run, which reaches these AccumulateGrad nodes."""
@@ -237,15 +233,29 @@ class _Accumulation:
     def _hook(self, node: Any, stack: ExitStack) -> None:
         """Adds this run's hooks to a node."""
         with _hooks_lock:
-            take = node.register_prehook(OwnHook(_take, self, node.variable))
+            take = node.register_prehook(self._own(partial(self._take, node.variable)))
             if not _has_hooks(node, take):
                 stack.callback(take.remove)
                 return
             take.remove()
             loan = _Loan(self._state, node.variable)
             stack.callback(loan.end, keep=False)  # of a node that has failed
-            stack.callback(node.register_prehook(OwnHook(_borrow, self, loan)).remove)
-            stack.callback(node.register_hook(OwnHook(_give_back, self, loan)).remove)
+            stack.callback(node.register_prehook(self._own(lambda _: loan.begin(Use.HOOKS))).remove)
+            stack.callback(node.register_hook(self._own(lambda *_: loan.end(keep=True))).remove)
+
+    def _own(self, hook: Callable[..., Any]) -> OwnHook:
+        """Returns a hook that does nothing in another run."""
+        return OwnHook(
+            lambda *of_node: hook(*of_node) if current_graph_task() == self._graph_task else None
+        )
+
+    def _take(self, leaf: torch.Tensor, gradients: Gradients) -> tuple[None] | None:
+        """Takes the gradient before a node gets it."""
+        [gradient] = gradients
+        if gradient is None:
+            return None
+        self.taken.append((leaf, gradient))
+        return (None,)
 
 
 class _Loan:
@@ -305,27 +315,6 @@ class _Loan:
         finally:
             self._before = self._saved = self._lock = None
             lock.release()
-
-
-def _take(run: _Accumulation, leaf: torch.Tensor, gradients: Gradients) -> tuple[None] | None:
-    """Takes the gradient before a node gets it."""
-    [gradient] = gradients
-    if gradient is None or not run.is_own():
-        return None
-    run.taken.append((leaf, gradient))
-    return (None,)
-
-
-def _borrow(run: _Accumulation, loan: _Loan, _: Any) -> None:
-    """Has a node add to the context's gradient."""
-    if run.is_own():
-        loan.begin(Use.HOOKS)
-
-
-def _give_back(run: _Accumulation, loan: _Loan, *_: Any) -> None:
-    """Ends what `_borrow` has begun."""
-    if run.is_own():
-        loan.end(keep=True)
 
 
 def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
