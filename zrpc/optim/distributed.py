@@ -255,9 +255,7 @@ def clip_grad_norm_(
     """
     _autograd().contexts.find(context_id)
     parts = _by_owner(params_rref)
-    norms = _wait_for_all(
-        [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
-    )
+    norms = _on_owners(parts, _local_norm, context_id, norm_type)
     found = torch.cat(norms) if norms else torch.zeros(0)
     # An empty vector has no largest element.
     total = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.zeros(())
@@ -267,13 +265,19 @@ def clip_grad_norm_(
             "pass error_if_nonfinite=False to scale them anyway"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _wait_for_all(
-        [rpc_async(o, _local_scale, (context_id, rrefs, factor)) for o, rrefs in parts.items()]
-    )
+    _on_owners(parts, _local_scale, context_id, factor)
     return total
 
 
-def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
+def _on_owners(
+    parts: dict[WorkerInfo, list[RRef[Any]]], function: Callable[..., T], *args: Any
+) -> list[T]:
+    """Calls a function on all owners at once, with their parameters first."""
+    calls = [rpc_async(owner, function, (rrefs, *args)) for owner, rrefs in parts.items()]
+    return _wait_for_all(calls)
+
+
+def _local_norm(rrefs: Params, context_id: int, norm_type: float) -> torch.Tensor:
     """Returns the norms of the gradients of this worker's parameters, as a vector on the CPU."""
     gradients = _autograd().contexts.gradients_if_any(context_id)
     norms = [
@@ -284,7 +288,7 @@ def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tenso
     return torch.stack(norms) if norms else torch.zeros(0)
 
 
-def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
+def _local_scale(rrefs: Params, context_id: int, factor: torch.Tensor) -> None:
     if (state := _autograd().contexts.state_of(context_id)) is not None:
         state.scale_gradients([rref.local_value() for rref in rrefs], factor)
 

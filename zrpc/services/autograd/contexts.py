@@ -84,9 +84,6 @@ class Contexts:
         """Returns the handlers of messages about the end of contexts, in the I/O thread."""
         return {Kind.RELEASE: self._on_release, Kind.ENLIST: self._on_enlist}
 
-    def __len__(self) -> int:
-        return len(self._states)
-
     @contextlib.contextmanager
     def context(self) -> Iterator[int]:
         """Begins a context, current in this thread; it ends on all workers with the block."""

@@ -89,7 +89,7 @@ class AutogradService(Service, BackwardOfValue):
 
     def __len__(self) -> int:
         """Returns how many contexts this worker takes part in."""
-        return len(self.contexts)
+        return len(self.contexts.states())
 
     @override
     def stats(self) -> Mapping[str, int]:
