@@ -308,19 +308,6 @@ def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: Held) -> No
     assert_freed(mesh)
 
 
-def test_a_call_of_a_callback_after_the_end(caller: Mesh, held: Held) -> None:
-    begun = threading.Event()
-
-    held.go_on()
-    with dist_autograd.context():
-        first = zrpc.rpc_async("worker1", here(lambda: begun.wait(SOON)))
-        future = first.then(lambda _: call("worker1", held, X))
-    assert_freed(caller)
-    begun.set()
-    caller.run(0, assert_refused, future.wait)
-    assert_freed(caller)
-
-
 def test_arguments_that_a_handler_has_kept(caller: Mesh) -> None:
     kept: list[torch.Tensor] = []
 

@@ -149,14 +149,6 @@ def test_a_hook_that_raises(mesh: Mesh, rank: int) -> None:
     assert_usable(mesh)
 
 
-def test_a_failure_with_an_rref_as_root(caller: Mesh) -> None:
-    with dist_autograd.context() as context_id:
-        loss = zrpc.remote("worker1", here(lambda x: chain(1, 2, x).sum()), (X,))
-        with pytest.raises(RuntimeError, match=r"(?s)Error on Node 2: .*broken on purpose"):
-            loss.backward(context_id)
-    assert_usable(caller)
-
-
 def test_a_failure_leaves_other_contexts_alone(mesh: Mesh) -> None:
     """One pass fails while another one is under way, at the same workers."""
     under_way, go = threading.Event(), threading.Event()

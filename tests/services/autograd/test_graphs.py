@@ -59,30 +59,6 @@ def test_ping_pong(mesh: Mesh, depth: int) -> None:
     assert_as_local(mesh, lambda: ping_pong(0, depth, X).sum(), LEAVES)
 
 
-def test_a_diamond_that_joins_at_a_third_worker(mesh: Mesh) -> None:
-    def join(left: Any, right: Any) -> Any:
-        return left * right @ W[2]
-
-    def model() -> Any:
-        x = X @ W[0]
-        left = call("worker1", layer, 1, x)
-        return call("worker2", join, left, call("worker1", layer, 1, left + x)).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-@pytest.mark.parametrize("workers", [[1], [1, 2]], ids=["one worker", "two workers"])
-def test_a_chain_of_residual_hops(mesh: Mesh, workers: Any) -> None:
-    def model() -> Any:
-        x = X
-        for i in range(8):
-            rank = workers[i % len(workers)]
-            x = x + call(f"worker{rank}", layer, rank, x)
-        return x.sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
 def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     """Their gradients are held apart, each by the worker that used it."""
 
@@ -97,14 +73,6 @@ def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     assert nowhere == {}
 
 
-def test_a_remote_result_used_several_times(mesh: Mesh) -> None:
-    def model() -> Any:
-        far = call("worker1", layer, 1, X)
-        return (far * far).sum() + call("worker2", layer, 2, far).sum() + far.prod()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
 def test_several_roots(mesh: Mesh) -> None:
     def model() -> Any:
         far = call("worker1", layer, 1, X)
@@ -117,14 +85,6 @@ def test_several_roots(mesh: Mesh) -> None:
 
 def test_a_context_without_any_message(mesh: Mesh) -> None:
     assert_as_local(mesh, lambda: layer(0, X).sum(), LEAVES)
-
-
-def test_nothing_that_was_received_is_used(mesh: Mesh) -> None:
-    def model() -> Any:
-        call("worker1", layer, 1, call("worker2", layer, 2, X))
-        return layer(0, X).sum()
-
-    assert_as_local(mesh, model, LEAVES)
 
 
 def test_a_leaf_that_was_received_outside_of_the_context(mesh: Mesh) -> None:
@@ -157,24 +117,6 @@ def test_a_leaf_that_is_sent_has_its_gradient_at_its_own_worker(caller: Mesh) ->
             {W[1]},
             set(),
         ]
-
-
-def test_modules(mesh: Mesh) -> None:
-    torch.manual_seed(0)
-    there = torch.nn.Sequential(
-        torch.nn.Linear(3, 5), torch.nn.LayerNorm(5), torch.nn.GELU(), torch.nn.Linear(5, 3)
-    ).double()
-    here = torch.nn.LSTM(3, 4, batch_first=True).double()
-    inputs = torch.randn(2, 6, 3, dtype=torch.float64)
-
-    def run_there(x: Any) -> Any:
-        return there(x)
-
-    def model() -> Any:
-        hidden, (h, c) = here(call("worker1", run_there, inputs))
-        return torch.nn.functional.mse_loss(hidden, torch.zeros_like(hidden)) + (h * c).sum()
-
-    assert_as_local(mesh, model, [*there.parameters(), *here.parameters()])
 
 
 def test_a_second_pass_over_a_graph_that_is_kept_adds_up(mesh: Mesh) -> None:

@@ -406,14 +406,6 @@ def test_gradients_of_subclasses_are_sent(mesh: Mesh, make: Callable[[Any], Any]
     torch.testing.assert_close([found[X], found[W[1]]], list(expected))
 
 
-def test_a_subclass_arrives_with_its_type_and_attributes(mesh: Mesh) -> None:
-    def describe(x: Any) -> Any:
-        assert (type(x), x.name) == (Named, "x")
-        return x * 1
-
-    train(mesh, lambda: plain(zrpc.rpc_sync("worker1", here(describe), (named(X.sin()),))).sum())
-
-
 @pytest.mark.parametrize(
     "make", [lambda: named(X.detach().clone()).requires_grad_(), lambda: Weight(X.detach())]
 )
@@ -429,17 +421,6 @@ def test_a_subclass_whose_gradient_would_be_lost_is_refused(mesh: Mesh, wrapper:
     x = wrapper(torch.ones(3), requires_grad=True)
     with pytest.raises(SerializationError, match=f"found a {wrapper.__name__} that requires grad"):
         train(mesh, lambda: zrpc.rpc_sync("worker1", here(tanh), (x,)).sum())
-
-
-def test_a_lazy_module_is_sent_in_a_context(mesh: Mesh) -> None:
-    def run(module: Any, x: Any) -> Any:
-        return module(x)
-
-    module = torch.nn.LazyLinear(2)
-    found = train(
-        mesh, lambda: zrpc.rpc_sync("worker1", here(run), (module, X.sin().float())).sum()
-    )
-    assert found[X].shape == (3,)
 
 
 def test_a_strided_nested_tensor_is_refused_in_a_graph_only(mesh: Mesh) -> None:

@@ -15,10 +15,8 @@ from tests.services.autograd.split_models import (
     W,
     X,
     assert_freed,
-    call,
     gradients_at,
     layer,
-    leaf,
     train,
 )
 from zrpc.testing import Mesh
@@ -374,17 +372,6 @@ def test_wrapped_results(mesh: Mesh, wrapper: Any) -> None:
         mesh,
         lambda: (unwrap(zrpc.rpc_sync("worker1", wrapped, (wrapper, X.sin()))) * 2).sum(),
     )
-
-
-def test_parameters_that_travel(mesh: Mesh) -> None:
-    parameter = torch.nn.Parameter(leaf(3, seed=3).detach())
-
-    def there(p: Any) -> Any:
-        return layer(1, p)
-
-    found = train(mesh, lambda: call("worker1", there, parameter).sum())
-    [expected] = torch.autograd.grad(layer(1, parameter).sum(), [parameter])
-    torch.testing.assert_close(found[parameter], expected)
 
 
 def test_a_module_that_travels(mesh: Mesh) -> None:

@@ -127,14 +127,6 @@ def test_methods_run_at_the_owner(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "add", number=1) == 16
 
 
-def test_other_callables(mesh: Mesh, counter: Any, call: Any) -> None:
-    assert mesh.run(0, call, counter, "static", 4) == 8
-    assert mesh.run(0, call, counter, "of_class") == "Counter"
-    assert mesh.run(0, call, counter, "__call__", 4) == 5
-    assert mesh.run(0, call, counter, "__getitem__", "k") == "item k"
-    assert mesh.run(0, call, counter, "__len__") == 3
-
-
 def test_a_proxy_is_called_as_its_value(caller: Mesh, counter: Any) -> None:
     assert counter.rpc_sync()(4) == 5
     assert counter.rpc_async()(number=4).wait() == 5
@@ -163,24 +155,6 @@ def test_a_value_that_can_not_be_called_is_a_type_error(caller: Mesh) -> None:
     ):
         with pytest.raises(TypeError, match="'int' object is not callable"):
             call()
-
-
-def test_the_check_of_a_method_is_known_by_the_method_s_name(mesh: Mesh) -> None:
-    def at_user() -> None:
-        waits = zrpc.remote("worker1", itself, args=(Waits(),))
-        with pytest.raises(zrpc.RpcTimeoutError, match=r"error: slow on worker1 \(rank 1\)"):
-            waits.remote(timeout=0.05).slow()
-
-    mesh.run(0, at_user)
-    event("go").set()
-
-
-class Waits:
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        assert event("go").wait(SOON)
-        return lambda: None
 
 
 def test_async_execution(mesh: Mesh, counter: Any, call: Any) -> None:
@@ -282,10 +256,6 @@ def test_rrefs_of_results_live_on_their_own(mesh: Mesh) -> None:
     assert mesh.run(0, by_sync, other, "get_key") == "second"
     del other
     assert is_freed("second")
-
-
-def test_proxies_say_what_they_call(mesh: Mesh, counter: Any) -> None:
-    assert counter.rpc_sync().add.__name__ == "add"
 
 
 # -- proxies as values ---------------------------------------------------------------------------
