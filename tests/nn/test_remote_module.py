@@ -393,6 +393,12 @@ def test_to_moves_the_module_to_a_device(module: RemoteModule) -> None:
     assert value(module).linear.weight.is_meta
 
 
+def test_a_mode_that_the_module_refuses_is_not_set(module: RemoteModule) -> None:
+    with pytest.raises(ValueError, match="training mode is expected to be boolean"):
+        module.train(2)  # type: ignore[arg-type]
+    assert module.training is True
+
+
 def test_cpu_keeps_the_device(module: RemoteModule) -> None:
     assert module.cpu() is module
     assert module.device == "cpu"

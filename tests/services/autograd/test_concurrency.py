@@ -197,8 +197,7 @@ def test_calls_go_on_while_a_pass_runs(mesh: Mesh) -> None:
         results.append(call("worker2", layer, 2, X).sum().item())
         results.append(call("worker0", layer, 0, X).sum().item())
 
-    handle = W[1].register_hook(hook)
-    try:
+    with W[1].register_hook(hook):
 
         def run() -> Any:
             with dist_autograd.context() as context_id:
@@ -209,8 +208,6 @@ def test_calls_go_on_while_a_pass_runs(mesh: Mesh) -> None:
                 return gradients_at(mesh, 0, context_id)[X]
 
         found = mesh.run(0, run)
-    finally:
-        handle.remove()
     [expected] = local_gradients(lambda: layer(1, X * 2).sum(), [X])
     torch.testing.assert_close(found, expected)
     assert len(results) == 2

@@ -51,27 +51,32 @@ class Model(torch.nn.Module):
         return torch.tanh(x @ self.first)
 
 
-class Way:
-    """How a program computes: in a context, or alone."""
+class Alone:
+    """Computes in this process, with ``Tensor.backward``."""
 
     def __init__(self, leaves: Any) -> None:
         self.leaves = leaves
 
-    def tanh(self, x: Any) -> Any:
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[None]:
+        """Surrounds a step."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        yield
 
-    def begin(self) -> Any:
-        """Begins a step."""
-        raise NotImplementedError
+    def tanh(self, x: Any) -> Any:
+        return torch.tanh(x)
 
     def backward(self, loss: Any) -> None:
-        raise NotImplementedError
+        loss.backward()
 
     def gradients(self) -> Any:
-        raise NotImplementedError
+        return [leaf.grad for leaf in self.leaves]
 
 
-class InContext(Way):
+class InContext(Alone):
+    """Computes in a context, a part of it on another worker."""
+
     @contextlib.contextmanager
     def begin(self) -> Iterator[None]:
         for leaf in self.leaves:
@@ -92,23 +97,6 @@ class InContext(Way):
         return [found.get(leaf) for leaf in self.leaves]
 
 
-class Alone(Way):
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[None]:
-        for leaf in self.leaves:
-            leaf.grad = None
-        yield
-
-    def tanh(self, x: Any) -> Any:
-        return torch.tanh(x)
-
-    def backward(self, loss: Any) -> None:
-        loss.backward()
-
-    def gradients(self) -> Any:
-        return [leaf.grad for leaf in self.leaves]
-
-
 class Program:
     """Trains a model in one way.
 
@@ -127,7 +115,7 @@ class Program:
 
     def __init__(
         self,
-        way: type[Way],
+        way: type[Alone],
         options: Any,
         prepare: Callable[[Any], Any] = lambda model: None,
         extra: Callable[[int, int], bool] = lambda rank, step: True,

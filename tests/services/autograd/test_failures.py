@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,12 +138,9 @@ def test_a_hook_that_raises(mesh: Mesh, rank: int) -> None:
     def fail(gradient: Any) -> None:
         raise ValueError("hook on purpose")
 
-    handle = W[rank].register_hook(fail)
-    try:
-        with pytest.raises((RuntimeError, ValueError), match="hook on purpose") as raised:
-            train(mesh, lambda: chain(0, None, X).sum())
-    finally:
-        handle.remove()
+    raises = pytest.raises((RuntimeError, ValueError), match="hook on purpose")
+    with W[rank].register_hook(fail), raises as raised:
+        train(mesh, lambda: chain(0, None, X).sum())
     assert (f"Error on Node {rank}" in str(raised.value)) == (rank != 0)
     assert_usable(mesh)
 
@@ -301,24 +297,6 @@ def test_a_context_that_ends_during_a_pass(caller: Mesh) -> None:
 _IN_TIME = 3.0
 
 
-def at_once(mesh: Mesh, fn: Callable[[], Any]) -> Any:
-    """Runs a function at worker0; it may not wait for what never comes."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        with mesh.agent(0).as_current():
-            try:
-                outcome.append(fn())
-            except Exception as error:
-                outcome.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(_IN_TIME)
-    assert not thread.is_alive(), "it hangs"
-    return outcome[0]
-
-
 def until_no_part_runs(mesh: Mesh) -> None:
     for rank in range(len(mesh)):
         requests = mesh.agent(rank).callee.requests
@@ -349,9 +327,8 @@ def test_two_workers_lose_each_other_before_a_pass(mesh: Mesh) -> None:
             lose_each_other(mesh, 1, 2)
             dist_autograd.backward(context_id, [loss])
 
-    error = at_once(mesh, run)
-    assert isinstance(error, RuntimeError)
-    assert "silent" in str(error) or "no longer answers" in str(error)
+    with pytest.raises(RuntimeError, match=r"silent|no longer answers"):
+        mesh.submit(0, run).result(_IN_TIME)
     assert_freed(mesh)
 
 
@@ -391,9 +368,8 @@ def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -
             loss = call("worker2", fetch).sum()
             dist_autograd.backward(context_id, [loss])
 
-    error = at_once(mesh, run)
-    assert isinstance(error, RuntimeError)
-    assert "were lost" in str(error)
+    with pytest.raises(RuntimeError, match="were lost"):
+        mesh.submit(0, run).result(_IN_TIME)
     loser.join(SOON)
     assert_freed(mesh)
 
@@ -452,8 +428,7 @@ def test_a_hook_at_another_worker_that_exits(mesh: Mesh) -> None:
             loss = call("worker1", there, X).sum()
             dist_autograd.backward(context_id, [loss])
 
-    error = at_once(mesh, run)
-    assert isinstance(error, RuntimeError)
-    assert "Error on Node 1" in str(error)
+    with pytest.raises(RuntimeError, match="Error on Node 1"):
+        mesh.submit(0, run).result(_IN_TIME)
     until_no_part_runs(mesh)
     assert_freed(mesh)

@@ -411,18 +411,6 @@ def changed_in_place(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class Infinite(torch.autograd.Function):
-    """Zeros as the gradient give NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        return gradient * float("inf")
-
-
 class Broken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -431,10 +419,6 @@ class Broken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         raise ValueError("run by mistake")
-
-
-def infinite(x: torch.Tensor) -> torch.Tensor:
-    return Infinite.apply(W[1]) @ x
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:
@@ -452,7 +436,7 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return inner @ x
 
 
-BRANCHES = [trained, changed_in_place, infinite, broken, hooked]
+BRANCHES = [trained, changed_in_place, broken, hooked]
 
 
 @pytest.fixture(params=BRANCHES, ids=lambda branch: branch.__name__)

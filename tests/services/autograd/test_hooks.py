@@ -104,11 +104,8 @@ def test_a_hook_on_a_parameter_fires_once_with_the_whole_gradient(
 
 
 def test_a_tensor_hook_that_changes_the_gradient(mesh: Mesh) -> None:
-    handle = W[1].register_hook(lambda g: g * 10)
-    try:
+    with W[1].register_hook(lambda g: g * 10):
         assert_as_local(mesh, residual, LEAVES)
-    finally:
-        handle.remove()
 
 
 @REGISTER
@@ -173,11 +170,8 @@ def test_a_hook_sees_the_gradients_of_earlier_passes(mesh: Mesh) -> None:
     """A context's gradient is to its passes what ``.grad`` is to local ones."""
     [expected] = local_gradients(residual, [W[1]])
     seen = []
-    handle = W[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    try:
+    with W[1].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())):
         found = train(mesh, residual, passes=2)
-    finally:
-        handle.remove()
     torch.testing.assert_close(seen, [expected, expected * 2])
     torch.testing.assert_close(found[W[1]], expected * 2)
 

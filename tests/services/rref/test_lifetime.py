@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,27 +173,12 @@ def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
                 rref, number = draw.choice(rrefs)
                 assert rref.rpc_sync().get() == number
 
-    def work_in_threads(rank: Any) -> None:
-        agent = mesh.agent(rank)
-        errors = []
+    def work_at(rank: Any, seed: Any) -> None:
+        with mesh.agent(rank).as_current():
+            work(seed)
 
-        def run(seed: Any) -> None:
-            try:
-                with agent.as_current():
-                    work(seed)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(10 * rank + n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-
-    futures = [mesh.submit(rank, work_in_threads, rank) for rank in range(3)]
-    for future in futures:
-        future.result()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(work_at, [0, 1, 2] * 4, range(12)))
     assert_empty(mesh)
 
 
