@@ -436,11 +436,6 @@ def record_forward(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -
     return output + 100
 
 
-def record_pre(module: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor]:
-    CALLS.append(("pre", zrpc.get_worker_info().name))
-    return (inputs[0] * 0,)
-
-
 def record_keywords(
     module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -465,14 +460,6 @@ def test_forward_hooks_run_on_the_worker(module: RemoteModule) -> None:
     handle.remove()
     torch.testing.assert_close(module(X), plain)
     assert len(CALLS) == 2
-
-
-def test_forward_pre_hooks_run_on_the_worker(module: RemoteModule) -> None:
-    handle = module.register_forward_pre_hook(record_pre)
-    torch.testing.assert_close(module(X), Scale(2.0)(X * 0))
-    assert CALLS == [("pre", "worker1")]
-    handle.remove()
-    torch.testing.assert_close(module(X), Scale(2.0)(X))
 
 
 def test_hooks_take_options(module: RemoteModule) -> None:

@@ -81,26 +81,6 @@ def test_step_uses_the_gradients_of_its_context_only(caller: Mesh) -> None:
 # Many at once.
 
 
-@pytest.mark.system
-def test_no_step_of_many_trainers_is_lost(mesh: Mesh) -> None:
-    """They share a parameter, and each step uses its own gradients."""
-    count, steps = 16, 5
-    rref = mesh.run(0, make, "w", 2, (0.0, 0.0, 0.0))
-
-    def trainer(number: int) -> None:
-        with mesh.agent(0).as_current():
-            optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=1.0)
-            for _ in range(steps):
-                with dist_autograd.context() as context_id:
-                    run_backward(context_id, [rref], float(number))
-                    optimizer.step(context_id)
-
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(trainer, range(count)))
-    assert PARAMETERS["w"].tolist() == [-steps * sum(range(count))] * 3
-    assert PARAMETERS["w"].grad is None
-
-
 class Checked(torch.optim.Optimizer):
     """Records whether two of its steps over a parameter run at the same time."""
 

@@ -142,15 +142,6 @@ def test_a_context_that_has_ended(caller: Mesh) -> None:
         caller.run(1, dist_autograd.get_gradients, context_id)
 
 
-def test_a_worker_that_took_no_part_does_not_know_the_context(caller: Mesh) -> None:
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-        with caller.agent(2).as_current(), pytest.raises(RuntimeError, match=UNKNOWN):
-            dist_autograd.get_gradients(context_id)
-        with caller.agent(1).as_current():
-            assert set(dist_autograd.get_gradients(context_id)) == {W[1]}
-
-
 def test_torchs_own_backward_on_what_was_received(caller: Mesh) -> None:
     with dist_autograd.context():
         loss = call("worker1", layer, 1, X).sum()
