@@ -135,7 +135,6 @@ SURFACE: dict[str, set[str]] = {
     "zrpc.agent": {"agent", "current", "service", "shutdown", "stats"},
     "zrpc.services": {
         "autograd.grad_lock",
-        "autograd.passes",
         "autograd.service",
         "collectives",
         "debugger.post_mortem",

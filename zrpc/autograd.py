@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -60,13 +60,8 @@ class context:
         self._block = block
         return context_id
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._block.__exit__(exc_type, exc_value, traceback)
+    def __exit__(self, *raised: Any) -> None:
+        self._block.__exit__(*raised)
 
 
 def backward(
@@ -97,7 +92,7 @@ def backward(
         roots = context_id
         context_id = _service().contexts.current()
     with _shown() if is_profiling() else nullcontext():
-        _service().passes.backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
+        _service().backward(context_id, roots, retain_graph)  # type: ignore[arg-type]
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -108,7 +103,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         RuntimeError: there is no such context on this worker.
     """
-    return _service().contexts.gradients(context_id)
+    return _service().contexts.find(context_id).copy_gradients()
 
 
 def _shown() -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.remote_device import _remote_device
@@ -18,6 +18,8 @@ from zrpc.services.rref.rref import RRef
 from zrpc.wire.pickling import encoder
 
 __all__ = ["RemoteModule"]
+
+T = TypeVar("T")
 
 
 class RemoteModule(torch.nn.Module):
@@ -116,9 +118,7 @@ class RemoteModule(torch.nn.Module):
         """Calls the module with these arguments, and returns the result."""
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
-        return rpc_sync(
-            self.module_rref.owner(), _call, (self.module_rref, self.device, args, kwargs)
-        )
+        return self._on_owner(_call, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module with these arguments, and returns a Future of the result."""
@@ -147,8 +147,7 @@ class RemoteModule(torch.nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[torch.nn.Parameter]]]:
         """Yields names and RRefs of the parameters; see ``nn.Module.named_parameters``."""
-        arguments = (self.module_rref, prefix, recurse, remove_duplicate)
-        yield from rpc_sync(self.module_rref.owner(), _named_parameters, arguments)
+        yield from self._on_owner(_named_parameters, prefix, recurse, remove_duplicate)
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -196,9 +195,7 @@ class RemoteModule(torch.nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Moves or casts the module on its worker; see ``nn.Module.to``."""
-        self.device = rpc_sync(
-            self.module_rref.owner(), _to, (self.module_rref, self.device, args, kwargs)
-        )
+        self.device = self._on_owner(_to, self.device, args, kwargs)
         return self
 
     def cpu(self) -> RemoteModule:
@@ -227,8 +224,7 @@ class RemoteModule(torch.nn.Module):
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> RemoteModule:
         """Moves or casts the module as part of a module that contains this one."""
-        arguments = (self.module_rref, self.device, fn, recurse)
-        self.device = rpc_sync(self.module_rref.owner(), _apply_to_tensors, arguments)
+        self.device = self._on_owner(_apply_to_tensors, self.device, fn, recurse)
         return self
 
     def named_modules(
@@ -246,9 +242,13 @@ class RemoteModule(torch.nn.Module):
     def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)
 
+    def _on_owner(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function on the module's worker, with the module's RRef first."""
+        return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
+
     def _modify(self, name: str, *args: Any) -> RemoteModule:
         """Calls a method of the remote module that returns the module itself or None."""
-        rpc_sync(self.module_rref.owner(), _call_method, (self.module_rref, name, args))
+        self._on_owner(_call_method, name, args)
         return self
 
     # -- pickling ------------------------------------------------------------------------
@@ -302,8 +302,7 @@ def _casting(name: str) -> Callable[[RemoteModule], RemoteModule]:
 
 def _registering(name: str) -> Callable[..., RemovableHandle]:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> RemovableHandle:
-        arguments = (self.module_rref, name, args, kwargs)
-        return _RemoteHandle(rpc_sync(self.module_rref.owner(), _register_hook, arguments))
+        return _RemoteHandle(self._on_owner(_register_hook, name, args, kwargs))
 
     method.__name__ = name
     method.__doc__ = f"Registers a hook on the worker; see ``nn.Module.{name}``."

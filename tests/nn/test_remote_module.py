@@ -1,4 +1,4 @@
-"""A module on another worker: making, calling, pickling and training it."""
+"""A module on another worker: making, calling, pickling, changing and training it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,75 @@ import torch
 
 import zrpc
 import zrpc.autograd as dist_autograd
-from tests.nn.remote_layers import FailsToBegin, Frozen, Scale, X, no_module, value
+from tests.support.identity import emptied
 from zrpc.nn import RemoteModule
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
-# Making it.
+
+X = torch.arange(6.0).view(2, 3) / 3
+# Calls of hooks. The workers are threads of this process.
+CALLS: list[tuple[str, Any]] = emptied([])
+FOUND: list[torch.nn.Module] = emptied([])
+
+
+def value(module: RemoteModule) -> Any:
+    """Returns the module itself, which is in this process too."""
+    zrpc.rpc_sync(module.on, find, (module.module_rref,))
+    return FOUND.pop()
+
+
+def find(rref: zrpc.RRef[torch.nn.Module]) -> None:
+    FOUND.append(rref.local_value())
+
+
+class Scale(torch.nn.Module):
+    """A module with parameters of its own, a submodule, a buffer and modes."""
+
+    def __init__(self, factor: float = 1.0, *, size: int = 3) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.linear = torch.nn.Linear(size, size)
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.factor = torch.nn.Parameter(torch.tensor(factor))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor, bias: float = 0.0) -> torch.Tensor:
+        self.calls += 1
+        out = self.linear(x) * self.factor + bias
+        return out if self.training else out * 0
+
+    def where(self) -> str:
+        return zrpc.get_worker_info().name
+
+
+class Frozen(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class FailsToBegin(torch.nn.Module):
+    def __init__(self) -> None:
+        raise OSError("no module on purpose")
+
+
+def no_module() -> list[int]:
+    return [1]
+
+
+def double_(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter *= 2
+
+
+@pytest.fixture
+def module(caller: Mesh) -> RemoteModule:
+    return RemoteModule("worker1/cpu", Scale, args=(2.0,))
 
 
 def test_the_place_names_worker_and_device(caller: Mesh) -> None:
@@ -40,18 +101,6 @@ def test_a_module_can_be_on_this_worker(caller: Mesh) -> None:
 def test_the_constructor_gets_its_arguments(caller: Mesh) -> None:
     module = RemoteModule("worker1", Scale, args=(3.0,), kwargs={"size": 5})
     torch.testing.assert_close(module(torch.ones(5)), Scale(3.0, size=5)(torch.ones(5)))
-
-
-def test_a_function_can_make_the_module(caller: Mesh) -> None:
-    module = RemoteModule("worker1", lambda: torch.nn.Sequential(Scale(), torch.nn.Tanh()))
-    torch.testing.assert_close(module(X), torch.tanh(Scale()(X)))
-
-
-def test_a_remote_module_is_a_module(module: RemoteModule) -> None:
-    assert isinstance(module, torch.nn.Module)
-    assert isinstance(module.get_module_rref(), zrpc.RRef)
-    assert module.get_module_rref().owner_name() == "worker1"
-    assert module.get_module_rref() is module.module_rref
 
 
 def test_an_unknown_worker_is_refused(caller: Mesh) -> None:
@@ -92,11 +141,6 @@ def test_an_existing_module_gets_a_second_handle(module: RemoteModule) -> None:
     assert by_rank.on == 1
 
 
-def test_the_attributes_make_up_a_place(module: RemoteModule) -> None:
-    place = f"{module.on}/{module.device}"
-    assert RemoteModule.init_from_module_rref(place, module.get_module_rref()).on == "worker1"
-
-
 def test_a_handle_with_the_name_of_another_worker_than_the_owner_works(
     module: RemoteModule,
 ) -> None:
@@ -123,9 +167,6 @@ def test_a_handle_needs_a_worker_that_exists(module: RemoteModule) -> None:
         RemoteModule.init_from_module_rref("worker9/cpu", module.get_module_rref())
 
 
-# Calling it.
-
-
 def test_forward_runs_on_the_worker(module: RemoteModule) -> None:
     expected = Scale(2.0)(X)
     torch.testing.assert_close(module(X), expected)
@@ -148,9 +189,6 @@ def test_an_error_of_forward_is_raised_here(module: RemoteModule) -> None:
     future = module.forward_async("text")
     with pytest.raises(TypeError):
         future.wait()
-
-
-# Its parts.
 
 
 def test_remote_parameters_are_rrefs(module: RemoteModule) -> None:
@@ -186,12 +224,6 @@ def test_state_dict_returns_a_copy(module: RemoteModule) -> None:
     torch.testing.assert_close(module.state_dict()["linear.weight"], expected["linear.weight"])
 
 
-def test_state_dict_of_a_module_on_this_worker_is_a_copy(caller: Mesh) -> None:
-    module = RemoteModule("worker0", Scale)
-    module.state_dict()["linear.weight"].zero_()
-    torch.testing.assert_close(module(X), Scale()(X))
-
-
 def test_load_state_dict_changes_the_module(module: RemoteModule) -> None:
     state = Scale(9.0).state_dict()
     result = module.load_state_dict(state)
@@ -201,18 +233,6 @@ def test_load_state_dict_changes_the_module(module: RemoteModule) -> None:
         module.load_state_dict({})
     result = module.load_state_dict({"other": torch.ones(1)}, strict=False)
     assert result.unexpected_keys == ["other"]
-
-
-def test_a_state_can_be_saved_to_a_file(module: RemoteModule) -> None:
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    other = RemoteModule("worker2", Scale)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    torch.testing.assert_close(other(X), module(X))
-
-
-# Pickling it.
 
 
 def run_and_name(module: RemoteModule, x: torch.Tensor) -> tuple[torch.Tensor, str | int, bool]:
@@ -228,17 +248,6 @@ def test_it_can_be_passed_to_a_worker(caller: Mesh) -> None:
             assert there == on
             assert owner == (to == 1)
             assert value(module).calls == 1
-
-
-def make_there() -> RemoteModule:
-    return RemoteModule("worker2", Scale, args=(4.0,))
-
-
-def test_it_can_be_a_result(caller: Mesh) -> None:
-    module = zrpc.rpc_sync("worker1", make_there)
-    assert isinstance(module, RemoteModule)
-    assert module.on == "worker2"
-    torch.testing.assert_close(module(X), Scale(4.0)(X))
 
 
 class Both(torch.nn.Module):
@@ -297,9 +306,6 @@ def test_the_repr_names_worker_and_device(module: RemoteModule) -> None:
     assert "RemoteModule" in repr(Both(module))
 
 
-# Training.
-
-
 def test_training_equals_training_in_one_process(caller: Mesh) -> None:
     first = RemoteModule("worker1/cpu", Scale, args=(2.0,)).double()
     second = RemoteModule("rank:2/cpu", Scale, args=(0.5,)).double()
@@ -327,25 +333,6 @@ def test_training_equals_training_in_one_process(caller: Mesh) -> None:
         torch.testing.assert_close(dict(module.state_dict()), dict(same.state_dict()))
 
 
-def test_one_optimizer_covers_local_and_remote_parts(caller: Mesh) -> None:
-    """A module with parts on two workers."""
-    far = RemoteModule("worker1", Scale, args=(2.0,))
-    both = Both(far)
-    rrefs = [*far.remote_parameters(), *map(zrpc.RRef, both.near.parameters())]
-    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
-    local = torch.nn.Sequential(Scale(0.5), Scale(2.0))
-    local_optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
-    for _ in range(3):
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [both(X).pow(2).mean()])
-            optimizer.step(context_id)
-        local_optimizer.zero_grad()
-        local(X).pow(2).mean().backward()
-        local_optimizer.step()
-    torch.testing.assert_close(dict(both.near.state_dict()), dict(local[0].state_dict()))
-    torch.testing.assert_close(dict(far.state_dict()), dict(local[1].state_dict()))
-
-
 def test_another_worker_can_train_with_it(module: RemoteModule) -> None:
     def loss_of(module: RemoteModule, x: torch.Tensor) -> torch.Tensor:
         return module(x).sum()
@@ -357,3 +344,197 @@ def test_another_worker_can_train_with_it(module: RemoteModule) -> None:
         found = dist_autograd.get_gradients(context_id)[x]
     [expected] = torch.autograd.grad(Scale(2.0)(x).sum(), [x])
     torch.testing.assert_close(found, expected)
+
+
+def test_train_and_eval_set_the_mode(module: RemoteModule) -> None:
+    assert module.eval() is module
+    assert not module.training
+    assert not value(module).training
+    assert not value(module).linear.training
+    assert not module(X).any()
+    assert module.train() is module
+    assert module.training
+    assert value(module).training
+    assert module(X).any()
+    assert module.train(False) is module
+    assert not module.training
+    assert not value(module).training
+    assert not zrpc.rpc_sync("worker2", is_training, (module,))
+
+
+def is_training(module: RemoteModule) -> bool:
+    return module.training
+
+
+def test_casts_change_the_parameters(module: RemoteModule) -> None:
+    for method, dtype in (
+        ("double", torch.float64),
+        ("half", torch.float16),
+        ("bfloat16", torch.bfloat16),
+        ("float", torch.float32),
+    ):
+        assert getattr(module, method)() is module
+        assert value(module).linear.weight.dtype == dtype
+        assert module(X.to(dtype)).dtype == dtype
+
+
+def test_to_casts_the_module(module: RemoteModule) -> None:
+    for args in ((torch.float64,), ("cpu", torch.float64), (torch.ones(1).double(),)):
+        assert module.to(*args) is module
+        assert value(module).linear.weight.dtype == torch.float64
+        assert module.device == "cpu"
+        assert module.to(dtype=torch.float32) is module
+        assert value(module).linear.weight.dtype == torch.float32
+
+
+def test_to_moves_the_module_to_a_device(module: RemoteModule) -> None:
+    assert module.to("meta") is module
+    assert module.device == "meta"
+    assert value(module).linear.weight.is_meta
+
+
+def test_a_mode_that_the_module_refuses_is_not_set(module: RemoteModule) -> None:
+    with pytest.raises(ValueError, match="training mode is expected to be boolean"):
+        module.train(2)  # type: ignore[arg-type]
+    assert module.training is True
+
+
+def test_cpu_keeps_the_device(module: RemoteModule) -> None:
+    assert module.cpu() is module
+    assert module.device == "cpu"
+
+
+def test_apply_reaches_all_submodules(module: RemoteModule) -> None:
+    assert module.apply(double_) is module
+    expected = Scale(2.0).apply(double_)
+    torch.testing.assert_close(module.state_dict()["factor"], expected.factor.detach())
+    torch.testing.assert_close(module(X), expected(X))
+    module.apply(lambda each: each.__dict__.update(mark=type(each).__name__))
+    assert value(module).mark == "Scale"
+    assert value(module).linear.mark == "Linear"
+
+
+def test_zero_grad_clears_gradients(module: RemoteModule) -> None:
+    there = value(module)
+    there.factor.grad = torch.ones(())
+    module.zero_grad(set_to_none=False)
+    assert there.factor.grad == 0
+    module.zero_grad()
+    assert there.factor.grad is None
+
+
+def test_requires_grad_reaches_all_parameters(module: RemoteModule) -> None:
+    assert module.requires_grad_(False) is module
+    assert not any(parameter.requires_grad for parameter in value(module).parameters())
+    assert not module(X).requires_grad
+    module.requires_grad_()
+    assert all(parameter.requires_grad for parameter in value(module).parameters())
+
+
+def record_forward(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    CALLS.append(("forward", zrpc.get_worker_info().name))
+    return output + 100
+
+
+def record_keywords(
+    module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    CALLS.append(("keywords", sorted(kwargs)))
+    return args, {**kwargs, "bias": 5.0}
+
+
+def record_backward(module: torch.nn.Module, inputs: Any, outputs: Any) -> None:
+    CALLS.append(("backward", outputs[0].shape))
+
+
+def record_backward_pre(module: torch.nn.Module, outputs: Any) -> None:
+    CALLS.append(("backward pre", outputs[0].shape))
+
+
+def test_forward_hooks_run_on_the_worker(module: RemoteModule) -> None:
+    plain = module(X)
+    handle = module.register_forward_hook(record_forward)
+    torch.testing.assert_close(module(X), plain + 100)
+    torch.testing.assert_close(module.forward_async(X).wait(), plain + 100)
+    assert CALLS == [("forward", "worker1")] * 2
+    handle.remove()
+    torch.testing.assert_close(module(X), plain)
+    assert len(CALLS) == 2
+
+
+def test_hooks_take_options(module: RemoteModule) -> None:
+    with module.register_forward_pre_hook(record_keywords, with_kwargs=True):
+        torch.testing.assert_close(module(X, bias=1.0), Scale(2.0)(X, 5.0))
+    assert CALLS == [("keywords", ["bias"])]
+    torch.testing.assert_close(module(X, bias=1.0), Scale(2.0)(X, 1.0))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_backward_hooks_run_on_the_worker(module: RemoteModule) -> None:
+    handles = [
+        module.register_full_backward_hook(record_backward),
+        module.register_full_backward_pre_hook(record_backward_pre),
+    ]
+
+    def run_backward() -> None:
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [module(X).sum()])
+
+    run_backward()
+    assert CALLS == [("backward pre", (2, 3)), ("backward", (2, 3))]
+    for handle in handles:
+        handle.remove()
+    run_backward()
+    assert len(CALLS) == 2
+
+
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_module": ("name", torch.nn.Module()),
+    "buffers": (),
+    "children": (),
+    "extra_repr": (),
+    "modules": (),
+    "named_buffers": (),
+    "named_children": (),
+    "named_modules": (),
+    "parameters": (),
+    "register_backward_hook": (record_backward,),
+    "register_buffer": ("name", torch.ones(1)),
+    "register_parameter": ("name", torch.nn.Parameter(torch.ones(1))),
+    "share_memory": (),
+    "type": (torch.float64,),
+}
+
+
+def test_unsupported_methods_raise(module: RemoteModule) -> None:
+    for name in NOT_SUPPORTED:
+        with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
+            getattr(module, name)(*NOT_SUPPORTED[name])
+
+
+def test_a_module_that_contains_it_has_its_own_parameters(module: RemoteModule) -> None:
+    linear = torch.nn.Linear(3, 3)
+    whole = torch.nn.Sequential(linear, module)
+    assert list(whole.parameters()) == list(linear.parameters())
+    assert [name for name, _ in whole.named_modules()] == ["", "0", "1"]
+    assert list(whole.modules()) == [whole, linear, module]
+    assert list(whole.buffers()) == []
+    linear.weight.grad = torch.ones(3, 3)
+    whole.zero_grad()
+    assert linear.weight.grad is None
+    whole.requires_grad_(False)
+    assert not linear.bias.requires_grad
+    assert value(module).factor.requires_grad
+
+
+def test_a_module_that_contains_it_is_cast_and_moved_with_it(module: RemoteModule) -> None:
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 3), module)
+    assert whole.to(torch.float64)(X.double()).dtype == torch.float64
+    assert value(module).linear.weight.dtype == torch.float64
+    assert whole.float()(X).dtype == torch.float32
+    whole.eval()
+    assert not module.training
+    assert not value(module).training
+    whole.to("meta")
+    assert module.device == "meta"
+    assert value(module).calls.is_meta

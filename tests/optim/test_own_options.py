@@ -12,12 +12,11 @@ import torch
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.optim.remote_parameters import PARAMETERS, run_backward
-from tests.optim.twins import STEPS, compare, distributed_step, local_step, step_both, twins
+from tests.optim.twins import STEPS, Twins
 from zrpc.optim import DistributedOptimizer
 from zrpc.optim.local import LocalOptimizer
-from zrpc.testing import Mesh
 
-pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+pytestmark = [pytest.mark.zrpc(workers=3, timeout=60), pytest.mark.usefixtures("caller")]
 
 
 class Warming(torch.optim.Optimizer):
@@ -57,116 +56,64 @@ class Decaying(torch.optim.SGD):
 RATES = pytest.mark.parametrize("rate", ["number", "list", "tensor"])
 
 
-@RATES
-def test_what_an_optimizer_changes_is_kept(mesh: Mesh, rate: str) -> None:
-    mesh.run(0, compare, Warming, [1, 0, 2], lr=0.3, rate=rate)
-
-
-def test_groups_keep_what_the_optimizer_changes(mesh: Mesh) -> None:
+def test_groups_keep_what_the_optimizer_changes() -> None:
     def groups(params: list[Any]) -> list[dict[str, Any]]:
         return [{"params": params[:2], "lr": 0.2}, {"params": params[2:]}]
 
-    def run() -> None:
-        rrefs, weights = twins([1, 2, 1])
-        distributed = DistributedOptimizer(Warming, groups(rrefs), lr=0.3)
-        local = Warming(groups(weights), lr=0.3)
-        for step in range(STEPS):
-            step_both(distributed, rrefs, local, weights, step)
-
-    mesh.run(0, run)
+    Twins(Warming, [1, 2, 1], groups=groups, lr=0.3).run()
 
 
 @RATES
-def test_param_groups_show_what_the_optimizer_has_changed(mesh: Mesh, rate: str) -> None:
-    def run() -> None:
-        rrefs, weights = twins([1, 2])
-        distributed = DistributedOptimizer(Warming, rrefs, lr=0.3, rate=rate)
-        local = Warming(weights, lr=0.3, rate=rate)
-        for step in range(STEPS):
-            step_both(distributed, rrefs, local, weights, step)
-            for key in ("k", "longest", "rate"):
-                assert distributed.param_groups[0][key] == local.param_groups[0][key]
-
-    mesh.run(0, run)
+def test_param_groups_show_what_the_optimizer_has_changed(rate: str) -> None:
+    twins = Twins(Warming, [1, 2], lr=0.3, rate=rate)
+    for step in range(STEPS):
+        twins.step(step)
+        distributed, local = twins.first_groups
+        for key in ("k", "longest", "rate"):
+            assert distributed[key] == local[key]
 
 
-def test_a_scheduler_beside_what_the_optimizer_changes(mesh: Mesh) -> None:
-    def run() -> None:
-        rrefs, weights = twins([1, 2])
-        distributed = DistributedOptimizer(Warming, rrefs, lr=0.3)
-        local = Warming(weights, lr=0.3)
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (distributed, local)
-        ]
-        for step in range(STEPS):
-            step_both(distributed, rrefs, local, weights, step)
-            for scheduler in schedulers:
-                scheduler.step()
-
-    mesh.run(0, run)
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def test_an_option_that_both_change(mesh: Mesh) -> None:
+def test_a_scheduler_beside_what_the_optimizer_changes() -> None:
+    Twins(Warming, [1, 2], lr=0.3).run(halving)
+
+
+def test_an_option_that_both_change() -> None:
     """The optimizer goes on from what the trainer has set, once."""
-
-    def run() -> None:
-        rrefs, weights = twins([1, 2])
-        distributed = DistributedOptimizer(Decaying, rrefs, lr=0.3)
-        local = Decaying(weights, lr=0.3)
-        for step in range(6):
-            if step == 3:
-                distributed.param_groups[0]["lr"] = local.param_groups[0]["lr"] = 0.2
-            step_both(distributed, rrefs, local, weights, step)
-            assert distributed.param_groups[0]["lr"] == local.param_groups[0]["lr"]
-
-    mesh.run(0, run)
+    twins = Twins(Decaying, [1, 2], lr=0.3)
+    for step in range(6):
+        if step == 3:
+            twins.set(lr=0.2)
+        twins.step(step)
+        distributed, local = twins.first_groups
+        assert distributed["lr"] == local["lr"]
 
 
-def test_a_rate_in_a_tensor_that_a_scheduler_changes_in_place(mesh: Mesh) -> None:
-    def run() -> None:
-        rrefs, weights = twins([1, 2])
-        distributed = DistributedOptimizer(torch.optim.SGD, rrefs, lr=torch.tensor(0.3))
-        local = torch.optim.SGD(weights, lr=torch.tensor(0.3))
-        schedulers = [
-            torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (distributed, local)
-        ]
-        for step in range(STEPS):
-            step_both(distributed, rrefs, local, weights, step)
-            for scheduler in schedulers:
-                scheduler.step()
-
-    mesh.run(0, run)
+def test_a_rate_in_a_tensor_that_a_scheduler_changes_in_place() -> None:
+    Twins(torch.optim.SGD, [1, 2], lr=torch.tensor(0.3)).run(halving)
 
 
 @pytest.mark.system
 @RATES
-def test_the_state_has_what_the_optimizer_has_changed(
-    mesh: Mesh, rate: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "state.pt"
-
-    def run() -> None:
-        rrefs, weights = twins([1, 0, 2])
-        first = DistributedOptimizer(Warming, rrefs, lr=0.3, rate=rate)
-        local = Warming(weights, lr=0.3, rate=rate)
-        for step in range(STEPS):
-            step_both(first, rrefs, local, weights, step)
-        first.param_groups[0]["lr"] = local.param_groups[0]["lr"] = 0.2
-        state = first.state_dict()
-        assert state["param_groups"][0]["k"] == STEPS
-        assert state["param_groups"][0]["lr"] == 0.2
-        for of_worker in state["workers"].values():
-            assert of_worker["param_groups"][0]["k"] == STEPS
-        torch.save(state, path)
-        second = DistributedOptimizer(Warming, rrefs, lr=9.0, rate=rate)
-        second.load_state_dict(torch.load(path, weights_only=True))
-        for step in range(STEPS):
-            step_both(second, rrefs, local, weights, step)
-
-    mesh.run(0, run)
+def test_the_state_has_what_the_optimizer_has_changed(rate: str, tmp_path: Path) -> None:
+    twins = Twins(Warming, [1, 0, 2], lr=0.3, rate=rate)
+    twins.run()
+    twins.set(lr=0.2)
+    state = twins.distributed.state_dict()
+    assert state["param_groups"][0]["k"] == STEPS
+    assert state["param_groups"][0]["lr"] == 0.2
+    for of_worker in state["workers"].values():
+        assert of_worker["param_groups"][0]["k"] == STEPS
+    torch.save(state, tmp_path / "state.pt")
+    twins.distributed = DistributedOptimizer(Warming, twins.rrefs, lr=9.0, rate=rate)
+    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    twins.run()
 
 
-def test_owners_keep_values_that_differ(mesh: Mesh, tmp_path: Path) -> None:
+def test_owners_keep_values_that_differ(tmp_path: Path) -> None:
     """Also through a saved state: each owner's optimizer has its own."""
 
     class Skipping(Warming):
@@ -176,26 +123,21 @@ def test_owners_keep_values_that_differ(mesh: Mesh, tmp_path: Path) -> None:
             if any(p.grad is not None for group in self.param_groups for p in group["params"]):
                 super().step()
 
-    def run() -> None:
-        rrefs, weights = twins([1, 2])
-        distributed = DistributedOptimizer(Skipping, rrefs, lr=0.3)
-        locals_ = [Skipping([weight], lr=0.3) for weight in weights]
+    twins = Twins(Skipping, [1, 2], lr=0.3)
+    locals_ = [Skipping([weight], lr=0.3) for weight in twins.weights]
 
-        def step_over(optimizer: Any, which: int, step: int) -> None:
-            distributed_step(optimizer, [rrefs[which]], step)
-            local_step(locals_[which], [weights[which]], step)
-            torch.testing.assert_close(PARAMETERS[f"w{which}"].detach(), weights[which].detach())
+    def step_over(which: int, step: int) -> None:
+        twins.local = locals_[which]
+        twins.step(step, slice(which, which + 1))
 
-        for step in range(3):
-            step_over(distributed, 1, step)
-        step_over(distributed, 0, 3)
-        torch.save(distributed.state_dict(), tmp_path / "state.pt")
-        again = DistributedOptimizer(Skipping, rrefs, lr=0.3)
-        again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-        step_over(again, 0, 4)
-        step_over(again, 1, 5)
-
-    mesh.run(0, run)
+    for step in range(3):
+        step_over(1, step)
+    step_over(0, 3)
+    torch.save(twins.distributed.state_dict(), tmp_path / "state.pt")
+    twins.distributed = DistributedOptimizer(Skipping, twins.rrefs, lr=0.3)
+    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    step_over(0, 4)
+    step_over(1, 5)
 
 
 def step_at(optimizer: DistributedOptimizer, rref: Any, lr: float | None) -> None:
@@ -206,56 +148,44 @@ def step_at(optimizer: DistributedOptimizer, rref: Any, lr: float | None) -> Non
         optimizer.step(context_id)
 
 
-def test_trainers_have_options_of_their_own(mesh: Mesh) -> None:
+def test_trainers_have_options_of_their_own() -> None:
     """What one sets does not apply to the steps of another; what the optimizer counts does."""
-
-    def run() -> None:
-        rrefs, _ = twins([1])
-        optimizer = DistributedOptimizer(Warming, rrefs, lr=1.0)
-        before = PARAMETERS["w0"].detach().clone()
-        zrpc.rpc_sync("worker2", step_at, (optimizer, rrefs[0], 0.5))
-        step_at(optimizer, rrefs[0], None)
-        expected = before - 0.5 * 0.2 / 1 - 1.0 * 0.4 / 2
-        torch.testing.assert_close(PARAMETERS["w0"].detach(), expected)
-        assert optimizer.state_dict()["param_groups"][0]["lr"] == 1.0
-
-    mesh.run(0, run)
+    twins = Twins(Warming, [1], lr=1.0)
+    optimizer, [rref] = twins.distributed, twins.rrefs
+    before = PARAMETERS["w0"].detach().clone()
+    zrpc.rpc_sync("worker2", step_at, (optimizer, rref, 0.5))
+    step_at(optimizer, rref, None)
+    expected = before - 0.5 * 0.2 / 1 - 1.0 * 0.4 / 2
+    torch.testing.assert_close(PARAMETERS["w0"].detach(), expected)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1.0
 
 
-def test_a_failed_step_leaves_no_options_behind(mesh: Mesh) -> None:
+def test_a_failed_step_leaves_no_options_behind() -> None:
     class Failing(torch.optim.SGD):
         def step(self) -> None:
             if self.param_groups[0]["lr"] == 7:
                 raise ValueError("seven")
             super().step()
 
-    def run() -> None:
-        rrefs, weights = twins([1])
-        optimizer = DistributedOptimizer(Failing, rrefs, lr=0.3)
-        optimizer.param_groups[0]["lr"] = 7
-        with pytest.raises(ValueError, match="seven"):
-            distributed_step(optimizer, rrefs, 0)
-        optimizer.param_groups[0]["lr"] = 0.3
-        step_both(optimizer, rrefs, torch.optim.SGD(weights, lr=0.3), weights, 0)
-
-    mesh.run(0, run)
+    twins = Twins(Failing, [1], lr=0.3)
+    twins.set(lr=7)
+    with pytest.raises(ValueError, match="seven"):
+        twins.step(0)
+    twins.set(lr=0.3)
+    twins.step(0)
 
 
-def test_a_state_does_not_change_with_later_steps(mesh: Mesh) -> None:
+def test_a_state_does_not_change_with_later_steps() -> None:
     """While it is sent, another trainer may step."""
-
-    def run() -> None:
-        rrefs, _ = twins([0])
-        optimizer = LocalOptimizer(Warming, {0: {"params": rrefs}}, lr=0.3, rate="tensor")
-        momentum = LocalOptimizer(torch.optim.SGD, {0: {"params": rrefs}}, lr=0.3, momentum=0.9)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, rrefs)
-            for each in (optimizer, momentum):
-                each.step(context_id, {0: {}})
-            states = [each.state_dict() for each in (optimizer, momentum)]
-            before = deepcopy(states)
-            for each in (optimizer, momentum):
-                each.step(context_id, {0: {}})
-        torch.testing.assert_close(states, before)
-
-    mesh.run(0, run)
+    rrefs = Twins(Warming, [0], lr=0.3).rrefs
+    optimizer = LocalOptimizer(Warming, {0: {"params": rrefs}}, lr=0.3, rate="tensor")
+    momentum = LocalOptimizer(torch.optim.SGD, {0: {"params": rrefs}}, lr=0.3, momentum=0.9)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, rrefs)
+        for each in (optimizer, momentum):
+            each.step(context_id, {0: {}})
+        states = [each.state_dict() for each in (optimizer, momentum)]
+        before = deepcopy(states)
+        for each in (optimizer, momentum):
+            each.step(context_id, {0: {}})
+    torch.testing.assert_close(states, before)

@@ -25,89 +25,60 @@ WAIT_SECONDS = 20.0
 # The context.
 
 
-def test_step_takes_the_current_context(mesh: Mesh) -> None:
-    def run() -> list[float]:
-        rref = make("w", 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
-            assert optimizer.step() is None
-        return PARAMETERS["w"].tolist()
-
-    assert mesh.run(0, run) == [0.5, 1.5, 2.5]
+def test_step_takes_the_current_context(caller: Mesh) -> None:
+    rref = make("w", 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+        assert optimizer.step() is None
+    assert PARAMETERS["w"].tolist() == [0.5, 1.5, 2.5]
 
 
-def test_step_outside_a_context_raises(mesh: Mesh) -> None:
-    def run() -> list[float]:
-        rref = make("w", 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-        with pytest.raises(RuntimeError, match="doesn't have a valid autograd context"):
-            optimizer.step()
-        with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
-            optimizer.step(77)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
-        with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
-            optimizer.step(context_id)
-        return PARAMETERS["w"].tolist()
-
-    assert mesh.run(0, run) == [1.0, 2.0, 3.0]
+def test_step_outside_a_context_raises(caller: Mesh) -> None:
+    rref = make("w", 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+    with pytest.raises(RuntimeError, match="doesn't have a valid autograd context"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
+        optimizer.step(77)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+    with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
+        optimizer.step(context_id)
+    assert PARAMETERS["w"].tolist() == [1.0, 2.0, 3.0]
 
 
-def test_another_thread_can_step(mesh: Mesh) -> None:
-    def run() -> tuple[list[float], list[float]]:
-        rref, untouched = make("w", 1), make("untouched", 2)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref, untouched], lr=0.5)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
+def test_another_thread_can_step(caller: Mesh) -> None:
+    rref, untouched = make("w", 1), make("untouched", 2)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref, untouched], lr=0.5)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
 
-            def step() -> None:
-                with mesh.agent(0).as_current():
-                    optimizer.step(context_id)
+        def step() -> None:
+            with caller.agent(0).as_current():
+                optimizer.step(context_id)
 
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(step).result(WAIT_SECONDS)
-        return PARAMETERS["w"].tolist(), PARAMETERS["untouched"].tolist()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(step).result(WAIT_SECONDS)
+    assert PARAMETERS["w"].tolist(), PARAMETERS["untouched"].tolist() == (
+        [0.5, 1.5, 2.5],
+        [1.0, 2.0, 3.0],
+    )
 
-    assert mesh.run(0, run) == ([0.5, 1.5, 2.5], [1.0, 2.0, 3.0])
 
-
-def test_step_uses_the_gradients_of_its_context_only(mesh: Mesh) -> None:
-    def run() -> list[float]:
-        rref = make("w", 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref], 100.0)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
-            optimizer.step(context_id)
-            optimizer.step(context_id)
-        return PARAMETERS["w"].tolist()
-
-    assert mesh.run(0, run) == [0.0, 1.0, 2.0]
+def test_step_uses_the_gradients_of_its_context_only(caller: Mesh) -> None:
+    rref = make("w", 1)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref], 100.0)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+        optimizer.step(context_id)
+        optimizer.step(context_id)
+    assert PARAMETERS["w"].tolist() == [0.0, 1.0, 2.0]
 
 
 # Many at once.
-
-
-@pytest.mark.system
-def test_no_step_of_many_trainers_is_lost(mesh: Mesh) -> None:
-    """They share a parameter, and each step uses its own gradients."""
-    count, steps = 16, 5
-    rref = mesh.run(0, make, "w", 2, (0.0, 0.0, 0.0))
-
-    def trainer(number: int) -> None:
-        with mesh.agent(0).as_current():
-            optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=1.0)
-            for _ in range(steps):
-                with dist_autograd.context() as context_id:
-                    run_backward(context_id, [rref], float(number))
-                    optimizer.step(context_id)
-
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(trainer, range(count)))
-    assert PARAMETERS["w"].tolist() == [-steps * sum(range(count))] * 3
-    assert PARAMETERS["w"].grad is None
 
 
 class Checked(torch.optim.Optimizer):
@@ -206,130 +177,113 @@ def fails_on_worker1(params: Any, lr: float) -> torch.optim.Optimizer:
     return (Fails if name == "worker1" else torch.optim.SGD)(params, lr=lr)
 
 
-def test_a_failed_step_of_one_owner_is_raised(mesh: Mesh) -> None:
+def test_a_failed_step_of_one_owner_is_raised(caller: Mesh) -> None:
     """The caller gets the error, and the other owners have stepped."""
 
-    def run() -> list[list[float]]:
-        rrefs = [make(f"w{rank}", rank) for rank in range(3)]
-        optimizer = DistributedOptimizer(fails_on_worker1, rrefs, lr=1.0)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, rrefs)
-            with pytest.raises(ArithmeticError, match="no step on purpose") as raised:
-                optimizer.step(context_id)
-            assert "worker1" in str(raised.value.__cause__)
-        assert all(PARAMETERS[f"w{rank}"].grad is None for rank in range(3))
-        again = DistributedOptimizer(torch.optim.SGD, rrefs, lr=1.0)
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, rrefs)
-            again.step(context_id)
-        return [PARAMETERS[f"w{rank}"].tolist() for rank in range(3)]
-
-    assert mesh.run(0, run) == [[-1.0, 0.0, 1.0], [0.0, 1.0, 2.0], [-1.0, 0.0, 1.0]]
-
-
-def test_an_error_of_the_class_is_raised(mesh: Mesh) -> None:
-    def run() -> None:
-        rrefs = [make("a", 1), make("b", 2)]
-        with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-            DistributedOptimizer(torch.optim.SGD, rrefs, lr=-1.0)
-        with pytest.raises(TypeError, match="no_such_option"):
-            DistributedOptimizer(torch.optim.SGD, rrefs, no_such_option=1)
-
-    mesh.run(0, run)
+    rrefs = [make(f"w{rank}", rank) for rank in range(3)]
+    optimizer = DistributedOptimizer(fails_on_worker1, rrefs, lr=1.0)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, rrefs)
+        with pytest.raises(ArithmeticError, match="no step on purpose") as raised:
+            optimizer.step(context_id)
+        assert "worker1" in str(raised.value.__cause__)
+    assert all(PARAMETERS[f"w{rank}"].grad is None for rank in range(3))
+    again = DistributedOptimizer(torch.optim.SGD, rrefs, lr=1.0)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, rrefs)
+        again.step(context_id)
+    assert [PARAMETERS[f"w{rank}"].tolist() for rank in range(3)] == [
+        [-1.0, 0.0, 1.0],
+        [0.0, 1.0, 2.0],
+        [-1.0, 0.0, 1.0],
+    ]
 
 
-def test_wrong_arguments_are_refused(mesh: Mesh) -> None:
-    def run() -> None:
-        rref = make("a", 1)
-        with pytest.raises(ValueError, match="empty parameter list"):
-            DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
-        with pytest.raises(ValueError, match="empty parameter list"):
-            DistributedOptimizer(torch.optim.SGD, [{"params": []}], lr=0.1)
-        with pytest.raises(ValueError, match="more than once"):
-            DistributedOptimizer(torch.optim.SGD, [rref, rref], lr=0.1)
-        with pytest.raises(ValueError, match="more than once"):
-            DistributedOptimizer(torch.optim.SGD, [{"params": [rref]}, {"params": [rref]}], lr=0.1)
-        with pytest.raises(TypeError, match="RRefs of parameters"):
-            DistributedOptimizer(torch.optim.SGD, [torch.ones(1)], lr=0.1)
-        with pytest.raises(ValueError, match="in the constructor"):
-            DistributedOptimizer(torch.optim.SGD, [rref], lr=0.1).add_param_group({"params": []})
-
-    mesh.run(0, run)
+def test_an_error_of_the_class_is_raised(caller: Mesh) -> None:
+    rrefs = [make("a", 1), make("b", 2)]
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        DistributedOptimizer(torch.optim.SGD, rrefs, lr=-1.0)
+    with pytest.raises(TypeError, match="no_such_option"):
+        DistributedOptimizer(torch.optim.SGD, rrefs, no_such_option=1)
 
 
-def test_an_rref_of_another_value_is_refused(mesh: Mesh) -> None:
-    def run() -> None:
-        with pytest.raises(TypeError, match="can only optimize Tensors"):
-            DistributedOptimizer(torch.optim.SGD, [zrpc.remote("worker1", max, (1, 2))], lr=0.1)
+def test_wrong_arguments_are_refused(caller: Mesh) -> None:
+    rref = make("a", 1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
+    with pytest.raises(ValueError, match="empty parameter list"):
+        DistributedOptimizer(torch.optim.SGD, [{"params": []}], lr=0.1)
+    with pytest.raises(ValueError, match="more than once"):
+        DistributedOptimizer(torch.optim.SGD, [rref, rref], lr=0.1)
+    with pytest.raises(ValueError, match="more than once"):
+        DistributedOptimizer(torch.optim.SGD, [{"params": [rref]}, {"params": [rref]}], lr=0.1)
+    with pytest.raises(TypeError, match="RRefs of parameters"):
+        DistributedOptimizer(torch.optim.SGD, [torch.ones(1)], lr=0.1)
+    with pytest.raises(ValueError, match="in the constructor"):
+        DistributedOptimizer(torch.optim.SGD, [rref], lr=0.1).add_param_group({"params": []})
 
-    mesh.run(0, run)
+
+def test_an_rref_of_another_value_is_refused(caller: Mesh) -> None:
+    with pytest.raises(TypeError, match="can only optimize Tensors"):
+        DistributedOptimizer(torch.optim.SGD, [zrpc.remote("worker1", max, (1, 2))], lr=0.1)
 
 
-def test_two_rrefs_of_one_parameter_are_refused(mesh: Mesh) -> None:
+def test_two_rrefs_of_one_parameter_are_refused(caller: Mesh) -> None:
     """Their ids differ: only the owner can tell."""
 
-    def run() -> None:
-        first = make("a", 1)
-        second = zrpc.rpc_sync("worker1", refer, ("a",))
-        assert first != second
-        other = make("b", 1)
-        for groups in ([first, other, second], [{"params": [first]}, {"params": [other, second]}]):
-            with pytest.raises(ValueError, match="more than once"):
-                DistributedOptimizer(torch.optim.SGD, groups, lr=1)
-
-    mesh.run(0, run)
+    first = make("a", 1)
+    second = zrpc.rpc_sync("worker1", refer, ("a",))
+    assert first != second
+    other = make("b", 1)
+    for groups in ([first, other, second], [{"params": [first]}, {"params": [other, second]}]):
+        with pytest.raises(ValueError, match="more than once"):
+            DistributedOptimizer(torch.optim.SGD, groups, lr=1)
 
 
 @pytest.mark.system
-def test_step_hooks_run_on_this_worker(mesh: Mesh) -> None:
-    def run() -> None:
-        rref = make("w", 1)
-        seen: list[Any] = []
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-        other = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+def test_step_hooks_run_on_this_worker(caller: Mesh) -> None:
+    rref = make("w", 1)
+    seen: list[Any] = []
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+    other = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
 
-        def record(when: str) -> Callable[..., None]:
-            return lambda *call: seen.append((when, call[0] is optimizer, call[1:]))
+    def record(when: str) -> Callable[..., None]:
+        return lambda *call: seen.append((when, call[0] is optimizer, call[1:]))
 
-        before = optimizer.register_step_pre_hook(record("before"))
-        optimizer.register_step_post_hook(record("after"))
-        optimizer.register_step_post_hook(lambda *_: seen.append(PARAMETERS["w"].tolist()))
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
-            optimizer.step(context_id)
-            before.remove()
-            seen.append("again")
-            optimizer.step(context_id)
-            other.step(context_id)
-        call = ((optimizer, context_id), {})
-        assert seen[:3] == [("before", True, call), ("after", True, call), [0.5, 1.5, 2.5]]
-        assert seen[3:] == ["again", ("after", True, call), [0.0, 1.0, 2.0]]
-
-    mesh.run(0, run)
+    before = optimizer.register_step_pre_hook(record("before"))
+    optimizer.register_step_post_hook(record("after"))
+    optimizer.register_step_post_hook(lambda *_: seen.append(PARAMETERS["w"].tolist()))
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+        optimizer.step(context_id)
+        before.remove()
+        seen.append("again")
+        optimizer.step(context_id)
+        other.step(context_id)
+    call = ((optimizer, context_id), {})
+    assert seen[:3] == [("before", True, call), ("after", True, call), [0.5, 1.5, 2.5]]
+    assert seen[3:] == ["again", ("after", True, call), [0.0, 1.0, 2.0]]
 
 
-def test_state_hooks_run_on_this_worker(mesh: Mesh) -> None:
-    def run() -> None:
-        optimizer = DistributedOptimizer(torch.optim.SGD, [make("w", 1)], lr=0.5)
-        seen: list[Any] = []
-        optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
-        optimizer.register_state_dict_post_hook(lambda o, state: {**state, "epoch": 7})
-        optimizer.register_state_dict_post_hook(lambda o, state: seen.append(state["epoch"]))
-        state = optimizer.state_dict()
-        assert state["epoch"] == 7
+def test_state_hooks_run_on_this_worker(caller: Mesh) -> None:
+    optimizer = DistributedOptimizer(torch.optim.SGD, [make("w", 1)], lr=0.5)
+    seen: list[Any] = []
+    optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
+    optimizer.register_state_dict_post_hook(lambda o, state: {**state, "epoch": 7})
+    optimizer.register_state_dict_post_hook(lambda o, state: seen.append(state["epoch"]))
+    state = optimizer.state_dict()
+    assert state["epoch"] == 7
 
-        def shift(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-            seen.append(state.pop("epoch"))
-            return {**state, "param_groups": [{"lr": 0.25}]}
+    def shift(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        seen.append(state.pop("epoch"))
+        return {**state, "param_groups": [{"lr": 0.25}]}
 
-        optimizer.register_load_state_dict_pre_hook(shift)
-        optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
-        optimizer.load_state_dict(state)
-        assert optimizer.param_groups[0]["lr"] == 0.25
-        assert state["epoch"] == 7  # the caller's dict is not changed
-        assert seen == ["save", 7, 7, "loaded"]
-
-    mesh.run(0, run)
+    optimizer.register_load_state_dict_pre_hook(shift)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert state["epoch"] == 7  # the caller's dict is not changed
+    assert seen == ["save", 7, 7, "loaded"]
 
 
 def step_here(optimizer: DistributedOptimizer, rref: Parameter) -> KeysView[str]:
@@ -340,27 +294,21 @@ def step_here(optimizer: DistributedOptimizer, rref: Parameter) -> KeysView[str]
     return optimizer.state_dict()["workers"].keys()
 
 
-def test_it_can_be_passed_to_another_worker(mesh: Mesh) -> None:
-    def run() -> tuple[float, list[float]]:
-        rref, other = make("w", 1), make("other", 2)
-        optimizer = DistributedOptimizer(torch.optim.SGD, [rref, other], lr=0.5)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps `step`
-        with dist_autograd.context() as context_id:
-            run_backward(context_id, [rref])
-            optimizer.step(context_id)
-        owners = zrpc.rpc_sync("worker2", step_here, (optimizer, rref))
-        assert owners == {"worker1", "worker2"}
-        return optimizer.param_groups[0]["lr"], PARAMETERS["w"].tolist()
-
-    assert mesh.run(0, run) == (0.5, [0.25, 1.25, 2.25])
+def test_it_can_be_passed_to_another_worker(caller: Mesh) -> None:
+    rref, other = make("w", 1), make("other", 2)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rref, other], lr=0.5)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps `step`
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+        optimizer.step(context_id)
+    owners = zrpc.rpc_sync("worker2", step_here, (optimizer, rref))
+    assert owners == {"worker1", "worker2"}
+    assert optimizer.param_groups[0]["lr"], PARAMETERS["w"].tolist() == (0.5, [0.25, 1.25, 2.25])
 
 
-def test_the_repr_names_the_owners(mesh: Mesh) -> None:
-    def run() -> str:
-        rrefs = [make("a", 1), make("b", 2)]
-        return repr(DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1))
-
-    text = mesh.run(0, run)
+def test_the_repr_names_the_owners(caller: Mesh) -> None:
+    rrefs = [make("a", 1), make("b", 2)]
+    text = repr(DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1))
     assert "worker1" in text
     assert "worker2" in text
 

@@ -23,7 +23,7 @@ from tests.optim.remote_parameters import (
 from tests.support.identity import event
 from zrpc.errors import RpcError
 from zrpc.optim import DistributedOptimizer
-from zrpc.services.autograd import accumulation
+from zrpc.services.autograd import engine
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
@@ -82,7 +82,7 @@ def on_accumulated(hook: Callable[[torch.Tensor], None], name: str = "w") -> Non
 def reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameters of worker1 are those of a DDP module."""
     monkeypatch.setattr(
-        accumulation.ddp,
+        engine.ddp,
         "reduced_with",
         lambda leaves: [leaf for leaf in leaves if any(leaf is p for p in PARAMETERS.values())],
     )

@@ -15,20 +15,12 @@ from zrpc.optim import DistributedOptimizer
 
 STEPS = 4
 
+Loss = Callable[[torch.Tensor, int], torch.Tensor]
+
 
 def drawn(number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     return torch.randn(4, 3, generator=generator, dtype=torch.float64)
-
-
-def make(name: str, owner: int, number: int) -> Parameter:
-    """Makes a random parameter on a worker, and returns an RRef of it."""
-    PARAMETERS[name] = drawn(number).requires_grad_()
-    return zrpc.rpc_sync(f"worker{owner}", refer, (name,))
-
-
-def use(rref: Parameter, step: int) -> torch.Tensor:
-    return loss_of(rref.local_value(), step)
 
 
 def loss_of(weight: torch.Tensor, step: int) -> torch.Tensor:
@@ -36,94 +28,83 @@ def loss_of(weight: torch.Tensor, step: int) -> torch.Tensor:
     return ((weight * scale * (step + 1)).sin() ** 2).sum()
 
 
-def look_up(rref: Parameter, step: int) -> torch.Tensor:
-    return rows_of(rref.local_value(), step)
-
-
 def rows_of(weight: torch.Tensor, step: int) -> torch.Tensor:
     rows = torch.nn.functional.embedding(torch.tensor([0, 2, step % 4]), weight, sparse=True)
     return (rows**2 * (step + 1)).sum()
 
 
-def distributed_loss(
-    rrefs: list[Parameter], step: int, fn: Callable[..., torch.Tensor] = use
-) -> Any:
-    futures = [zrpc.rpc_async(rref.owner(), fn, (rref, step)) for rref in rrefs]
-    return sum(future.wait() for future in futures)
+def at_owner(rref: Parameter, fn: Loss, step: int) -> torch.Tensor:
+    return fn(rref.local_value(), step)
 
 
-def distributed_step(
-    optimizer: DistributedOptimizer,
-    rrefs: list[Parameter],
-    step: int,
-    fn: Callable[..., torch.Tensor] = use,
-) -> float:
-    with dist_autograd.context() as context_id:
-        loss = distributed_loss(rrefs, step, fn)
-        dist_autograd.backward(context_id, [loss])
-        optimizer.step(context_id)
-        return loss.item()
+class Twins:
+    """An optimizer over parameters of several workers, and the same over equal ones here.
 
+    Args:
+        optimizer_class: of both optimizers.
+        owners: the workers that have a parameter each.
+        *args: of both optimizers.
+        groups: returns the groups of parameters.
+        **options: of both optimizers.
 
-def local_step(
-    optimizer: torch.optim.Optimizer,
-    weights: list[torch.Tensor],
-    step: int,
-    fn: Callable[..., torch.Tensor] = loss_of,
-) -> float:
-    optimizer.zero_grad()
-    loss: Any = sum(fn(weight, step) for weight in weights)
-    loss.backward()
-    optimizer.step(*([lambda: loss] if isinstance(optimizer, torch.optim.LBFGS) else []))
-    return loss.item()
+    Attributes:
+        rrefs, weights: the parameters.
+        distributed, local: the optimizers.
+    """
 
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        owners: list[int],
+        *args: Any,
+        groups: Callable[[list[Any]], Any] = list,
+        **options: Any,
+    ) -> None:
+        names = {f"w{i}": owner for i, owner in enumerate(owners)}
+        PARAMETERS.update({name: drawn(i).requires_grad_() for i, name in enumerate(names)})
+        self.rrefs = [zrpc.rpc_sync(f"worker{at}", refer, (name,)) for name, at in names.items()]
+        self.weights = [drawn(i).requires_grad_() for i in range(len(owners))]
+        self.distributed = DistributedOptimizer(
+            optimizer_class, groups(self.rrefs), *args, **options
+        )
+        self.local = optimizer_class(groups(self.weights), *args, **options)
 
-def twins(owners: list[int]) -> tuple[list[Parameter], list[torch.Tensor]]:
-    """Returns RRefs of parameters of these workers, and equal local parameters."""
-    rrefs = [make(f"w{i}", owner, i) for i, owner in enumerate(owners)]
-    return rrefs, [drawn(i).requires_grad_() for i in range(len(owners))]
+    @property
+    def first_groups(self) -> list[dict[str, Any]]:
+        """The first group of both optimizers."""
+        return [optimizer.param_groups[0] for optimizer in (self.distributed, self.local)]
 
+    def set(self, **options: Any) -> None:
+        """Sets options of the first groups."""
+        for group in self.first_groups:
+            group.update(options)
 
-def assert_equal(weights: list[torch.Tensor]) -> None:
-    for i, weight in enumerate(weights):
-        torch.testing.assert_close(PARAMETERS[f"w{i}"].detach(), weight.detach())
-        assert PARAMETERS[f"w{i}"].grad is None
+    def step(self, number: int, of: slice = slice(None), fn: Loss = loss_of) -> None:
+        """Steps with both, over all or some parameters, and checks that all are equal then."""
+        with dist_autograd.context() as context_id:
+            futures = [
+                zrpc.rpc_async(rref.owner(), at_owner, (rref, fn, number))
+                for rref in self.rrefs[of]
+            ]
+            found: Any = sum(future.wait() for future in futures)
+            dist_autograd.backward(context_id, [found])
+            self.distributed.step(context_id)
+        self.local.zero_grad()
+        loss: Any = sum(fn(weight, number) for weight in self.weights[of])
+        loss.backward()
+        self.local.step(*([lambda: loss] if isinstance(self.local, torch.optim.LBFGS) else []))
+        assert found.item() == pytest.approx(loss.item())
+        for i, weight in enumerate(self.weights):
+            torch.testing.assert_close(PARAMETERS[f"w{i}"].detach(), weight.detach())
+            assert PARAMETERS[f"w{i}"].grad is None
 
-
-def step_both(
-    distributed: DistributedOptimizer,
-    rrefs: list[Parameter],
-    local: torch.optim.Optimizer,
-    weights: list[torch.Tensor],
-    step: int,
-) -> None:
-    """Steps with both optimizers, and checks that the parameters are equal then."""
-    distributed_step(distributed, rrefs, step)
-    local_step(local, weights, step)
-    assert_equal(weights)
-
-
-def compare(
-    optimizer_class: Callable[..., torch.optim.Optimizer],
-    owners: list[int],
-    *args: Any,
-    fn: tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = (use, loss_of),
-    **kwargs: Any,
-) -> None:
-    """Checks that a class steps alike over several workers and in one process."""
-    rrefs, weights = twins(owners)
-    distributed = DistributedOptimizer(optimizer_class, rrefs, *args, **kwargs)
-    local = optimizer_class(weights, *args, **kwargs)
-    for step in range(STEPS):
-        found = distributed_step(distributed, rrefs, step, fn[0])
-        assert found == pytest.approx(local_step(local, weights, step, fn[1]))
-        assert_equal(weights)
-    assert not torch.equal(weights[0].detach(), drawn(0)), "expected the parameters to change"
-
-
-def groups_of(weights: list[Any]) -> list[dict[str, Any]]:
-    return [
-        {"params": weights[:2], "lr": 0.5},
-        {"params": weights[2:3]},
-        {"params": weights[3:], "weight_decay": 0.1, "momentum": 0.5},
-    ]
+    def run(self, scheduler: Callable[[Any], Any] | None = None, fn: Loss = loss_of) -> None:
+        """Steps several times, each time followed by that of a scheduler."""
+        schedulers = [scheduler(o) for o in (self.distributed, self.local)] if scheduler else []
+        for number in range(STEPS):
+            self.step(number, fn=fn)
+            for each in schedulers:
+                each.step()
+        assert not torch.equal(self.weights[0].detach(), drawn(0)), "expected a change"
+        distributed, local = ({**group, "params": None} for group in self.first_groups)
+        assert distributed == local

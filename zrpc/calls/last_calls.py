@@ -39,7 +39,7 @@ _MAX_CALLS = 1000
 # A chain of callbacks may make this number of calls in any case.
 _CHAIN_CALLS = 1000
 
-# Begun by a pass, which has begun before; see `zrpc.services.autograd.passes`.
+# Begun by a pass, which has begun before; see `zrpc.services.autograd.service`.
 _OF_PASSES = frozenset((Kind.BACKWARD, Kind.DEPENDENCIES))
 _HOPS = struct.Struct("<I")
 _COMPLETE = Future._complete.__code__

@@ -16,8 +16,7 @@ from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
-from zrpc.services.autograd.passes import context_of_hook
-from zrpc.services.autograd.service import AutogradService
+from zrpc.services.autograd.service import AutogradService, context_of_hook
 from zrpc.services.rref.rref import RRef
 
 __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
@@ -196,19 +195,12 @@ class DistributedOptimizer(Optimizer):
 
     def _at_each(self, name: str, args: Callable[[RRef[Any]], tuple[Any, ...]]) -> list[Any]:
         """The same, with arguments for each. The others are called even if one is dead already."""
-        calls: list[Future[Any]] = []
-        error: Exception | None = None
-        for rref in self.remote_optimizers:
-            try:
-                calls.append(getattr(rref.rpc_async(), name)(*args(rref)))
-            except Exception as reason:  # as in `_wait_for_all`
-                if raised_by_handler(reason):
-                    raise
-                error = error or reason
-        results = _wait_for_all(calls)
-        if error is not None:
-            raise error
-        return results
+        return _wait_for_all(
+            [
+                _begin(getattr(rref.rpc_async(), name), *args(rref))
+                for rref in self.remote_optimizers
+            ]
+        )
 
     def _part(self, owner: WorkerInfo) -> dict[int, Options]:
         """Returns the groups' parameters of one owner, by the group's index."""
@@ -263,9 +255,7 @@ def clip_grad_norm_(
     """
     _autograd().contexts.find(context_id)
     parts = _by_owner(params_rref)
-    norms = _wait_for_all(
-        [rpc_async(o, _local_norm, (context_id, rrefs, norm_type)) for o, rrefs in parts.items()]
-    )
+    norms = _on_owners(parts, _local_norm, context_id, norm_type)
     found = torch.cat(norms) if norms else torch.zeros(0)
     # An empty vector has no largest element.
     total = torch.linalg.vector_norm(found, norm_type) if len(found) else torch.zeros(())
@@ -275,13 +265,19 @@ def clip_grad_norm_(
             "pass error_if_nonfinite=False to scale them anyway"
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    _wait_for_all(
-        [rpc_async(o, _local_scale, (context_id, rrefs, factor)) for o, rrefs in parts.items()]
-    )
+    _on_owners(parts, _local_scale, context_id, factor)
     return total
 
 
-def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tensor:
+def _on_owners(
+    parts: dict[WorkerInfo, list[RRef[Any]]], function: Callable[..., T], *args: Any
+) -> list[T]:
+    """Calls a function on all owners at once, with their parameters first."""
+    calls = [rpc_async(owner, function, (rrefs, *args)) for owner, rrefs in parts.items()]
+    return _wait_for_all(calls)
+
+
+def _local_norm(rrefs: Params, context_id: int, norm_type: float) -> torch.Tensor:
     """Returns the norms of the gradients of this worker's parameters, as a vector on the CPU."""
     gradients = _autograd().contexts.gradients_if_any(context_id)
     norms = [
@@ -292,9 +288,9 @@ def _local_norm(context_id: int, rrefs: Params, norm_type: float) -> torch.Tenso
     return torch.stack(norms) if norms else torch.zeros(0)
 
 
-def _local_scale(context_id: int, rrefs: Params, factor: torch.Tensor) -> None:
-    params = [rref.local_value() for rref in rrefs]
-    _autograd().contexts.scale_gradients(context_id, params, factor)
+def _local_scale(rrefs: Params, context_id: int, factor: torch.Tensor) -> None:
+    if (state := _autograd().contexts.state_of(context_id)) is not None:
+        state.scale_gradients([rref.local_value() for rref in rrefs], factor)
 
 
 def _autograd() -> AutogradService:
@@ -330,6 +326,18 @@ def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef
     for rref in rrefs:
         parts.setdefault(rref.owner(), []).append(rref)
     return parts
+
+
+def _begin(call: Callable[..., Future[T]], *args: Any) -> Future[T]:
+    """Makes a call; returns a future that has failed if its worker is dead already."""
+    try:
+        return call(*args)
+    except Exception as reason:
+        if raised_by_handler(reason):
+            raise
+        failed: Future[T] = Future()
+        failed.set_exception(reason)
+        return failed
 
 
 def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:

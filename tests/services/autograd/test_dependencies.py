@@ -10,17 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrpc.errors import ProtocolError, RpcError
-from zrpc.services.autograd.dependencies import (
-    Arrived,
-    Dependencies,
-    Origin,
-    Sources,
-    Tracer,
-    UsedTensors,
-    pack_sources,
-    read_sources,
-)
+from zrpc.errors import RpcError
+from zrpc.services.autograd.dependencies import Arrived, Origin, Sources, Tracer, UsedTensors
 from zrpc.services.autograd.nodes import Receive, new_start
 from zrpc.wire.member_id import MemberId
 
@@ -33,8 +24,8 @@ def receive(sender: int, send_id: int, count: int = 1, context_id: int = CONTEXT
     return Receive.apply(START, context_id, MemberId(sender), send_id, tensors)
 
 
-def names(tracer: Tracer, found: int) -> set[tuple[int, int, int]]:
-    return {tuple(each) for bit, each in enumerate(tracer.arrived) if found >> bit & 1}
+def names(tracer: Tracer, tensor: torch.Tensor) -> set[Arrived]:
+    return set(tracer.arrived(tracer.reach(tensor)).values())
 
 
 def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
@@ -43,11 +34,13 @@ def test_a_tensor_depends_on_what_it_was_computed_from() -> None:
     leaf = torch.ones(2, requires_grad=True)
     x = a * leaf
     y = x + c.sin()
-    assert names(tracer, tracer.reach(x).arrived) == {(1, 7, 0)}
-    assert names(tracer, tracer.reach(y).arrived) == {(1, 7, 0), (2, 7, 0)}
-    assert names(tracer, tracer.reach(b).arrived) == {(1, 7, 1)}
-    assert names(tracer, tracer.reach(leaf * 2).arrived) == set()
-    assert names(tracer, tracer.reach(leaf).arrived) == set()
+    assert names(tracer, x) == {(1, 7, 0)}
+    assert names(tracer, y) == {(1, 7, 0), (2, 7, 0)}
+    assert names(tracer, b) == {(1, 7, 1)}
+    assert names(tracer, leaf * 2) == set()
+    assert names(tracer, leaf) == set()
+    assert [node.variable is leaf for node in tracer.leaves(tracer.reach(y))] == [True]
+    assert tracer.leaves(tracer.reach(b)) == []
 
 
 def test_a_long_graph_is_walked_once() -> None:
@@ -57,7 +50,7 @@ def test_a_long_graph_is_walked_once() -> None:
     for _ in range(20):
         for _ in range(500):
             x = x + x
-        found.add(tracer.reach(x).arrived)
+        found.add(tracer.reach(x))
     assert found == {1}
     assert len(tracer._sets) < 20 * 500 + 10
 
@@ -65,38 +58,52 @@ def test_a_long_graph_is_walked_once() -> None:
 def test_a_tensor_of_another_context_leads_nowhere() -> None:
     tracer = Tracer(CONTEXT)
     (own,), (other, _) = receive(1, 7), receive(2, 8, 2, context_id=CONTEXT + 1)
-    packed = pack_sources(
-        [tracer.reach(own).arrived, tracer.reach(own + other).arrived], tracer.arrived
-    )
-    sources = read_sources(packed)
+    reach = {(1, 0): tracer.reach(own), (1, 1): tracer.reach(own + other)}
     for place, fails in enumerate((False, True)):
-        used = UsedTensors(lambda origin: sources if origin[1] == 1 else Sources({}, [0]))
-        used.learn(MemberId(0), Dependencies([Arrived(MemberId(3), 1, place)], {}))
+        used = UsedTensors(
+            lambda origin: tracer.sources(reach) if origin[1] == 1 else Sources({}, {(7, 0): 0})
+        )
         with pytest.raises(RpcError, match="context had ended") if fails else nullcontext():
-            used.use(MemberId(0), 1)
+            used.use(MemberId(0), {0: (MemberId(3), 1, place)})
+
+
+def test_a_tensor_of_too_many_sources_is_left_out() -> None:
+    tracer = Tracer(CONTEXT)
+    [one], [other] = receive(1, 1), receive(1, 2)
+    leaf = torch.ones(2, requires_grad=True)
+    sent = {(5, 0): tracer.reach(one * leaf), (5, 1): tracer.reach(one * other)}
+    assert tracer.sources(sent, 1) == Sources({0: (MemberId(1), 1, 0)}, {(5, 0): 1})
+    assert tracer.sources(sent).sets.keys() == sent.keys()
 
 
 # A mesh in which tensor n was sent by worker n % 3 as n + 1, and may depend on tensors with lower
 # numbers that this worker has received.
+GRAPHS = st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30).map(
+    lambda drawn: [{source for source in each if source < n} for n, each in enumerate(drawn)]
+)
 
 
-def part(member: int, edges: list[set[int]]) -> Dependencies:
-    arrived = [Arrived(MemberId(n % 3), n + 1, 0) for n in range(len(edges))]
-    sent = {
-        (n + 1, 0): sum(1 << source for source in edges[n])
-        for n in range(len(edges))
-        if n % 3 == member
+def part(member: int, edges: list[set[int]]) -> Sources:
+    sets = {
+        (n + 1, 0): sum(1 << source for source in edges[n]) for n in range(member, len(edges), 3)
     }
-    return Dependencies(arrived, sent)
+    return Sources(arrived(set(range(len(edges)))), sets)
+
+
+def arrived(tensors: set[int]) -> dict[int, Arrived]:
+    return {n: (MemberId(n % 3), n + 1, 0) for n in tensors}
 
 
 @pytest.mark.system
 @given(
-    st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
+    GRAPHS,
     st.sets(st.integers(0, 29), max_size=3),
+    st.sets(st.tuples(st.integers(0, 2), st.integers(1, 30))),
 )
-def test_what_is_used_is_what_the_roots_depend_on(drawn: list[set[int]], roots: set[int]) -> None:
-    edges = [{source for source in each if source < n} for n, each in enumerate(drawn)]
+def test_what_is_used_is_what_the_roots_depend_on(
+    edges: list[set[int]], roots: set[int], carried: set[Origin]
+) -> None:
+    """Whatever part of it came with messages, and was not asked for."""
     roots = {root for root in roots if root < len(edges)}
     expected, pending = set(), list(roots)
     while pending:
@@ -105,102 +112,48 @@ def test_what_is_used_is_what_the_roots_depend_on(drawn: list[set[int]], roots: 
             expected.add(tensor)
             pending += edges[tensor]
 
-    used = UsedTensors(lambda _: None)
+    def sources(origin: Origin) -> Sources | None:
+        known = part(origin[0], edges)
+        return Sources(known.arrived, {(origin[1], 0): known.sets[origin[1], 0]})
+
+    used = UsedTensors(lambda origin: sources(origin) if origin in carried else None)
     used.learn(MemberId(0), part(0, edges))
-    used.use(MemberId(0), sum(1 << root for root in roots))
+    used.use(MemberId(0), arrived(roots))
     asked = {0}
     while members := used.to_ask():
+        assert not members & asked
+        asked |= members
         for member in members:
-            assert member not in asked
-            asked.add(member)
             used.learn(member, part(member, edges))
 
     found = [send_id for sent in used.sent.values() for send_id in sent]
     assert sorted(found) == sorted(n + 1 for n in expected)
     for member in used.sent:
-        sources = {s for n in expected if n % 3 == member for s in edges[n]}
+        needed = {s for n in expected if n % 3 == member for s in edges[n]}
         if member == 0:
-            sources |= roots
-        assert used.received.get(member, set()) == {(s % 3, s + 1) for s in sources}
+            needed |= roots
+        assert used.received.get(member, set()) == {(s % 3, s + 1) for s in needed}
 
 
 def test_a_used_tensor_that_its_sender_has_no_more() -> None:
     used = UsedTensors(lambda _: None)
-    used.learn(MemberId(0), Dependencies([Arrived(MemberId(1), 5, 0)], {}))
-    used.use(MemberId(0), 1)
+    used.use(MemberId(0), {0: (MemberId(1), 5, 0)})
     with pytest.raises(RpcError, match="retain_graph=True"):
-        used.learn(MemberId(1), Dependencies([], {}))
-
-
-@pytest.mark.system
-@given(
-    st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30),
-    st.sets(st.integers(0, 29), max_size=3),
-    st.sets(st.tuples(st.integers(0, 2), st.integers(0, 29))),
-)
-def test_what_messages_say_is_enough_for_what_arrived(
-    drawn: list[set[int]], roots: set[int], carried: set[tuple[int, int]]
-) -> None:
-    """Whatever part of it came with messages, and was not asked for."""
-    edges = [{source for source in each if source < n} for n, each in enumerate(drawn)]
-    roots = {root for root in roots if root < len(edges)}
-    parts = [part(member, edges) for member in range(3)]
-
-    def sources(origin: Origin) -> Sources | None:
-        if origin not in carried:
-            return None
-        member, send_id = origin
-        found = parts[member].sent[send_id, 0]
-        return read_sources(pack_sources([found], parts[member].arrived))
-
-    def resolve(used: UsedTensors) -> Any:
-        used.learn(MemberId(0), parts[0])
-        used.use(MemberId(0), sum(1 << root for root in roots))
-        while members := used.to_ask():
-            for member in members:
-                used.learn(member, parts[member])
-        sent = {
-            (member, send_id, place)
-            for member, messages in used.sent.items()
-            for send_id, places in messages.items()
-            for place in places
-        }
-        return sent, used.received
-
-    assert resolve(UsedTensors(sources)) == resolve(UsedTensors(lambda _: None))
-
-
-def test_sources_that_end_too_early() -> None:
-    packed = pack_sources([1], [Arrived(MemberId(1), 7, 0)])
-    assert read_sources(packed).sets == [1]
-    for size in range(1, len(packed)):
-        with pytest.raises(ProtocolError, match="end too early"):
-            read_sources(packed[:size])
+        used.learn(MemberId(1), Sources({}, {}))
 
 
 def test_nested_calls_are_asked_about_in_one_round() -> None:
     """Worker0 calls worker1, which calls worker2: only worker1's answer to worker0 is known."""
     zero, one, two = (MemberId(member) for member in range(3))
-    to_one, to_two = Arrived(zero, 1, 0), Arrived(one, 1, 0)
-    from_two, from_one = Arrived(two, 1, 0), Arrived(one, 2, 0)
-    parts = {
-        zero: Dependencies([from_one], {(1, 0): 0}),
-        one: Dependencies([to_one, from_two], {(1, 0): 1, (2, 0): 2}),
-        two: Dependencies([to_two], {(1, 0): 1}),
-    }
-
-    def carried(origin: Origin) -> Sources | None:
-        if origin != (one, 2):
-            return None
-        return read_sources(pack_sources([parts[one].sent[2, 0]], parts[one].arrived))
-
-    used = UsedTensors(carried)
-    used.learn(zero, parts[zero])
-    used.use(zero, 1)
-    asked = used.to_ask()
-    assert asked == {one, two}
-    for member in asked:
-        used.learn(member, parts[member])
+    of_one = Sources({0: (zero, 1, 0), 1: (two, 1, 0)}, {(1, 0): 1, (2, 0): 2})
+    of_two = Sources({0: (one, 1, 0)}, {(1, 0): 1})
+    said = Sources({1: (two, 1, 0)}, {(2, 0): 2})
+    used = UsedTensors(lambda origin: said if origin == (one, 2) else None)
+    used.learn(zero, Sources({}, {(1, 0): 0}))
+    used.use(zero, {0: (one, 2, 0)})
+    assert used.to_ask() == {one, two}
+    used.learn(one, of_one)
+    used.learn(two, of_two)
     assert used.to_ask() == set()
     assert used.sent[one] == {1: [0], 2: [0]}
     assert used.sent[two] == {1: [0]}

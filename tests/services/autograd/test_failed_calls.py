@@ -11,11 +11,9 @@ import torch
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
-    LEAVES,
     SOON,
     W,
     X,
-    assert_as_local,
     assert_freed,
     call,
     gradients_at,
@@ -28,60 +26,6 @@ from zrpc.testing import Mesh
 pytestmark = pytest.mark.zrpc(workers=3, timeout=15)
 
 
-def test_a_call_that_raised_after_it_took_tensors(mesh: Mesh) -> None:
-    def fail(x: Any) -> None:
-        layer(1, x)
-        raise KeyError("on purpose")
-
-    def model() -> Any:
-        x = X.sin()
-        if zrpc.agent.current.find_agent() is not None:
-            with pytest.raises(KeyError):
-                call("worker1", fail, x)
-        return call("worker1", layer, 1, x).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_a_nested_call_that_raised(mesh: Mesh) -> None:
-    def fail(x: Any) -> None:
-        raise KeyError("on purpose")
-
-    def relay(x: Any) -> Any:
-        x = layer(1, x)
-        if zrpc.agent.current.find_agent() is not None:
-            with pytest.raises(KeyError):
-                call("worker2", fail, x)
-        return x
-
-    assert_as_local(mesh, lambda: call("worker1", relay, X).sum(), LEAVES)
-
-
-def test_a_result_that_cannot_be_pickled(mesh: Mesh) -> None:
-    def there(x: Any) -> Any:
-        return layer(1, x), threading.Lock()
-
-    def model() -> Any:
-        x = X.sin()
-        if zrpc.agent.current.find_agent() is not None:
-            with pytest.raises(RuntimeError, match="pickle"):
-                call("worker1", there, x)
-        return call("worker1", layer, 1, x).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_arguments_that_cannot_be_pickled(mesh: Mesh) -> None:
-    def model() -> Any:
-        x = X.sin()
-        if zrpc.agent.current.find_agent() is not None:
-            with pytest.raises(RuntimeError, match="pickle"):
-                call("worker1", layer, threading.Lock(), x)
-        return call("worker1", layer, 1, x).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
 class NotRebuilt:
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -90,17 +34,30 @@ class NotRebuilt:
         raise ValueError("not rebuilt on purpose")
 
 
-def test_arguments_that_cannot_be_rebuilt(mesh: Mesh) -> None:
-    """The tensors have arrived when the rest is found to be broken."""
+def fail(x: Any) -> None:
+    layer(1, x)
+    raise KeyError("on purpose")
 
-    def model() -> Any:
+
+FAILING: list[Any] = [
+    ("on purpose", lambda x: call("worker1", fail, x)),
+    ("on purpose", lambda x: call("worker1", call, "worker2", fail, x)),
+    ("pickle", lambda x: call("worker1", lambda y: (layer(1, y), threading.Lock()), x)),
+    ("pickle", lambda x: call("worker1", layer, threading.Lock(), x)),
+    # The tensors have arrived when the rest is found to be broken.
+    ("not rebuilt on purpose", lambda x: call("worker1", layer, NotRebuilt(x), x)),
+]
+
+
+@pytest.mark.parametrize(("text", "failing"), FAILING)
+def test_a_call_that_failed(caller: Mesh, text: str, failing: Any) -> None:
+    with dist_autograd.context() as context_id:
         x = X.sin()
-        if zrpc.agent.current.find_agent() is not None:
-            with pytest.raises(RuntimeError, match="not rebuilt on purpose"):
-                call("worker1", layer, NotRebuilt(x), x)
-        return call("worker1", layer, 1, x).sum()
-
-    assert_as_local(mesh, model, LEAVES)
+        with pytest.raises((RuntimeError, KeyError), match=text):
+            failing(x)
+        dist_autograd.backward(context_id, [call("worker1", layer, 1, x).sum()])
+        found = gradients_at(caller, 0, context_id)[X]
+    torch.testing.assert_close([found], local_gradients(lambda: layer(1, X.sin()).sum(), [X]))
 
 
 def test_a_result_that_cannot_be_rebuilt(mesh: Mesh) -> None:

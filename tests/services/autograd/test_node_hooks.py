@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from zrpc.services.autograd import engine, node_hooks
-from zrpc.services.autograd.accumulation import must_run
-from zrpc.services.autograd.node_hooks import OwnHook, any_registered
+from zrpc.services.autograd import engine, nodes
+from zrpc.services.autograd.nodes import OwnHook, any_registered
 from zrpc.services.autograd.state import ContextState
 
 
 @pytest.fixture(autouse=True)
 def _no_hooks_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    assert node_hooks._complete
-    monkeypatch.setattr(node_hooks, "_noted", {})
+    assert nodes._complete
+    monkeypatch.setattr(nodes, "_noted", {})
     assert not any_registered()
     yield
     assert not any_registered()
@@ -50,7 +49,7 @@ def test_a_hook_counts_until_its_node_is_freed(register: str) -> None:
     getattr(node, register)(nothing)
     assert any_registered()
     del node
-    assert not node_hooks._noted
+    assert not nodes._noted
 
 
 def test_own_hooks_do_not_count() -> None:
@@ -64,7 +63,7 @@ def test_hooks_may_be_there_if_some_were_registered_before_zrpc(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(node_hooks, "_complete", False)
+        patch.setattr(nodes, "_complete", False)
         assert any_registered()
 
 
@@ -72,10 +71,10 @@ def test_hooks_may_be_there_if_some_were_registered_before_zrpc(
 def test_nodes_of_leaves_with_hooks_run(register: str) -> None:
     plain, hooked = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
     handle = getattr(hooked, register)(nothing)
-    assert must_run([plain, hooked])
-    assert not must_run([plain])
+    assert engine.must_run([plain, hooked])
+    assert not engine.must_run([plain])
     handle.remove()
-    assert not must_run([plain, hooked])
+    assert not engine.must_run([plain, hooked])
 
 
 def test_a_run_without_hooks_looks_at_no_node(monkeypatch: pytest.MonkeyPatch) -> None:

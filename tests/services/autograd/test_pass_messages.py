@@ -18,7 +18,9 @@ from tests.services.autograd.split_models import (
     assert_as_local,
     assert_freed,
     call,
+    gradients,
     layer,
+    local_gradients,
     posted,
     residual,
     settle,
@@ -60,12 +62,6 @@ def test_one_gradient_message_for_each_hop_of_a_residual_chain(mesh: Mesh) -> No
     with posted(mesh) as counts:
         train(mesh, residual)
     assert counts[Kind.GRADIENT] == 2 * 4
-
-
-def test_messages_of_a_second_pass(mesh: Mesh) -> None:
-    with posted(mesh) as counts:
-        train(mesh, residual, passes=2)
-    assert counts[Kind.GRADIENT] == 2 * 2 * 4
 
 
 def test_no_messages_without_tensors(mesh: Mesh) -> None:
@@ -189,3 +185,42 @@ def test_a_step_sends_one_message_to_each_owner_all_at_once(mesh: Mesh) -> None:
     with posted(mesh) as counts:
         mesh.run(0, step, optimizer)
     assert counts[Kind.METHOD] == 2
+
+
+@pytest.mark.system
+def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(caller: Mesh) -> None:
+    """A function of the user's waits, at worker1, for worker0 to have used them."""
+    used = threading.Event()
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Any) -> Any:
+            return weight * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            assert used.wait(SOON)
+            return gradient * 2
+
+    made: list[torch.Tensor] = []
+
+    def make() -> None:
+        made.append(Waits.apply(W[1]))
+
+    def use(x: Any) -> Any:
+        weight = made.pop()
+        weight.grad_fn._set_sequence_nr(1)  # so that x's gradient is sent first
+        x.grad_fn._set_sequence_nr(2)
+        return x @ weight
+
+    with dist_autograd.context() as context_id:
+        call("worker1", make)
+        x = layer(0, X)
+        x.register_hook(lambda _: used.set())
+        dist_autograd.backward(context_id, [call("worker1", use, x).sum()])
+        found = gradients(caller, context_id)
+    leaves = [X, W[0], W[1]]
+    expected = local_gradients(lambda: (layer(0, X) @ (W[1] * 2)).sum(), leaves)
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found[leaf], gradient)
+    assert_freed(caller)

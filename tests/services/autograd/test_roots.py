@@ -48,19 +48,16 @@ def roots_that_fail() -> Any:
 
 
 @pytest.mark.parametrize("case", list(roots_that_fail()))
-def test_roots_that_are_refused(mesh: Mesh, case: Any) -> None:
+def test_roots_that_are_refused(caller: Mesh, case: Any) -> None:
     roots, kind, text = roots_that_fail()[case]
 
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            good = call("worker1", layer, 1, X).sum()
-            with pytest.raises(kind, match=text):
-                dist_autograd.backward(context_id, roots)
-            assert dist_autograd.get_gradients(context_id) == {}
-            dist_autograd.backward(context_id, [good])
-            assert set(dist_autograd.get_gradients(context_id)) == {X}
-
-    mesh.run(0, run)
+    with dist_autograd.context() as context_id:
+        good = call("worker1", layer, 1, X).sum()
+        with pytest.raises(kind, match=text):
+            dist_autograd.backward(context_id, roots)
+        assert dist_autograd.get_gradients(context_id) == {}
+        dist_autograd.backward(context_id, [good])
+        assert set(dist_autograd.get_gradients(context_id)) == {X}
 
 
 def test_a_root_of_one_element_in_any_shape(mesh: Mesh) -> None:
@@ -70,63 +67,38 @@ def test_a_root_of_one_element_in_any_shape(mesh: Mesh) -> None:
     assert_as_local(mesh, model, LEAVES)
 
 
-def test_a_complex_root(mesh: Mesh) -> None:
+def test_a_complex_root(caller: Mesh) -> None:
     """Its gradient is one, as for a real root; torch alone asks for it."""
 
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            z = leaf(1, dtype=torch.complex64)
-            dist_autograd.backward(context_id, [call("worker1", torch.mul, z, 2j).sum()])
-            torch.testing.assert_close(
-                dist_autograd.get_gradients(context_id)[z], torch.tensor([-2j])
-            )
-
-    mesh.run(0, run)
+    with dist_autograd.context() as context_id:
+        z = leaf(1, dtype=torch.complex64)
+        dist_autograd.backward(context_id, [call("worker1", torch.mul, z, 2j).sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[z], torch.tensor([-2j]))
 
 
 def test_a_first_pass_does_not_wait_for_an_import(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    caller: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch would import this module, and sympy, to compare a root with a gradient of it."""
     monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-            return set(dist_autograd.get_gradients(context_id))
-
-    assert mesh.run(0, run) == {X}
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
+        assert set(dist_autograd.get_gradients(context_id)) == {X}
 
 
-def test_roots_in_a_tuple(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, (call("worker1", layer, 1, X).sum(),))
-            return set(dist_autograd.get_gradients(context_id))
-
-    assert mesh.run(0, run) == {X}
+def test_roots_in_a_tuple(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, (call("worker1", layer, 1, X).sum(),))
+        assert set(dist_autograd.get_gradients(context_id)) == {X}
 
 
-def test_the_older_form_takes_the_current_context(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward([call("worker1", layer, 1, X).sum()])
-            return gradients_at(mesh, 0, context_id), gradients_at(mesh, 1, context_id)
-
-    mine, there = mesh.run(0, run)
+def test_the_older_form_takes_the_current_context(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward([call("worker1", layer, 1, X).sum()])
+        mine, there = gradients_at(caller, 0, context_id), gradients_at(caller, 1, context_id)
     assert set(mine) == {X}
     assert set(there) == {W[1]}
-
-
-def test_the_older_form_checks_its_roots(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context():
-            with pytest.raises(RuntimeError, match="No tensors provided"):
-                dist_autograd.backward([])
-            with pytest.raises(RuntimeError, match="is not a scalar"):
-                dist_autograd.backward([X * 2])
-
-    mesh.run(0, run)
 
 
 def test_the_older_form_outside_of_a_context(mesh: Mesh) -> None:
@@ -141,40 +113,35 @@ def make_loss(x: Any) -> Any:
     return layer(1, x).sum()
 
 
-def test_backward_of_an_rref_at_a_user(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.remote("worker1", make_loss, (X * 2,))
-            assert loss.backward(context_id) is None
-            return gradients_at(mesh, 0, context_id), gradients_at(mesh, 1, context_id)
-
-    mine, there = mesh.run(0, run)
+def test_backward_of_an_rref_at_a_user(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = zrpc.remote("worker1", make_loss, (X * 2,))
+        assert loss.backward(context_id) is None
+        mine, there = gradients_at(caller, 0, context_id), gradients_at(caller, 1, context_id)
     expected = torch.autograd.grad(make_loss(X * 2), [X, W[1]])
     torch.testing.assert_close([mine[X], there[W[1]]], list(expected))
     assert X.grad is None
     assert W[1].grad is None
 
 
-def test_backward_of_an_rref_at_its_owner(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.RRef(call("worker1", make_loss, X * 2))
-            loss.backward(dist_autograd_ctx_id=context_id)
-            return gradients_at(mesh, 0, context_id), gradients_at(mesh, 1, context_id)
-
-    mine, there = mesh.run(0, run)
+def test_backward_of_an_rref_at_its_owner(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = zrpc.RRef(call("worker1", make_loss, X * 2))
+        loss.backward(dist_autograd_ctx_id=context_id)
+        mine, there = gradients_at(caller, 0, context_id), gradients_at(caller, 1, context_id)
     expected = torch.autograd.grad(make_loss(X * 2), [X, W[1]])
     torch.testing.assert_close([mine[X], there[W[1]]], list(expected))
 
 
-def test_backward_of_an_rref_at_a_third_worker(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.remote("worker1", make_loss, (X * 2,))
-            call("worker2", lambda rref: rref.backward(context_id), loss)
-            return [set(gradients_at(mesh, rank, context_id)) for rank in range(3)]
-
-    assert mesh.run(0, run) == [{X}, {W[1]}, set()]
+def test_backward_of_an_rref_at_a_third_worker(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = zrpc.remote("worker1", make_loss, (X * 2,))
+        call("worker2", lambda rref: rref.backward(context_id), loss)
+        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
+            {X},
+            {W[1]},
+            set(),
+        ]
 
 
 def test_backward_of_an_rref_twice(mesh: Mesh) -> None:
@@ -192,42 +159,33 @@ def test_backward_of_an_rref_twice(mesh: Mesh) -> None:
     torch.testing.assert_close(mesh.run(0, run), 3 * expected)
 
 
-def test_backward_of_an_rref_without_context(mesh: Mesh) -> None:
+def test_backward_of_an_rref_without_context(caller: Mesh) -> None:
     w = leaf(3, seed=5)
 
-    def run() -> None:
-        zrpc.RRef((w**2).sum()).backward()
-        user = zrpc.remote("worker1", make_loss, (X.detach(),))
-        with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be"):
-            user.backward()
-
-    mesh.run(0, run)
+    zrpc.RRef((w**2).sum()).backward()
+    user = zrpc.remote("worker1", make_loss, (X.detach(),))
+    with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be"):
+        user.backward()
     torch.testing.assert_close(w.grad, 2 * w.detach())
 
 
-def test_rrefs_without_a_tensor_have_no_backward(mesh: Mesh) -> None:
+def test_rrefs_without_a_tensor_have_no_backward(caller: Mesh) -> None:
     text = r"RRef should contain a tensor for \.backward\(\)"
 
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            with pytest.raises(RuntimeError, match=text):
-                zrpc.RRef([X]).backward(context_id)
-            with pytest.raises(RuntimeError, match=text):
-                zrpc.remote("worker1", list, ([X],)).backward(context_id)
+    with dist_autograd.context() as context_id:
         with pytest.raises(RuntimeError, match=text):
-            zrpc.RRef("text").backward()
+            zrpc.RRef([X]).backward(context_id)
+        with pytest.raises(RuntimeError, match=text):
+            zrpc.remote("worker1", list, ([X],)).backward(context_id)
+    with pytest.raises(RuntimeError, match=text):
+        zrpc.RRef("text").backward()
 
-    mesh.run(0, run)
 
-
-def test_errors_of_roots_come_from_the_owner(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            with pytest.raises(RuntimeError, match="is not a scalar"):
-                zrpc.remote("worker1", torch.sin, (X,)).backward(context_id)
-            with pytest.raises(RuntimeError, match="requires_grad not set on root"):
-                zrpc.remote("worker1", torch.ones, (1,)).backward(context_id)
-            with pytest.raises(RuntimeError, match=UNKNOWN):
-                zrpc.remote("worker1", make_loss, (X,)).backward(context_id + 1)
-
-    mesh.run(0, run)
+def test_errors_of_roots_come_from_the_owner(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        with pytest.raises(RuntimeError, match="is not a scalar"):
+            zrpc.remote("worker1", torch.sin, (X,)).backward(context_id)
+        with pytest.raises(RuntimeError, match="requires_grad not set on root"):
+            zrpc.remote("worker1", torch.ones, (1,)).backward(context_id)
+        with pytest.raises(RuntimeError, match=UNKNOWN):
+            zrpc.remote("worker1", make_loss, (X,)).backward(context_id + 1)

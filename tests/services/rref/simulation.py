@@ -88,7 +88,7 @@ class Network:
             handle.owner,
         )
         fork = Fork(rref_id, self._new_id(worker), owner, fork_id or NO_FORK)
-        self.machines[worker].fork(fork, fork_id, to)
+        self.machines[worker].fork(fork, to)
         if cancelled:
             self.machines[worker].cancel_fork(fork)
         else:

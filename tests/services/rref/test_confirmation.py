@@ -143,9 +143,7 @@ def test_it_begins_when_the_last_fork_is_listed() -> None:
     references.begin_when_listed(ids, lambda: begun.append("it"), deadline=5)
     for serial, fork_id in enumerate(ids):
         assert references.ready == []
-        message = ReferenceMessage(
-            Verb.ADDED, serial, GloballyUniqueId(OWNER, 1), fork_id, SENDER, fork_id
-        )
+        message = ReferenceMessage(Verb.ADDED, serial, GloballyUniqueId(OWNER, 1), fork_id)
         references.handle(OWNER, message)
     [begin] = references.ready
     begin()

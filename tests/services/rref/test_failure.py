@@ -80,17 +80,7 @@ def entries() -> Any:
 
 
 def until_entries(expected: Any) -> None:
-    import gc
-    import time
-
-    deadline = time.monotonic() + 10
-    while True:
-        gc.collect()
-        found = entries()
-        if found == expected:
-            return
-        assert time.monotonic() < deadline, f"expected {expected}, found {found}"
-        time.sleep(0.005)
+    until(lambda: entries() == expected, lambda: f"{expected}, found {entries()}", collect=True)
 
 
 def until_lost(rank: Any) -> None:

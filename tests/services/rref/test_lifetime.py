@@ -7,9 +7,11 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 import zrpc
@@ -24,6 +26,7 @@ from tests.services.rref.tracked import (
     is_freed,
     key_of,
     layers,
+    make_late,
     rest,
 )
 from tests.support.identity import event
@@ -81,16 +84,6 @@ def test_the_end_of_many_is_sent_in_few_messages(
     assert_empty(mesh)
 
 
-@pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_a_remote_value_ends_with_its_only_rref(mesh: Mesh, to: str) -> None:
-    rref = mesh.run(0, zrpc.remote, to, Value, args=("remote",))
-    mesh.run(0, key_of, rref)
-    assert_kept(mesh, "remote")
-    del rref
-    assert is_freed("remote")
-    assert_empty(mesh)
-
-
 def test_a_value_is_freed_whose_rref_ended_before_it_was_made(mesh: Mesh) -> None:
     mesh.run(0, zrpc.remote, "worker1", make_late, args=("late", "go"))
     event("go").set()
@@ -143,11 +136,6 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, monkeypatch: pytest.MonkeyPatch
     assert_empty(mesh)
 
 
-def make_late(key: Any, name: Any) -> Any:
-    assert event(name).wait(SOON)
-    return Value(key)
-
-
 @pytest.mark.zrpc(workers=3)
 def test_the_last_rref_may_be_anywhere(mesh: Mesh) -> None:
     for last in ("worker0", "worker1", "worker2"):
@@ -160,9 +148,6 @@ def test_the_last_rref_may_be_anywhere(mesh: Mesh) -> None:
         mesh.run(last, let_go, "last")
         assert is_freed(key)
         assert_empty(mesh)
-
-
-# -- many ----------------------------------------------------------------------------------
 
 
 @pytest.mark.system
@@ -188,27 +173,12 @@ def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
                 rref, number = draw.choice(rrefs)
                 assert rref.rpc_sync().get() == number
 
-    def work_in_threads(rank: Any) -> None:
-        agent = mesh.agent(rank)
-        errors = []
+    def work_at(rank: Any, seed: Any) -> None:
+        with mesh.agent(rank).as_current():
+            work(seed)
 
-        def run(seed: Any) -> None:
-            try:
-                with agent.as_current():
-                    work(seed)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(10 * rank + n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-
-    futures = [mesh.submit(rank, work_in_threads, rank) for rank in range(3)]
-    for future in futures:
-        future.result()
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(work_at, [0, 1, 2] * 4, range(12)))
     assert_empty(mesh)
 
 
@@ -244,20 +214,54 @@ def test_finalizers_run_anywhere(mesh: Mesh) -> None:
     rest(mesh)
 
 
-def test_a_values_own_end_may_make_calls(mesh: Mesh) -> None:
-    rref = mesh.run(0, zrpc.remote, "worker1", CallsAtItsEnd, args=("called",))
-    mesh.run(0, rref.rpc_sync().number)
-    del rref
-    assert event("called").wait(SOON)
+ELEMENTS = 250_000  # a million bytes
 
 
-class CallsAtItsEnd:
-    def __init__(self, name: Any) -> None:
-        self.name = name
+def produce(seed: Any) -> Any:
+    return torch.full((ELEMENTS,), float(seed))
 
-    def number(self) -> Any:
-        return 1
 
-    def __del__(self) -> None:
-        if zrpc.rpc_sync("worker0", max, args=(1, 2)) == 2:
-            event(self.name).set()
+def combine(first: Any, second: Any) -> Any:
+    """Fetches both from wherever they are."""
+    return first.to_here() + second.to_here()
+
+
+def total(rref: Any) -> Any:
+    return rref.to_here().sum().item()
+
+
+class Received:
+    """Counts the bytes that arrive at a worker, by listening at its inbox."""
+
+    def __init__(self, agent: Any) -> None:
+        self.bytes = 0
+        receive = agent.network.receive
+
+        def count(*arguments: Any) -> Any:
+            received = receive(*arguments)
+            if received is not None:
+                _, first, buffers = received
+                self.bytes += len(first) + sum(len(bytes(buffer)) for buffer in buffers)
+            return received
+
+        agent.network.receive = count
+
+
+# Without shared memory, all data comes to the inboxes.
+@pytest.mark.zrpc(workers=5, options={"shared_memory": 0})
+def test_no_data_goes_through_the_coordinator(mesh: Mesh) -> None:
+    received = [Received(mesh.agent(rank)) for rank in range(5)]
+
+    def coordinate() -> Any:
+        first = zrpc.remote("worker1", produce, args=(1,))
+        second = zrpc.remote("worker2", produce, args=(2,))
+        sum_ = zrpc.remote("worker3", combine, args=(first, second))
+        return zrpc.rpc_sync("worker4", total, args=(sum_,))
+
+    assert mesh.run(0, coordinate) == 3.0 * ELEMENTS
+    size = 4 * ELEMENTS
+    assert received[3].bytes > 2 * size  # the counting counts
+    assert received[4].bytes > size
+    assert received[0].bytes < 20_000
+    assert received[1].bytes < 20_000
+    assert_empty(mesh)

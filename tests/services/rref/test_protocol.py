@@ -140,7 +140,7 @@ def test_an_end_that_comes_before_its_beginning() -> None:
 def test_a_child_that_is_heard_of_before_its_parent() -> None:
     owner = References(0)
     rref_id, parent, child = (GloballyUniqueId(1, number) for number in range(3))
-    owner.handle(2, ReferenceMessage(Verb.ADD, 0, rref_id, child, 1, parent))
+    owner.handle(2, ReferenceMessage(Verb.ADD, 0, rref_id, child, parent))
     owner.handle(2, ReferenceMessage(Verb.DELETE, 1, rref_id, child))
     assert owner.freed == []  # the parent lives: its beginning is under way
     owner.add(rref_id, parent, 1)
@@ -154,7 +154,7 @@ def test_a_child_that_is_heard_of_before_its_parent() -> None:
 RANKS = st.integers(0, 2**32 - 1)
 LOCALS = st.integers(0, 2**64 - 1)
 IDS = st.builds(GloballyUniqueId, RANKS, LOCALS)
-MESSAGES = st.builds(ReferenceMessage, st.sampled_from(Verb), LOCALS, IDS, IDS, RANKS, IDS)
+MESSAGES = st.builds(ReferenceMessage, st.sampled_from(Verb), LOCALS, IDS, IDS, IDS)
 
 
 @pytest.mark.system
@@ -179,7 +179,7 @@ def test_other_bytes_are_refused(data: Any) -> None:
 
 
 class ForgetsParents(References):
-    def _announce(self, rref_id: Any, *parent_and_holders: Any) -> None:
+    def _announce(self, rref_id: Any, *_: Any) -> None:
         self._owned[rref_id]
 
 
@@ -203,9 +203,9 @@ class ReadsRepeats(References):
 
 
 class ListsForksOnArrivalOnly(References):
-    def fork(self, fork: Any, parent: Any, receiver: Any) -> None:
-        if parent is not None:
-            super().fork(fork, parent, receiver)
+    def fork(self, fork: Any, receiver: Any) -> None:
+        if fork.owner != self._own_id:
+            super().fork(fork, receiver)
 
 
 class NeverDeletes(References):

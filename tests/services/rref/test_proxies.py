@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import inspect
-import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -128,14 +127,6 @@ def test_methods_run_at_the_owner(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "add", number=1) == 16
 
 
-def test_other_callables(mesh: Mesh, counter: Any, call: Any) -> None:
-    assert mesh.run(0, call, counter, "static", 4) == 8
-    assert mesh.run(0, call, counter, "of_class") == "Counter"
-    assert mesh.run(0, call, counter, "__call__", 4) == 5
-    assert mesh.run(0, call, counter, "__getitem__", "k") == "item k"
-    assert mesh.run(0, call, counter, "__len__") == 3
-
-
 def test_a_proxy_is_called_as_its_value(caller: Mesh, counter: Any) -> None:
     assert counter.rpc_sync()(4) == 5
     assert counter.rpc_async()(number=4).wait() == 5
@@ -166,24 +157,6 @@ def test_a_value_that_can_not_be_called_is_a_type_error(caller: Mesh) -> None:
             call()
 
 
-def test_the_check_of_a_method_is_known_by_the_method_s_name(mesh: Mesh) -> None:
-    def at_user() -> None:
-        waits = zrpc.remote("worker1", itself, args=(Waits(),))
-        with pytest.raises(zrpc.RpcTimeoutError, match=r"error: slow on worker1 \(rank 1\)"):
-            waits.remote(timeout=0.05).slow()
-
-    mesh.run(0, at_user)
-    event("go").set()
-
-
-class Waits:
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        assert event("go").wait(SOON)
-        return lambda: None
-
-
 def test_async_execution(mesh: Mesh, counter: Any, call: Any) -> None:
     assert mesh.run(0, call, counter, "later", "worker0", 2).tolist() == [13]
     assert mesh.run(0, call, counter, "static_later", "worker0", 2) == 3
@@ -207,19 +180,6 @@ def test_errors_have_their_own_type(mesh: Mesh, counter: Any, call: Any) -> None
         mesh.run(0, call, counter, "fail")
     assert type(caught.value) is LookupError
     assert caught.value.args == ("not here", 7)
-
-
-def test_arguments_that_cannot_be_pickled(mesh: Mesh, counter: Any, call: Any) -> None:
-    with pytest.raises(zrpc.SerializationError, match="a Value stays"):
-        mesh.run(0, call, counter, "add", Value("argument"))
-    assert mesh.run(0, call, counter, "add", 0) == 10
-
-
-def test_lambdas_are_taken_as_arguments(mesh: Mesh, call: Any) -> None:
-    rref = mesh.run(0, zrpc.remote, "worker1", list, args=([3, 1, 2],))
-    key = 2
-    mesh.run(0, call, rref, "sort", key=lambda x: (x + key) % 3)
-    assert mesh.run(0, rref.to_here) == [1, 2, 3]
 
 
 def test_a_missing_attribute_is_reported_at_the_call(caller: Mesh, counter: Any) -> None:
@@ -278,21 +238,9 @@ def test_calls_wait_for_a_value_that_is_still_being_made(caller: Mesh) -> None:
     assert derived.add(1).to_here() == 4
 
 
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_waiting_for_a_value_holds_no_thread(caller: Mesh) -> None:
-    # One thread at the owner makes the value; were it taken by those that wait, nothing could.
-    rref = zrpc.remote("worker1", make_by_asking, args=("worker0",))
-    futures = [rref.rpc_async().add(1) for _ in range(5)]
-    assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3, 4, 5]
-
-
 def make_when(name: Any) -> Any:
     assert event(name).wait(SOON)
     return Counter()
-
-
-def make_by_asking(to: Any) -> Any:
-    return Counter(zrpc.rpc_sync(to, max, args=(0, 0)))
 
 
 def test_rrefs_of_results_live_on_their_own(mesh: Mesh) -> None:
@@ -308,20 +256,6 @@ def test_rrefs_of_results_live_on_their_own(mesh: Mesh) -> None:
     assert mesh.run(0, by_sync, other, "get_key") == "second"
     del other
     assert is_freed("second")
-
-
-def test_a_method_returns_an_rref_to_its_own_object(mesh: Mesh) -> None:
-    def at_user() -> None:
-        me = zrpc.remote("worker1", Value, args=("me",)).rpc_sync().me()
-        assert me.owner_name() == "worker1"
-        assert me.rpc_sync().get_key() == "me"
-
-    mesh.run(0, at_user)
-    assert is_freed("me")
-
-
-def test_proxies_say_what_they_call(mesh: Mesh, counter: Any) -> None:
-    assert counter.rpc_sync().add.__name__ == "add"
 
 
 # -- proxies as values ---------------------------------------------------------------------------
@@ -356,11 +290,6 @@ def test_a_proxy_that_is_sent_calls_the_same_value(
     proxy = getattr(counter, way)(timeout=20)
     assert mesh.run(0, zrpc.rpc_sync, to, add_by, args=(proxy, 3)) == (13, to)
     assert mesh.run(0, zrpc.rpc_sync, to, lambda: value_of(proxy.add(4))) == 17
-
-
-def test_a_proxy_is_pickled_only_in_a_call(counter: Any) -> None:
-    with pytest.raises(RuntimeError, match="rref can only be pickled when using RPC"):
-        pickle.dumps(counter.rpc_sync())
 
 
 def test_a_proxy_has_special_methods_of_operators_and_none_that_libraries_ask_for(

@@ -7,7 +7,7 @@ import contextvars
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -26,6 +26,7 @@ __all__ = [
     "Contexts",
     "creator_of",
     "current_id",
+    "in_context",
     "pass_fields",
     "pass_name",
     "unknown_context",
@@ -51,14 +52,29 @@ current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
+@contextlib.contextmanager
+def in_context(context_id: int | None) -> Iterator[None]:
+    """Has this thread be in a context within a block, or outside of contexts."""
+    token = current_id.set(context_id)
+    try:
+        yield
+    finally:
+        current_id.reset(token)
+
+
 class Contexts:
-    """The contexts that one worker takes part in."""
+    """The contexts that one worker takes part in.
+
+    Attributes:
+        draw_id: returns an id for a context or a pass, unique in the mesh.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._own_id = agent.worker_info.member_id
         rank, incarnation = rank_of(self._own_id), incarnation_of(self._own_id)
-        self._ids = itertools.count((rank << _RANK_SHIFT) + (incarnation << _COUNTER_BITS))
+        first = (rank << _RANK_SHIFT) + (incarnation << _COUNTER_BITS)
+        self.draw_id = itertools.count(first).__next__
         # Guards changes of the two that follow. Single operations on the dict are atomic.
         self._lock = UninterruptedLock()
         self._states: dict[int, ContextState] = {}
@@ -67,13 +83,6 @@ class Contexts:
     def handlers(self) -> Mapping[Kind, Handler]:
         """Returns the handlers of messages about the end of contexts, in the I/O thread."""
         return {Kind.RELEASE: self._on_release, Kind.ENLIST: self._on_enlist}
-
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def draw_id(self) -> int:
-        """Returns an id for a context or a pass, unique in the mesh."""
-        return next(self._ids)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[int]:
@@ -135,26 +144,10 @@ class Contexts:
         """Returns the states of all contexts."""
         return list(self._states.values())
 
-    def gradients(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Returns the gradients that a context holds here, by leaf.
-
-        Raises:
-            RpcError: the context does not exist on this worker.
-        """
-        return self.find(context_id).copy_gradients()
-
     def gradients_if_any(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-        """Like `gradients`, but returns nothing if this worker took no part in the context."""
+        """Returns the gradients here, by leaf; none if this worker took no part in the context."""
         state = self.state_of(context_id)
         return {} if state is None else state.copy_gradients()
-
-    def scale_gradients(
-        self, context_id: int, leaves: Sequence[torch.Tensor], factor: torch.Tensor
-    ) -> None:
-        """Multiplies the gradients of some leaves in a context."""
-        state = self.state_of(context_id)
-        if state is not None:
-            state.scale_gradients(leaves, factor)
 
     def join(self, context_id: int, peer: MemberId) -> ContextState | None:
         """Returns the context of a message from or to ``peer``, or None if it has ended."""
@@ -198,19 +191,14 @@ class Contexts:
             self._post(creator, Kind.ENLIST, context_id)
 
     def on_member_lost(self, member: MemberId) -> None:
-        """Handles the loss of a member that might have told this worker of a context's end.
-
-        So this worker tells each context's creator that the context is in use here too.
-        """
+        """Handles the loss of a member that might have told this worker of a context's end."""
         for state in self.states():
-            creator = creator_of(state.context_id)
-            if creator in self._agent.membership.lost:
+            if creator_of(state.context_id) in self._agent.membership.lost:
                 self.release(state.context_id, known_to=member, orphaned=True)
-            elif member in state.peers and creator != self._own_id:
-                self._post(creator, Kind.ENLIST, state.context_id)
+        self.on_messages_lost(member)
 
     def on_messages_lost(self, member: MemberId) -> None:
-        """Finds out whether contexts have ended of which a member might have told this worker."""
+        """Tells creators that their contexts, whose end a member might have told, are in use."""
         for state in self.states():
             creator = creator_of(state.context_id)
             if member in state.peers and creator != self._own_id:

@@ -7,13 +7,16 @@ begins a pass puts these parts together (`UsedTensors`).
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from math import inf
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import RpcError
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd.nodes import RECEIVE_NODE
 from zrpc.torch_internals import ACCUMULATE_NODE, rank_second_last, sequence_number
@@ -22,15 +25,11 @@ from zrpc.wire.member_id import MemberId
 __all__ = [
     "OF_ENDED_CONTEXT",
     "Arrived",
-    "Dependencies",
     "Origin",
-    "Reach",
     "Sources",
     "Tracer",
     "UsedTensors",
     "graph_freed",
-    "pack_sources",
-    "read_sources",
 ]
 
 # A message: its sender, and the number that the sender has given it.
@@ -44,94 +43,67 @@ OF_ENDED_CONTEXT = (
 )
 
 
-class Arrived(NamedTuple):
-    """A tensor that one worker has received: from whom, in which message, and where in it.
-
-    ``send_id`` is 0 if the message was one of another context than the tensor's user. No gradient
-    can be sent back then.
-    """
-
-    sender: MemberId
-    send_id: int
-    place: int
-
-
-class Dependencies(NamedTuple):
-    """What the tensors that one worker has sent were computed from.
-
-    Attributes:
-        arrived: the tensors that the worker has received.
-        sent: for each tensor that it has sent, by message and index, the set of those in
-            ``arrived`` from which it was computed: bit n stands for the n-th.
-    """
-
-    arrived: list[Arrived]
-    sent: dict[tuple[int, int], int]
+# A tensor that one worker has received: from whom, in which message, and where in it. The message
+# is 0 if it was one of another context than the tensor's user. No gradient can be sent back then.
+Arrived = tuple[MemberId, int, int]
 
 
 class Sources(NamedTuple):
-    """What the tensors of one message were computed from, as far as the message says it.
+    """What tensors that one worker has sent were computed from, as sets of bits.
 
     Attributes:
-        arrived: the tensors that its sender had received, by their bits in ``sets``.
-        sets: by the place in the message, the set from which a tensor was computed; None if the
-            message does not say it.
+        arrived: tensors that the worker has received, by their bits.
+        sets: the set for each tensor that it has sent, by message and place.
     """
 
     arrived: dict[int, Arrived]
-    sets: list[int | None]
-
-
-class Reach(NamedTuple):
-    """What a tensor was computed from, as sets of bits that its worker's `Tracer` has given.
-
-    Attributes:
-        arrived: the received tensors.
-        leaves: the AccumulateGrad nodes.
-    """
-
-    arrived: int
-    leaves: int
-
-
-_NOTHING = Reach(0, 0)
+    sets: dict[tuple[int, int], int]
 
 
 class Tracer:
     """Finds what tensors of one context were computed from; any thread may call its methods.
 
-    It walks over each node once, until `forget`. The bits stay the same after that.
+    What it finds is a set, as bits: one for each received tensor, and one for each AccumulateGrad
+    node. It walks over each node once, until `forget`. The bits stay the same after that.
 
     It also sees to it that no node has the sequence number of the waits, which the first
     node of each thread has.
-
-    Attributes:
-        arrived: the received tensors that were found so far, by their bits; it grows at its end.
     """
 
     def __init__(self, context_id: int) -> None:
-        self.arrived: list[Arrived] = []
         self._context_id = context_id
-        # Guards what follows, and `arrived`; nothing else is locked under it.
+        # Guards what follows; nothing else is locked under it.
         self._lock = UninterruptedLock()
-        self._bits: dict[Arrived, int] = {}
-        self._leaves: dict[Any, int] = {}
+        # The received tensors and AccumulateGrad nodes that were found so far, by their bits; it
+        # grows at its end. And the set of those that are tensors.
+        self._found: list[Any] = []
+        self._arrived = 0
+        self._bits: dict[Any, int] = {}
         # By node, and without the `Receive` nodes, whose outputs differ.
-        self._sets: dict[Any, Reach] = {}
+        self._sets: dict[Any, int] = {}
 
     def leaves(self, found: int) -> list[Any]:
         """Returns the AccumulateGrad nodes in a set."""
-        nodes = list(self._leaves)
-        return [nodes[bit] for bit in _bits_of(found)]
+        return [self._found[bit] for bit in _bits_of(found & ~self._arrived)]
 
-    def reach(self, tensor: torch.Tensor) -> Reach:
-        """Returns what a tensor was computed from."""
+    def arrived(self, found: int) -> dict[int, Arrived]:
+        """Returns the received tensors in a set, by their bits."""
+        return {bit: self._found[bit] for bit in _bits_of(found & self._arrived)}
+
+    def sources(self, sent: Mapping[tuple[int, int], int], most: float = inf) -> Sources:
+        """Returns what tensors were computed from, without those of more than ``most`` sources."""
+        sets = {tensor: found & self._arrived for tensor, found in sent.items()}
+        sets = {tensor: found for tensor, found in sets.items() if found.bit_count() <= most}
+        return Sources(self.arrived(reduce(or_, sets.values(), 0)), sets)
+
+    def reach(self, tensor: torch.Tensor) -> int:
+        """Returns what a tensor was computed from, as a set."""
         node = tensor.grad_fn
         if node is None:
-            return _NOTHING
+            return 0
         with self._lock:
             if node.__class__ is RECEIVE_NODE:
-                return Reach(self._output_of(node, tensor.output_nr), 0)
+                return self._output_of(node, tensor.output_nr)
             if node not in self._sets:
                 self._walk(node)
             return self._sets[node]
@@ -147,99 +119,48 @@ class Tracer:
         sender, send_id = receive.origin
         if receive.context_id != self._context_id:
             send_id = output = 0
-        arrived = Arrived(sender, send_id, output)
-        bit = self._bits.setdefault(arrived, len(self.arrived))
-        if bit == len(self.arrived):
-            self.arrived.append(arrived)
+        found = self._set_of((sender, send_id, output))
+        self._arrived |= found
+        return found
+
+    def _set_of(self, source: Any) -> int:
+        bit = self._bits.get(source)
+        if bit is None:
+            bit = self._bits[source] = len(self._found)
+            self._found.append(source)
         return 1 << bit
 
     def _walk(self, node: Any) -> None:
         """Finds the sets of a node and of all nodes below it, each of which has none yet."""
-        sets, leaves = self._sets, self._leaves
+        sets = self._sets
         # The nodes above, each with the edges that are left, and with what the others lead to.
-        above: list[tuple[Any, Iterator[tuple[Any, int]], int, int]] = []
-        edges, arrived, found = iter(node.next_functions), 0, 0
+        above: list[tuple[Any, Iterator[tuple[Any, int]], int]] = []
+        edges, found = iter(node.next_functions), 0
         while True:
             for below, output in edges:
                 cls = below.__class__
                 if cls is ACCUMULATE_NODE:
-                    more, leaf = 0, 1 << leaves.setdefault(below, len(leaves))
+                    more = self._set_of(below)
                 elif cls is RECEIVE_NODE:
-                    more, leaf = self._output_of(below, output), 0
+                    more = self._output_of(below, output)
                 elif below in sets:
-                    more, leaf = sets[below]
+                    more = sets[below]
                 elif below is None:
                     continue
                 else:
-                    above.append((node, edges, arrived, found))
-                    node, edges, arrived, found = below, iter(below.next_functions), 0, 0
+                    above.append((node, edges, found))
+                    node, edges, found = below, iter(below.next_functions), 0
                     break
-                # Most nodes lead to one other, and share its sets.
-                arrived = arrived | more if arrived else more
-                found = found | leaf if found else leaf
+                # Most nodes lead to one other, and share its set.
+                found = found | more if found else more
             else:
-                sets[node] = Reach(arrived, found)
+                sets[node] = more = found
                 if not sequence_number(node):
                     rank_second_last(node)
                 if not above:
                     return
-                more, leaf = arrived, found
-                node, edges, arrived, found = above.pop()
-                arrived = arrived | more if arrived else more
-                found = found | leaf if found else leaf
-
-
-# A tensor's sources in a message: how many, then each with its bit, sender, message and place.
-_COUNT = struct.Struct("<H")
-_SOURCE = struct.Struct("<IIQI")
-# A tensor with more sources than this has none in its message: a chain of calls would otherwise
-# send as many bytes as the square of its length. The worker that begins a pass asks then.
-_MOST_SOURCES = 64
-_UNSAID = 0xFFFF
-
-
-def pack_sources(sets: Iterable[int], arrived: Sequence[Arrived]) -> bytes:
-    """Packs what the tensors of a message were computed from; see `Sources`."""
-    parts = []
-    for found in sets:
-        count = found.bit_count()
-        if count > _MOST_SOURCES:
-            parts.append(_COUNT.pack(_UNSAID))
-            continue
-        parts.append(_COUNT.pack(count))
-        parts += [_SOURCE.pack(bit, *arrived[bit]) for bit in _bits_of(found)]
-    return b"".join(parts)
-
-
-def read_sources(data: bytes) -> Sources:
-    """Reads what `pack_sources` has packed.
-
-    Raises:
-        ProtocolError: it is something else.
-    """
-    arrived: dict[int, Arrived] = {}
-    sets: list[int | None] = []
-    at = 0
-    try:
-        while at < len(data):
-            [count] = _COUNT.unpack_from(data, at)
-            at += _COUNT.size
-            if count == _UNSAID:
-                sets.append(None)
-                continue
-            found = 0
-            for _ in range(count):
-                bit, sender, send_id, place = _SOURCE.unpack_from(data, at)
-                at += _SOURCE.size
-                arrived[bit] = Arrived(MemberId(sender), send_id, place)
-                found |= 1 << bit
-            sets.append(found)
-    except struct.error as error:
-        raise ProtocolError(
-            f"expected what the tensors of a message were computed from, found {len(data)} "
-            f"bytes that end too early: {error}"
-        ) from error
-    return Sources(arrived, sets)
+                node, edges, found = above.pop()
+                found = found | more if found else more
 
 
 class UsedTensors:
@@ -257,28 +178,30 @@ class UsedTensors:
         self.sent: dict[MemberId, dict[int, list[int]]] = {}
         self.received: dict[MemberId, set[Origin]] = {}
         self._carried = carried
-        self._read: dict[Origin, Sources | None] = {}
-        self._dependencies: dict[MemberId, Dependencies] = {}
-        # By worker, the tensors that it has received, by their bits; and the set of used ones.
-        self._names: dict[MemberId, dict[int, Arrived]] = {}
-        self._used: dict[MemberId, int] = {}
+        # What is known of the tensors that each worker has sent, and the workers that were asked,
+        # so that no more will be known.
+        self._sources: defaultdict[MemberId, Sources] = defaultdict(lambda: Sources({}, {}))
+        self._asked: set[MemberId] = set()
+        # By worker, the set of the used tensors that it has received.
+        self._used: defaultdict[MemberId, int] = defaultdict(int)
         # Used tensors whose sources are not known yet, each with the worker that has received it.
         self._unresolved: list[tuple[Arrived, MemberId]] = []
 
-    def learn(self, member: MemberId, dependencies: Dependencies) -> None:
-        """Takes a worker's part.
+    def learn(self, member: MemberId, sources: Sources) -> None:
+        """Takes a worker's part: what all tensors that it has sent were computed from.
 
         Raises:
             RpcError: a tensor that leads to the roots is not in it: an earlier pass has freed
                 that part of the graph. Or the tensor is one of another context.
         """
-        self._dependencies[member] = dependencies
-        self._names.setdefault(member, {}).update(enumerate(dependencies.arrived))
+        self._asked.add(member)
+        self._add(member, sources)
         self._resolve()
 
-    def use(self, member: MemberId, found: int) -> None:
-        """Adds tensors that a known worker has received, as a set, which lead to the roots."""
-        self._add(member, found)
+    def use(self, member: MemberId, arrived: dict[int, Arrived]) -> None:
+        """Adds tensors that a worker has received, by their bits, which lead to the roots."""
+        self._sources[member].arrived.update(arrived)
+        self._mark(member, sum(1 << bit for bit in arrived))
         self._resolve()
 
     def to_ask(self) -> set[MemberId]:
@@ -288,19 +211,22 @@ class UsedTensors:
         as in nested calls. So the receiver is asked too, in the same round.
         """
         members: set[MemberId] = set()
-        for tensor, receiver in self._unresolved:
-            members |= {tensor.sender, receiver}
-        return members - self._dependencies.keys()
+        for (sender, _, _), receiver in self._unresolved:
+            members |= {sender, receiver}
+        return members - self._asked
 
-    def _add(self, member: MemberId, found: int) -> None:
-        before = self._used.get(member, 0)
-        if not found & ~before:
-            return
-        self._used[member] = found | before
-        names, received = self._names[member], self.received.setdefault(member, set())
-        for bit in _bits_of(found & ~before):
-            tensor = names[bit]
-            received.add((tensor.sender, tensor.send_id))
+    def _add(self, member: MemberId, sources: Sources) -> None:
+        known = self._sources[member]
+        known.arrived.update(sources.arrived)
+        known.sets.update(sources.sets)
+
+    def _mark(self, member: MemberId, found: int) -> None:
+        """Marks tensors as used that a worker has received."""
+        new = found & ~self._used[member]
+        self._used[member] |= new
+        for bit in _bits_of(new):
+            tensor = self._sources[member].arrived[bit]
+            self.received.setdefault(member, set()).add(tensor[:2])
             self._unresolved.append((tensor, member))
 
     def _resolve(self) -> None:
@@ -311,29 +237,24 @@ class UsedTensors:
             if found is None:
                 waiting.append((tensor, receiver))
                 continue
-            sent = self.sent.setdefault(tensor.sender, {})
-            sent.setdefault(tensor.send_id, []).append(tensor.place)
-            self._add(tensor.sender, found)
+            sender, send_id, place = tensor
+            self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
+            self._mark(sender, found)
         self._unresolved = waiting
 
     def _sources_of(self, tensor: Arrived) -> int | None:
         """Returns from what a tensor was computed by its sender, or None if that is not known."""
-        if not tensor.send_id:
+        sender, send_id, place = tensor
+        if not send_id:
             raise RpcError(OF_ENDED_CONTEXT)
-        dependencies = self._dependencies.get(tensor.sender)
-        if dependencies is not None:
-            found = dependencies.sent.get((tensor.send_id, tensor.place))
-            if found is None:
+        sets = self._sources[sender].sets
+        if (send_id, place) not in sets:
+            if sender in self._asked:
                 raise graph_freed()
-            return found
-        message = tensor.sender, tensor.send_id
-        if message not in self._read:
-            self._read[message] = self._carried(message)
-        sources = self._read[message]
-        if sources is None or tensor.place >= len(sources.sets):
-            return None
-        self._names.setdefault(tensor.sender, {}).update(sources.arrived)
-        return sources.sets[tensor.place]
+            carried = self._carried((sender, send_id))
+            if carried is not None:
+                self._add(sender, carried)
+        return sets.get((send_id, place))
 
 
 def _bits_of(number: int) -> list[int]:

@@ -1,20 +1,70 @@
-"""One worker's part of a backward pass: a single run of torch's engine."""
+"""One worker's part of a backward pass: a single run of torch's engine.
+
+It brings the gradients of leaves into a context, not into ``.grad``.
+
+Each leaf has an AccumulateGrad node, on which hooks and DDP's reducers hang, and which adds to
+``.grad``. All runs of a process share it. If nothing hangs on the nodes of a run, the engine runs
+none of them and returns the gradients. Otherwise the run has its own hooks on them while it lasts,
+the last ones there, and tells by its graph task which calls of them are its own:
+
+- A leaf without hooks on its node: the gradient is taken before the node gets it, which then does
+  nothing. So any number of runs can go over the same leaf at once.
+- A leaf with hooks on its node: while the node runs, the context's gradient of the leaf is in
+  ``.grad``. Another run that reaches this leaf waits meanwhile, as a second thread does in torch.
+- The parameters of a DDP module: the context's gradients are in ``.grad`` for the whole run,
+  because the reducer writes to them until the engine is done, and also to parameters that this
+  process has not used.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
 
-from zrpc.services.autograd.accumulation import Accumulation, must_run
-from zrpc.services.autograd.nodes import NO_GRADIENT
+from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.autograd import ddp
+from zrpc.services.autograd.grad_lock import GradLock, Use
+from zrpc.services.autograd.nodes import (
+    NO_GRADIENT,
+    Gradients,
+    OwnHook,
+    any_registered,
+    recorded,
+)
 from zrpc.services.autograd.state import ContextState
-from zrpc.torch_internals import base_of, run_backward, storage_uses, tensor_uses
+from zrpc.torch_internals import (
+    base_of,
+    current_graph_task,
+    hooks_of_leaf,
+    run_backward,
+    storage_uses,
+    tensor_uses,
+)
 
-__all__ = ["check_roots", "run"]
+__all__ = ["check_roots", "must_run", "run"]
+
+# Guards the registration of hooks of nodes, so that each run sees which hooks are there.
+_hooks_lock = UninterruptedLock()
+
+
+def must_run(leaves: Iterable[torch.Tensor]) -> bool:
+    """Returns whether the AccumulateGrad nodes of these leaves must run.
+
+    They must if anything may hang on them. A leaf's own hook may be one over several tensors, which
+    asks the engine whether it runs their nodes.
+    """
+    return (
+        any_registered()
+        or any(any(hooks_of_leaf(leaf)) for leaf in leaves)
+        or bool(ddp.reduced_with(leaves))
+    )
 
 
 def check_roots(roots: Sequence[torch.Tensor]) -> None:
@@ -45,22 +95,22 @@ def run(
     last: torch.Tensor,
     retain_graph: bool,
     state: ContextState,
-    leaves: int = 0,
+    reach: int = 0,
 ) -> None:
     """Runs the graph of the roots, each with a gradient of one, and of ``last`` once.
 
     ``last`` is ``state.start`` if nothing that was sent leads to the roots of the pass, and
-    ``leaves`` are the AccumulateGrad nodes that it leads to, as a set of the context's tracer. The
-    gradients of the leaves are added to those of the context.
+    ``reach`` is what it leads to, as a set of the context's tracer. The gradients of the leaves are
+    added to those of the context.
     """
     start = state.start
     waits = () if last is start else (last,)
     if not waits and not roots:
         return
     for root in roots:
-        leaves |= state.tracer.reach(root).leaves
+        reach |= state.tracer.reach(root)
     state.tracer.forget()
-    accumulators = state.tracer.leaves(leaves)
+    accumulators = state.tracer.leaves(reach)
     variables = [node.variable for node in accumulators]
     # The nodes of the graph, not the leaves: a leaf has another node if its dtype was changed since
     # then, and is refused if it was frozen. With the start among them the engine also runs the
@@ -70,10 +120,12 @@ def run(
     execute = partial(run_backward, allow_unreachable=True)
     options = retain_graph, False, inputs  # False: create_graph
     if must_run(variables):
-        with Accumulation(state, accumulators) as accumulation:
-            begins = [accumulation.begin_at(root) for root in roots]
-            if not roots:  # a root's node comes first: see `append_wait`
-                accumulation.begin_with(last)
+        accumulation = _Accumulation(state)
+        with accumulation.hooked(accumulators):
+            # Other runs may begin at the same roots.
+            begins = [recorded(root.view_as, root) for root in roots]
+            for begin in begins or [last]:  # a root's node comes first: see `append_wait`
+                accumulation.begin_with(begin)
             execute((*begins, *waits), gradients, *options, accumulate_grad=True)
         _add(state, accumulation.taken)
     else:
@@ -139,3 +191,146 @@ def _uses_of_new(is_view: bool) -> tuple[int, ...]:
 
 _USES_OF_NEW = _uses_of_new(False)
 _USES_OF_NEW_VIEW = _uses_of_new(True)
+
+
+class _Accumulation:
+    """What one run of the engine adds to a context by the nodes of leaves.
+
+    Attributes:
+        taken: leaves without hooks on their nodes, and their gradients. The caller adds these to
+            the context when the run has succeeded.
+    """
+
+    def __init__(self, state: ContextState) -> None:
+        self.taken: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._state = state
+        self._graph_task: int | None = None
+
+    def begin_with(self, begin: torch.Tensor) -> None:
+        """Has the run learn its graph task from a tensor that it begins with, before any leaf.
+
+        The tensor's node must belong to this run alone.
+        """
+        node: Any = begin.grad_fn
+        node.register_prehook(OwnHook(self._begun))
+
+    def _begun(self, _: Any) -> None:
+        self._graph_task = current_graph_task()
+
+    @contextmanager
+    def hooked(self, accumulators: Sequence[Any]) -> Iterator[None]:
+        """Surrounds the run, which reaches these AccumulateGrad nodes."""
+        reduced = ddp.reduced_with([node.variable for node in accumulators])
+        with ExitStack() as stack:
+            for leaf in reduced:
+                stack.enter_context(_Loan(self._state, leaf).of_run())
+            reduced_ids = set(map(id, reduced))
+            for node in accumulators:
+                if id(node.variable) not in reduced_ids:
+                    self._hook(node, stack)
+            yield
+
+    def _hook(self, node: Any, stack: ExitStack) -> None:
+        """Adds this run's hooks to a node."""
+        with _hooks_lock:
+            take = node.register_prehook(self._own(partial(self._take, node.variable)))
+            if not _has_hooks(node, take):
+                stack.callback(take.remove)
+                return
+            take.remove()
+            loan = _Loan(self._state, node.variable)
+            stack.callback(loan.end, keep=False)  # of a node that has failed
+            stack.callback(node.register_prehook(self._own(lambda _: loan.begin(Use.HOOKS))).remove)
+            stack.callback(node.register_hook(self._own(lambda *_: loan.end(keep=True))).remove)
+
+    def _own(self, hook: Callable[..., Any]) -> OwnHook:
+        """Returns a hook that does nothing in another run."""
+        return OwnHook(
+            lambda *of_node: hook(*of_node) if current_graph_task() == self._graph_task else None
+        )
+
+    def _take(self, leaf: torch.Tensor, gradients: Gradients) -> tuple[None] | None:
+        """Takes the gradient before a node gets it."""
+        [gradient] = gradients
+        if gradient is None:
+            return None
+        self.taken.append((leaf, gradient))
+        return (None,)
+
+
+class _Loan:
+    """The loan of a leaf's ``.grad``, in which a context's gradient is meanwhile."""
+
+    def __init__(self, state: ContextState, leaf: torch.Tensor) -> None:
+        self._state = state
+        self._leaf = leaf
+        self._lock: GradLock | None = None  # the leaf's, while it is held
+        self._before: torch.Tensor | None = None
+        self._saved: torch.Tensor | None = None
+
+    @contextmanager
+    def of_run(self) -> Iterator[None]:
+        """Lends ``.grad`` for a whole run; the context keeps what is there if it succeeds."""
+        self.begin(Use.RUN)
+        keep = False
+        try:
+            yield
+            keep = True
+        finally:
+            self.end(keep)
+
+    def begin(self, use: Use) -> None:
+        """Waits until nothing else uses ``.grad``, and puts the context's gradient there.
+
+        Raises:
+            RpcError: two runs would use it as long as they last.
+        """
+        leaf = self._leaf
+        lock = GradLock([leaf], use, self._state.context_id)
+        lock.acquire()
+        if lock.lent:
+            return  # a hook of this context runs this pass: the gradient is there already
+        if use is Use.RUN and leaf.grad is not None:
+            # DDP may have made `.grad` a view of a bucket, which it overwrites.
+            self._saved = leaf.grad.clone()
+        self._lock, self._before = lock, leaf.grad
+        held = self._state.gradients.get(leaf)
+        # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
+        dtype = getattr(leaf, "grad_dtype", leaf.dtype)  # new in torch 2.10
+        leaf.grad = None if held is None else held.to(dtype or held.dtype, copy=True)
+
+    def end(self, keep: bool) -> None:
+        """Puts ``.grad`` back, if that is not done yet; the context keeps what it was."""
+        lock, leaf = self._lock, self._leaf
+        if lock is None:
+            return
+        try:
+            if keep:
+                # A copy: hooks may have kept it, and DDP uses its buckets again.
+                gradient = None if leaf.grad is None else leaf.grad.clone()
+                self._state.set_gradient(leaf, gradient)
+            leaf.grad = self._before
+            if self._before is not None and self._saved is not None:
+                self._before.copy_(self._saved)
+        finally:
+            self._before = self._saved = self._lock = None
+            lock.release()
+
+
+def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
+    """Returns whether a user's hooks run with an AccumulateGrad node; under _hooks_lock.
+
+    A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
+    ``prehook`` is one that was added.
+    """
+    _, after = hooks_of_leaf(accumulator.variable)
+    if after:
+        return True
+    hook = accumulator.register_hook(_nothing)
+    hooks = hook.hooks_dict_ref()
+    hook.remove()
+    prehooks = prehook.hooks_dict_ref() or {}
+    return not all(isinstance(each, OwnHook) for each in [*hooks.values(), *prehooks.values()])
+
+
+_nothing = OwnHook(lambda *_: None)

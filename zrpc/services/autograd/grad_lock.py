@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Iterable
-from types import TracebackType
 
 import torch
 
@@ -103,12 +102,7 @@ class GradLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     # The rest is called under _changed.
@@ -121,8 +115,8 @@ class GradLock:
                     _held[id(leaf)] = self._outer[id(leaf)]
 
     def _is_free(self) -> bool:
-        users = self._users()
-        in_pass = any(user is not Use.STEP for user in users)
+        shared, users = self._others()
+        in_pass = bool(users - {Use.STEP})
         if in_pass and self._use is Use.RUN:
             # A run over a DDP module ends only when other workers have done their parts.
             raise RpcError(
@@ -130,7 +124,7 @@ class GradLock:
                 "DistributedDataParallel module, found two: run them one after the other, or "
                 "give each its own module"
             )
-        if in_pass and self._is_in_hook():
+        if in_pass and shared and self._use is Use.STEP:
             raise RpcError(
                 "expected a hook that steps over its own parameter, found a step over others, one "
                 "of which a backward pass of another context uses: that pass may wait for this "
@@ -138,13 +132,11 @@ class GradLock:
             )
         return not users and not self._is_behind_a_step()
 
-    def _users(self) -> set[Use]:
-        """Returns for what others use the leaves that this lock needs."""
-        return {
-            lock._use
-            for leaf in self._leaves
-            if (lock := _held.get(id(leaf))) is not None and not self._may_share(lock)
-        }
+    def _others(self) -> tuple[list[GradLock], set[Use]]:
+        """Returns who shares the leaves that this lock needs, and for what others use them."""
+        locks = [lock for leaf in self._leaves if (lock := _held.get(id(leaf))) is not None]
+        shared = [lock for lock in locks if self._may_share(lock)]
+        return shared, {lock._use for lock in locks if lock not in shared}
 
     def _may_share(self, other: GradLock) -> bool:
         if self._use is Use.HOOKS:
@@ -153,13 +145,6 @@ class GradLock:
 
     def _is_of_pass_in(self, context_id: int | None) -> bool:
         return self._use is not Use.STEP and self._context_id == context_id is not None
-
-    def _is_in_hook(self) -> bool:
-        """Returns whether this is for a step in a hook, which has its leaf already."""
-        return self._use is Use.STEP and any(
-            lock is not None and self._may_share(lock)
-            for lock in (_held.get(id(leaf)) for leaf in self._leaves)
-        )
 
     def _is_behind_a_step(self) -> bool:
         """Returns whether a step has waited longer for one of these leaves.
@@ -179,6 +164,6 @@ class GradLock:
         for step in _waiting:
             if step is self:
                 return False
-            if Use.RUN not in step._users() and not own.isdisjoint(map(id, step._leaves)):
+            if Use.RUN not in step._others()[1] and not own.isdisjoint(map(id, step._leaves)):
                 return True
         return False

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import struct
 from collections.abc import Iterable, Sequence
-from contextvars import Token
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError
 from zrpc.services.autograd import ddp
-from zrpc.services.autograd.contexts import Contexts, current_id
-from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, Origin, pack_sources
+from zrpc.services.autograd.contexts import Contexts, current_id, in_context
+from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, Origin, Sources
 from zrpc.services.autograd.nodes import Receive, Send, recorded
-from zrpc.services.autograd.state import ContextState, ReceivedMessage, SentMessage
+from zrpc.services.autograd.state import ContextState, ReceivedMessage, SentTensor
 from zrpc.torch_internals import is_view
 from zrpc.wire.cut import cut_off
 from zrpc.wire.kind import Tag
@@ -28,11 +28,13 @@ from zrpc.wire.unpickling import Decoder
 
 __all__ = ["Crossing"]
 
-# Context, id of the send (0: no tensors), number of tensors. Their indices follow, and what they
-# were computed from.
-_GRAPH_LAYOUT = struct.Struct("<qQI")
-# In place of the id of a send: the sender's context has ended. Only the indices follow.
+# Context, and id of the send; 0 if there are no tensors.
+_GRAPH_LAYOUT = struct.Struct("<qQ")
+# In place of the id of a send: the sender's context has ended.
 _ENDED = (1 << 64) - 1
+# A tensor with more sources than this has none in its message: a chain of calls would otherwise
+# send as many bytes as the square of its length. The worker that begins a pass asks then.
+_MOST_SOURCES = 64
 
 
 class Graph(NamedTuple):
@@ -41,16 +43,15 @@ class Graph(NamedTuple):
     Attributes:
         context_id: the context.
         state: its state here; None if it has ended, here or for the sender.
-        indices: those tensors, by their places among all tensors of the message.
         origin: the message.
-        sources: what the tensors were computed from, see `pack_sources`.
+        tensors: pickled, the places of those tensors among all tensors of the message, and what
+            they were computed from; empty if there are none.
     """
 
     context_id: int
     state: ContextState | None
     origin: Origin
-    indices: Sequence[int]
-    sources: bytes
+    tensors: bytes
 
 
 def _alias_for_function(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,25 +76,6 @@ def _graph_of(message: Message) -> Graph | None:
     return message.attachments.get(Tag.GRAPH) if message.attachments else None
 
 
-class _Scope:
-    """Runs a handler in the context of its caller, also if it has ended."""
-
-    __slots__ = ("_context_id", "_token")
-
-    def __init__(self, context_id: int | None) -> None:
-        self._context_id = context_id
-
-    def __enter__(self) -> None:
-        self._token: Token[int | None] | None = None
-        if self._context_id is not None:
-            self._token = current_id.set(self._context_id)
-            ddp.watch()
-
-    def __exit__(self, *_: object) -> None:
-        if self._token is not None:
-            current_id.reset(self._token)
-
-
 class Crossing(MessageHooks):
     """Adds nodes to the graph for each message with tensors, outgoing or incoming."""
 
@@ -102,12 +84,13 @@ class Crossing(MessageHooks):
 
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
-        # The numbers of messages sent and received; see `SentMessage`.
+        # The numbers of messages sent and received; see `ReceivedMessage`.
         self._numbers = itertools.count(1)
 
     @override
-    def request_scope(self, request: Message) -> _Scope:
-        return _Scope(self._context_of(request))
+    def request_scope(self, request: Message) -> AbstractContextManager[None]:
+        ddp.watch()
+        return in_context(self._context_of(request))  # also if it has ended
 
     def _context_of(self, request: Message | None) -> int | None:
         """Returns the context of this thread, or of a request that is given."""
@@ -124,58 +107,52 @@ class Crossing(MessageHooks):
         state = self._contexts.join(context_id, encoder.destination)
         tensors = encoder.tensors.requiring_grad if torch.is_grad_enabled() else {}
         extension = encoder.extension(Tag.GRAPH)
-        send_id, sources = 0, b""
+        send_id, sources = 0, None
         if state is None:
             send_id = _ENDED
         elif tensors:
             send_id = next(self._numbers)
             sources = _note_sent(state, encoder.destination, send_id, tensors.values())
-        extension.extend(_GRAPH_LAYOUT.pack(context_id, send_id, len(tensors)))
+        extension.extend(_GRAPH_LAYOUT.pack(context_id, send_id))
         if tensors:
-            extension.extend(struct.pack(f"<{len(tensors)}I", *tensors) + sources)
+            extension.extend(pickle.dumps((list(tensors), sources)))
 
     def read_graph(self, message: Message, data: bytes) -> Graph:
-        """Reads which context a message is in, and which of its tensors; in the I/O thread."""
-        if len(data) < _GRAPH_LAYOUT.size:
-            raise ProtocolError(f"expected a context id, found {len(data)} bytes")
-        context_id, send_id, count = _GRAPH_LAYOUT.unpack_from(data)
+        """Reads which context a message is in; in the I/O thread."""
+        context_id, send_id = _GRAPH_LAYOUT.unpack_from(data)
         state = None
         if send_id == _ENDED:
             self._contexts.note_end(context_id)
         else:
             state = self._contexts.join(context_id, message.sender)
-        if not count:
-            return Graph(context_id, state, (message.sender, send_id), (), b"")
-        indices = struct.unpack_from(f"<{count}I", data, _GRAPH_LAYOUT.size)
-        sources = data[_GRAPH_LAYOUT.size + 4 * count :]
-        return Graph(context_id, state, (message.sender, send_id), indices, sources)
+        return Graph(context_id, state, (message.sender, send_id), data[_GRAPH_LAYOUT.size :])
 
     @override
     def open(self, decoder: Decoder) -> None:
         graph = _graph_of(decoder.message)
-        if graph is None or not graph.indices:
+        if graph is None or not graph.tensors:
             return
         state, origin = graph.state, graph.origin
-        tensors: Sequence[torch.Tensor] = [decoder.tensors[i].detach() for i in graph.indices]
+        places, sources = pickle.loads(graph.tensors)
+        tensors: Sequence[torch.Tensor] = [decoder.tensors[i].detach() for i in places]
         if state is None:
             tensors = cut_off(tensors, OF_ENDED_CONTEXT)
         else:
-            message = ReceivedMessage(next(self._numbers), graph.sources)
+            message = ReceivedMessage(next(self._numbers), Sources(*sources))
             if state.receives.setdefault(origin, message) is not message:
                 return  # the message is unpacked again, to raise its error again
             tensors = recorded(Receive.apply, state.start, graph.context_id, *origin, tensors)
-        for i, tensor in zip(graph.indices, tensors, strict=True):
+        for i, tensor in zip(places, tensors, strict=True):
             decoder.tensors[i] = tensor
 
 
 def _note_sent(
     state: ContextState, to: MemberId, send_id: int, tensors: Iterable[torch.Tensor]
-) -> bytes:
+) -> tuple[Any, ...]:
     """Adds the nodes of an outgoing message; returns what its tensors were computed from."""
-    exits, reach, sets = {}, {}, []
+    reach = {}
     for index, tensor in enumerate(tensors):
-        exits[index] = Send.apply(_alias_for_function(tensor), send_id, index)
-        found = reach[index] = state.tracer.reach(exits[index])
-        sets.append(found.arrived)
-    state.sends[send_id] = SentMessage(to, send_id, exits, reach)
-    return pack_sources(sets, state.tracer.arrived)
+        exit_ = Send.apply(_alias_for_function(tensor), send_id, index)
+        reach[send_id, index] = found = state.tracer.reach(exit_)
+        state.sends[send_id, index] = SentTensor(to, exit_, found)
+    return tuple(state.tracer.sources(reach, _MOST_SOURCES))

@@ -13,28 +13,40 @@ it waits, everything that this worker can do first is done.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from zrpc.errors import RpcError
-from zrpc.services.autograd.node_hooks import OwnHook
-from zrpc.torch_internals import apply_function, node_class_of, rank_last, rank_second_last
+from zrpc.torch_internals import (
+    any_hook_before,
+    apply_function,
+    node_class_of,
+    rank_last,
+    rank_second_last,
+    wrap_hook_registration,
+)
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "NO_GRADIENT",
     "RECEIVE_NODE",
     "Gradients",
+    "OwnHook",
     "Receive",
     "Run",
     "Send",
+    "any_registered",
     "append_wait",
     "new_start",
     "recorded",
     "running",
+    "visit_accelerator",
     "without_gaps",
 ]
 
@@ -44,6 +56,51 @@ Gradients = Sequence[torch.Tensor | None]
 _MAX_FILLED = 4096
 
 T = TypeVar("T")
+
+
+class OwnHook(partial[Any]):
+    """A hook of zrpc's own on a node: a function, with its first arguments."""
+
+
+# A node does not list its hooks. To find out whether it has any, one must be added and removed
+# again, for each leaf in each pass. But torch calls a function in Python for each hook that
+# Python adds to a node. So a wrapper around that function notes all hooks, and as long as there
+# are none, no node is looked at. Most programs have hooks on tensors only, or hooks of modules
+# for the forward pass, which don't count here. Full backward hooks of modules do: torch hangs
+# them on nodes of each graph.
+#
+# The dictionaries of hooks that nodes have, by their ids. A dictionary lives as long as its node.
+# Single operations on the dict are atomic.
+_noted: dict[int, weakref.ref[dict[int, Any]]] = {}
+
+
+def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(hooks: Any, hook: Any) -> Any:
+        hooks, handle = register(hooks, hook)
+        if not isinstance(hook, OwnHook) and id(hooks) not in _noted:
+            key = id(hooks)
+            _noted[key] = weakref.ref(hooks, lambda _: _noted.pop(key, None))
+        return hooks, handle
+
+    return wrapper
+
+
+def _install() -> bool:
+    """Notes all hooks from now on; returns whether it works, and whether there were none before."""
+    none_before = not any_hook_before()
+    wrap_hook_registration(_noting)
+    node: Any = torch.ones(1, requires_grad=True).view(1).grad_fn
+    for register in (node.register_hook, node.register_prehook):
+        register(print)
+    return none_before and len(_noted) == 2
+
+
+def any_registered() -> bool:
+    """Returns whether any node may have a hook other than zrpc's own."""
+    return not _complete or bool(_noted and any(each() for each in list(_noted.values())))
+
+
+_complete = _install()
 
 
 class Run(Protocol):
@@ -182,3 +239,37 @@ def without_gaps(gradients: Gradients) -> list[torch.Tensor | None]:
         else each
         for each in gradients
     ]
+
+
+# torch's engine runs the nodes of an accelerator in a thread of its own, and all other nodes in the
+# thread that began. If that one waited for another worker while the accelerator computes, it could
+# not run what the accelerator's thread hands to it, for which the other worker may wait.
+#
+# But a node may begin a run of its own, and its thread takes part in all runs until that one is
+# done. So a node that must not wait yet begins small runs that visit the accelerator's thread.
+class _Visit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns an empty tensor there, so that the node runs in that thread."""
+        return torch.empty(0, device=device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Returns an empty gradient."""
+        return torch.empty(0, device="cpu"), None
+
+
+def visit_accelerator() -> bool:
+    """Runs nodes that are ready for this thread while the accelerator's thread is visited.
+
+    Called by a node. Returns False if this process has no accelerator.
+    """
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
+        return False
+    with torch.enable_grad():
+        start = torch.empty(0, device="cpu", requires_grad=True)
+        end = _Visit.apply(start, device)  # type: ignore[no-untyped-call]
+    torch.autograd.grad(end, start, torch.empty(0, device=device))
+    return True

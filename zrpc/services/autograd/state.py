@@ -2,73 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from zrpc.errors import RpcError
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.autograd.dependencies import (
-    Dependencies,
-    Origin,
-    Reach,
-    Sources,
-    Tracer,
-    graph_freed,
-    read_sources,
-)
-from zrpc.services.autograd.mailbox import Mailbox
+from zrpc.runtime.thread_pool import pass_gate
+from zrpc.services.autograd.dependencies import Origin, Sources, Tracer, graph_freed
 from zrpc.services.autograd.nodes import new_start
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ContextState", "ReceivedMessage", "SentMessage"]
+__all__ = ["ContextState", "Mailbox", "ReceivedMessage", "SentTensor"]
 
 
-@dataclass(frozen=True, slots=True)
-class SentMessage:
-    """A message with tensors of the graph that this worker has sent.
+class SentTensor(NamedTuple):
+    """A tensor of the graph that this worker has sent.
 
     Attributes:
         to: the receiver.
-        number: its id. The messages that the worker has sent or received are numbered in order.
-        exits: the results of `Send`, by the index of the tensor in the message.
-        reach: what each of these tensors was computed from, by the same index.
+        exit: the result of `Send`.
+        reach: what it was computed from, as a set of the context's tracer.
     """
 
     to: MemberId
-    number: int
-    exits: Mapping[int, torch.Tensor]
-    reach: Mapping[int, Reach]
-
-    @property
-    def leaves(self) -> int:
-        """The AccumulateGrad nodes that its tensors lead to, as a set."""
-        leaves = 0
-        for reach in self.reach.values():
-            leaves |= reach.leaves
-        return leaves
-
-    def only(self, indices: Iterable[int]) -> SentMessage:
-        """Returns the message with some of its tensors."""
-        return replace(
-            self,
-            exits={index: self.exits[index] for index in indices},
-            reach={index: self.reach[index] for index in indices},
-        )
+    exit: torch.Tensor
+    reach: int
 
 
 class ReceivedMessage(NamedTuple):
     """A message with tensors of the graph that this worker has received.
 
     Attributes:
-        number: see `SentMessage`; the sender's own number for it is another one.
-        sources: what it says about its tensors, packed; None if a pass has gone over it.
+        number: its id here. The messages that a worker has sent or received are numbered in order;
+            the sender's own number for it is another one.
+        sources: what it says about its tensors; None if a pass has gone over it.
     """
 
     number: int
-    sources: bytes | None
+    sources: Sources | None
+
+
+# See `zrpc.runtime.thread_pool.pass_gate`.
+ReceiveHere = Callable[[threading.Lock, float], None]
+
+
+class Mailbox:
+    """What arrives for a pass, and the error that it fails with. Any thread may use it.
+
+    What arrives has the name of its sender and the number of the message whose gradients these
+    are, or 0 if the sender has ended its part. One thread waits: the one that runs the engine.
+    """
+
+    def __init__(self) -> None:
+        # Guards what follows; nothing else is locked under it.
+        self._lock = UninterruptedLock()
+        self._closed = False
+        self._arrived: dict[Origin, Any] = {}
+        self._failure: Callable[[], Exception] | None = None
+        # What a thread waits for, at a gate that is released when it arrives or the pass fails.
+        self._awaited: tuple[Origin, threading.Lock] | None = None
+
+    def wait(self, origin: Origin, receive: ReceiveHere) -> Any:
+        """Waits for something to arrive and takes it; raises if the pass fails meanwhile."""
+        with self._lock:
+            waits = origin not in self._arrived and self._failure is None
+            if waits:
+                gate = threading.Lock()
+                gate.acquire()
+                self._awaited = origin, gate
+        if waits:
+            pass_gate(gate, receive=receive)  # until `deliver`, or `fail`
+        self.check()
+        return self._arrived.pop(origin)
+
+    def deliver(self, origin: Origin, content: Any) -> None:
+        """Takes what has arrived, unless the part has ended here."""
+        with self._lock:
+            if not self._closed:
+                self._arrived.setdefault(origin, content)
+                if self._awaited is not None and self._awaited[0] == origin:
+                    self._release()
+
+    def fail(self, failure: Callable[[], Exception]) -> bool:
+        """Fails the pass; returns False if it has failed already, or its part has ended here."""
+        with self._lock:
+            if self._failure is not None or self._closed:
+                return False
+            self._failure = failure
+            self._release()
+            return True
+
+    def check(self) -> None:
+        """Raises the error of the pass if it has failed."""
+        failure = self._failure
+        if failure is not None:
+            raise failure()
+
+    def close(self) -> None:
+        """Ends this worker's part: what arrives from now on is dropped."""
+        with self._lock:
+            self._closed = True
+            self._arrived.clear()
+
+    def _release(self) -> None:
+        """Lets the thread go on that waits, if one does; under the lock."""
+        if self._awaited is not None:
+            self._awaited[1].release()
+            self._awaited = None
 
 
 class ContextState:
@@ -80,7 +123,8 @@ class ContextState:
             Single operations on a table are atomic and need no lock. A thread that adds up
             gradients may hold it for a while, so the I/O thread takes it only to end the context.
         start: the leaf at which the engine's runs over received tensors end.
-        sends: the messages sent, by number, without the tensors that a pass has taken with it.
+        sends: the tensors sent that no pass has taken with it, by the number of their message and
+            their place in it.
         receives: the messages received.
         tracer: finds what tensors were computed from.
         peers: all workers with which a message of this context was exchanged.
@@ -95,7 +139,7 @@ class ContextState:
         self.context_id = context_id
         self.lock = UninterruptedLock()
         self.start = new_start()
-        self.sends: dict[int, SentMessage] = {}
+        self.sends: dict[tuple[int, int], SentTensor] = {}
         self.receives: dict[Origin, ReceivedMessage] = {}
         self.tracer = Tracer(context_id)
         self.peers: set[MemberId] = set()
@@ -118,33 +162,20 @@ class ContextState:
         mailbox = self.mailboxes.get(pass_id)
         return mailbox or self.mailboxes.setdefault(pass_id, Mailbox())
 
-    def dependencies(self) -> Dependencies:
-        """Returns which received tensors those that were sent were computed from."""
-        sent = {
-            (message.number, index): reach.arrived
-            for message in list(self.sends.values())
-            for index, reach in message.reach.items()
-        }
-        return Dependencies(list(self.tracer.arrived), sent)
-
     def carried(self, origin: Origin) -> Sources | None:
-        """Returns what a received message says about its tensors, or None if that is not known.
-
-        Raises:
-            ProtocolError: that can't be read.
-        """
+        """Returns what a received message says about its tensors, or None if that is not known."""
         message = self.receives.get(origin)
-        if message is None or message.sources is None:
-            return None
-        return read_sources(message.sources)
+        return None if message is None else message.sources
+
+    def sources(self) -> Sources:
+        """Returns what the tensors that were sent were computed from."""
+        sends = list(self.sends.items())
+        return self.tracer.sources({place: sent.reach for place, sent in sends})
 
     def take(
-        self,
-        used: Mapping[int, Iterable[int]],
-        arrived: Iterable[Origin],
-        retain_graph: bool,
-    ) -> list[SentMessage]:
-        """Returns the messages with their used tensors, for a pass, in the order of sending.
+        self, used: Mapping[int, Sequence[int]], arrived: Iterable[Origin], retain_graph: bool
+    ) -> dict[int, list[SentTensor]]:
+        """Returns the used tensors for a pass, by their messages, in the order of sending.
 
         Unless the graph is retained, the pass takes these tensors with it. Those that it does not
         use stay for later passes. What ``arrived``, the received messages that it uses, say about
@@ -153,21 +184,16 @@ class ContextState:
         Raises:
             RpcError: another pass has taken one of them.
         """
-        taken, left = [], []
+        places = [(number, place) for number in sorted(used) for place in sorted(used[number])]
+        taken: dict[int, list[SentTensor]] = {}
         with self.lock:
-            for number in sorted(used):
-                message, indices = self.sends.get(number), set(used[number])
-                if message is None or not message.exits.keys() >= indices:
-                    raise graph_freed()
-                rest = message.exits.keys() - indices
-                taken.append(message.only(sorted(indices)) if rest else message)
-                left.append(message.only(sorted(rest)) if rest else None)
+            if not self.sends.keys() >= set(places):
+                raise graph_freed()
+            for number, place in places:
+                taken.setdefault(number, []).append(self.sends[number, place])
             if not retain_graph:
-                for message, remains in zip(taken, left, strict=True):
-                    if remains is None:
-                        del self.sends[message.number]
-                    else:
-                        self.sends[message.number] = remains
+                for each in places:
+                    del self.sends[each]
                 for origin in arrived:
                     self.receives[origin] = ReceivedMessage(self.receives[origin].number, None)
         return taken

@@ -25,7 +25,7 @@ __all__ = [
     "read_ids",
 ]
 
-_LAYOUT = struct.Struct("<BQIQIQIIQ")
+_LAYOUT = struct.Struct("<BQIQIQIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size
 
@@ -90,21 +90,19 @@ class ReferenceMessage(NamedTuple):
         verb: its meaning.
         serial: its number among those from its sender to its receiver, from 0.
         rref_id: the value.
-        fork_id: the fork.
-        parent: for ADD, the member that handed the fork on.
-        parent_id: for ADD, that member's own fork.
+        fork_id: the fork. The member that handed it on has drawn its id.
+        parent_id: for ADD, that member's own fork. For ABANDON, an id of the lost worker's.
     """
 
     verb: Verb
     serial: int
     rref_id: RRefId
     fork_id: ForkId
-    parent: MemberId = NO_FORK.created_on
     parent_id: ForkId = NO_FORK
 
     def pack(self) -> bytes:
         """Returns the message as bytes."""
-        ids = (*self.rref_id, *self.fork_id, self.parent, *self.parent_id)
+        ids = (*self.rref_id, *self.fork_id, *self.parent_id)
         return _LAYOUT.pack(self.verb, self.serial, *ids)
 
     @classmethod
@@ -117,8 +115,8 @@ class ReferenceMessage(NamedTuple):
         unique = GloballyUniqueId
         try:
             return [
-                cls(Verb(verb), serial, unique(a, b), unique(c, d), parent, unique(e, f))
-                for verb, serial, a, b, c, d, parent, e, f in _LAYOUT.iter_unpack(data)
+                cls(Verb(verb), serial, unique(a, b), unique(c, d), unique(e, f))
+                for verb, serial, a, b, c, d, e, f in _LAYOUT.iter_unpack(data)
             ]
         except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected reference-count messages: {error}") from error

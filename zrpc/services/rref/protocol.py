@@ -137,8 +137,8 @@ class References:
         self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
         # The latest of our forks that have ended: a message may come twice.
         self._ended: dict[ForkId, None] = {}
-        # Forks with an ADD that is not answered yet, with their owner, RRef and parent's holder.
-        self._adding: dict[ForkId, tuple[MemberId, RRefId, MemberId]] = {}
+        # Forks with an ADD that is not answered yet, with their owner and RRef.
+        self._adding: dict[ForkId, tuple[MemberId, RRefId]] = {}
         # Parents that this worker, as owner, does not wait for if these members name them.
         self._abandoned: set[tuple[ForkId, MemberId]] = set()
         self._waiting: list[_Waiting] = []
@@ -190,10 +190,10 @@ class References:
         self._free_if_unused(rref_id)
 
     def _announce(
-        self, rref_id: RRefId, parent_id: ForkId, holder: MemberId, sender: MemberId
+        self, rref_id: RRefId, child: ForkId, parent_id: ForkId, sender: MemberId
     ) -> None:
         """Notes the parent that a child has named: it lives, and is listed or about to be."""
-        owned = self._owned[rref_id]
+        owned, holder = self._owned[rref_id], child.created_on
         known = parent_id in owned.forks or (parent_id, sender) in self._abandoned
         if not known and holder not in self._lost:
             owned.announced[parent_id] = (holder, sender)
@@ -227,7 +227,7 @@ class References:
         list it nevertheless. An ADD whose parent is the fork itself means: list it; its value is
         never made.
         """
-        self._send(owner, Verb.ADD, rref_id, fork_id, self._own_id, fork_id)
+        self._send(owner, Verb.ADD, rref_id, fork_id, fork_id)
 
     def drop(self, fork_id: ForkId) -> None:
         """Counts one handle of a fork less."""
@@ -259,16 +259,13 @@ class References:
 
     # -- forks in messages ---------------------------------------------------------------
 
-    def fork(self, fork: Fork, parent: ForkId | None, receiver: MemberId) -> None:
-        """Notes that a child is put into a message to ``receiver``.
-
-        The parent is this worker's fork that the child comes from; None at the owner.
-        """
-        if parent is None:
+    def fork(self, fork: Fork, receiver: MemberId) -> None:
+        """Notes that a child is put into a message to ``receiver``."""
+        if fork.owner == self._own_id:
             self.add(fork.rref_id, fork.fork_id, receiver)
         elif not self._lost & {receiver, fork.owner}:  # else nobody would answer for the child
-            self._held[parent].children[fork.fork_id] = receiver
-            self._parents[fork.fork_id] = parent
+            self._held[fork.parent_id].children[fork.fork_id] = receiver
+            self._parents[fork.fork_id] = fork.parent_id
 
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message is not sent after all."""
@@ -291,14 +288,14 @@ class References:
             if owner in self._lost:
                 self._send(sender, Verb.ADDED, rref_id, fork_id)
             elif sender != owner:
-                self._adding[fork_id] = (owner, rref_id, sender)
-                self._send(owner, Verb.ADD, rref_id, fork_id, sender, parent_id)
+                self._adding[fork_id] = owner, rref_id
+                self._send(owner, Verb.ADD, rref_id, fork_id, parent_id)
             return
         self.retain(rref_id)
         if sender == owner:
             self._delete(rref_id, fork_id, sender)
         else:
-            self._announce(rref_id, parent_id, sender, sender)
+            self._announce(rref_id, fork_id, parent_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
 
     def begin_when_listed(
@@ -338,21 +335,21 @@ class References:
             return
         if not self._serials_in[sender].admit(message.serial):
             return
-        verb, _, rref_id, fork_id, parent, parent_id = message
+        verb, _, rref_id, fork_id, parent_id = message
         if verb is Verb.ADD:
             if parent_id == fork_id:
                 self.unmade.append(rref_id)
-            self._announce(rref_id, parent_id, parent, sender)
+            self._announce(rref_id, fork_id, parent_id, sender)
             self.add(rref_id, fork_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
-            if parent != sender:
-                self._send(parent, Verb.ADDED, rref_id, fork_id)
+            if fork_id.created_on != sender:
+                self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
         elif verb is Verb.DELETE:
             self._delete(rref_id, fork_id, sender)
-        elif parent not in self._lost:
-            self._abandon(rref_id, fork_id, parent)
+        elif parent_id.created_on not in self._lost:
+            self._abandon(rref_id, fork_id, parent_id.created_on)
 
     def _abandon(self, rref_id: RRefId, fork_id: ForkId, receiver: MemberId) -> None:
         """Waits no longer, as owner, for a fork that its child's receiver has named, or will."""
@@ -375,9 +372,9 @@ class References:
                 del owned.announced[fork_id]
             self._free_if_unused(rref_id)
         self._abandoned = {each for each in self._abandoned if each[1] != member}
-        for fork_id, (owner, rref_id, parent) in list(self._adding.items()):
+        for fork_id, (owner, rref_id) in list(self._adding.items()):
             if owner == member:
-                self._send(parent, Verb.ADDED, rref_id, fork_id)
+                self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
                 self._end_adding({fork_id})
         for fork_id, held in list(self._held.items()):
             children = [
@@ -386,7 +383,7 @@ class References:
                 if member in (receiver, held.owner)
             ]
             if children and held.owner != member:
-                self._send(held.owner, Verb.ABANDON, held.rref_id, fork_id, member)
+                self._send(held.owner, Verb.ABANDON, held.rref_id, fork_id, ForkId(member, 0))
             for child in children:
                 self.on_listed(child)
 
@@ -396,10 +393,9 @@ class References:
         verb: Verb,
         rref_id: RRefId,
         fork_id: ForkId,
-        parent: MemberId = NO_FORK.created_on,
         parent_id: ForkId = NO_FORK,
     ) -> None:
         serial = self._serials_out[to]
         self._serials_out[to] += 1
-        message = ReferenceMessage(verb, serial, rref_id, fork_id, parent, parent_id)
+        message = ReferenceMessage(verb, serial, rref_id, fork_id, parent_id)
         self.outgoing.append((to, message))

@@ -74,14 +74,7 @@ class RRef(Generic[T]):
         "_value",
     )
 
-    _service: RRefService
-    _rref_id: RRefId
-    _fork_id: ForkId | None  # None at the owner
-    _owner: WorkerInfo
     _value: OwnedValue | None  # None at a user
-    # Of the call that was to make the value; a message if the owner has sent it.
-    _failure: Exception | Message | None
-    _methods: frozenset[str]  # names that the value is known to have
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = agent_that_is_set()
@@ -99,12 +92,13 @@ class RRef(Generic[T]):
         owner: WorkerInfo,
         value: OwnedValue | None,
     ) -> None:
-        self._failure = None
+        # Of the call that was to make the value; a message if the owner has sent it.
+        self._failure: Exception | Message | None = None
         self._rref_id = rref_id
-        self._fork_id = fork_id
+        self._fork_id = fork_id  # None at the owner
         self._owner = owner
         self._value = value
-        self._methods = frozenset()
+        self._methods: frozenset[str] = frozenset()  # names that the value is known to have
         self._service = service  # last: see `__del__`
 
     @classmethod

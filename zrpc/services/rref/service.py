@@ -21,6 +21,7 @@ from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.rref.messages import (
+    NO_FORK,
     Fork,
     ForkId,
     GloballyUniqueId,
@@ -92,7 +93,7 @@ class RRefService(Service, MessageHooks):
         self.lock = UninterruptedLock()
         self.references = References(self.member)
         self.values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
-        self._freed: dict[int, None] = {}  # the latest ones, each as one number
+        self._freed: deque[RRefId] = deque(maxlen=_FREED_REMEMBERED)
         self._closed = False
 
     @override
@@ -132,9 +133,9 @@ class RRefService(Service, MessageHooks):
 
     def fork(self, rref_id: RRefId, parent: ForkId | None, owner: MemberId, to: MemberId) -> Fork:
         """Makes a child of a handle, for a message to the worker ``to``."""
-        fork = Fork(rref_id, self.new_id(), owner, *([] if parent is None else [parent]))
+        fork = Fork(rref_id, self.new_id(), owner, parent or NO_FORK)
         with self.lock:
-            self.references.fork(fork, parent, to)
+            self.references.fork(fork, to)
         return fork
 
     def cancel_fork(self, fork: Fork) -> None:
@@ -302,7 +303,7 @@ class RRefService(Service, MessageHooks):
         creator = rref_id.created_on
         with self.lock:
             gone = creator == self.member or creator in self.agent.membership.lost
-            gone = gone or _number(rref_id) in self._freed
+            gone = gone or rref_id in self._freed
             if rref_id in self.values or not gone:
                 return self.values[rref_id]
         value = OwnedValue()
@@ -320,9 +321,7 @@ class RRefService(Service, MessageHooks):
             unmade = [self.values[rref_id] for rref_id in references.unmade]
             references.unmade.clear()
             freed = [self.values.pop(rref_id, None) for rref_id in references.freed]
-            self._freed.update(dict.fromkeys(map(_number, references.freed)))
-            while len(self._freed) > _FREED_REMEMBERED:
-                del self._freed[next(iter(self._freed))]
+            self._freed.extend(references.freed)
             references.freed.clear()
         for value in unmade:
             value.set(
@@ -348,8 +347,3 @@ class RRefService(Service, MessageHooks):
             for start in range(0, len(messages), _MAX_BATCH_LENGTH):
                 body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
                 self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
-
-
-def _number(rref_id: RRefId) -> int:
-    """Returns an id as one number, which takes a third of the memory."""
-    return rref_id.created_on << 64 | rref_id.local_id

@@ -1,28 +1,212 @@
-"""How values are had from RRefs: here, at the owner, or the error that there is instead."""
+"""What an RRef is and tells, and how its value is had: here, at the owner, or an error instead."""
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import re
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_type_hints
 
+import cloudpickle
 import pytest
+import torch
 
 import zrpc
-from tests.services.rref.tracked import (
-    SOON,
-    Value,
-    entries,
-    is_freed,
-    layers,
-)
+from tests.services.rref.tracked import SOON, Value, entries, is_freed, layers, make_late
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import until
 from zrpc.services.rref.messages import pack_id
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.kind import Kind, Tag
+
+CANNOT_PICKLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+
+
+def test_an_owner_knows_its_value(caller: Mesh) -> None:
+    value = ["a", object()]
+    rref = zrpc.RRef(value)
+    assert rref.is_owner()
+    assert rref.confirmed_by_owner()
+    assert rref.owner() == zrpc.get_worker_info() == zrpc.WorkerInfo("worker0", 0)
+    assert rref.owner_name() == "worker0"
+    assert rref.local_value() is value
+    assert rref.to_here() is value
+    assert rref.to_here(timeout=1) is value
+
+
+def test_a_user_knows_its_owner(caller: Mesh) -> None:
+    rref = zrpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    assert isinstance(rref, zrpc.RRef)
+    assert not rref.is_owner()
+    assert rref.owner() == zrpc.WorkerInfo("worker1", 1)
+    assert rref.owner_name() == "worker1"
+    assert rref.to_here().tolist() == [2, 2]
+    until(rref.confirmed_by_owner, "confirmed")
+
+
+@pytest.mark.parametrize("to", ["worker1", 1, zrpc.WorkerInfo("worker1", 1)])
+def test_remote_takes_names_ranks_and_worker_infos(mesh: Mesh, to: Any) -> None:
+    assert mesh.run(0, lambda: zrpc.remote(to, dict, kwargs={"a": 1}).to_here()) == {"a": 1}
+
+
+def test_remote_checks_its_arguments(mesh: Mesh) -> None:
+    with pytest.raises(TypeError, match=re.escape("function should be callable.")):
+        mesh.run(0, zrpc.remote, "worker1", 5)
+    with pytest.raises(RuntimeError, match="could not find destination"):
+        mesh.run(0, zrpc.remote, "worker7", max)
+    with pytest.raises(ValueError, match="WorkerInfo"):
+        mesh.run(0, zrpc.remote, 0.5, max)
+    with pytest.raises(ValueError, match="timeout"):
+        mesh.run(0, zrpc.remote, 1, max, args=(1, 2), timeout=float("nan"))
+
+
+def test_there_are_no_rrefs_without_an_agent() -> None:
+    with pytest.raises(RuntimeError, match="Current RPC agent is not set! Did you initialize"):
+        zrpc.RRef(1)
+    with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+        zrpc.remote("worker0", max, args=(1, 2))
+
+
+def test_ids_are_counted_as_torch_counts_them(mesh: Mesh) -> None:
+    def reprs() -> Any:
+        first, second = zrpc.RRef(1), zrpc.RRef(2)
+        third = zrpc.remote("worker1", max, args=(1, 2))
+        fourth = zrpc.RRef(4)
+        return [repr(rref) for rref in (first, second, third, fourth)]
+
+    assert mesh.run(0, reprs) == [
+        "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))",
+        "OwnerRRef(GloballyUniqueId(created_on=0, local_id=1))",
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=2), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=3))",
+        "OwnerRRef(GloballyUniqueId(created_on=0, local_id=4))",
+    ]
+    assert mesh.run(1, lambda: repr(zrpc.RRef(1))) == (
+        "OwnerRRef(GloballyUniqueId(created_on=1, local_id=0))"
+    )
+
+
+def test_remote_to_oneself_takes_two_ids_and_owns_the_value(caller: Mesh) -> None:
+    rref = zrpc.remote("worker0", max, args=(1, 2))
+    assert rref.is_owner()
+    assert rref.to_here() == rref.local_value() == 2
+    assert repr(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert repr(zrpc.RRef(0)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
+
+
+def give_back(rref: Any) -> Any:
+    return rref
+
+
+def test_rrefs_to_one_value_are_equal(caller: Mesh) -> None:
+    rref, other = zrpc.RRef([1]), zrpc.RRef([1])
+    again = zrpc.rpc_sync("worker1", give_back, args=(rref,))
+    assert again is not rref
+    assert again == rref
+    assert hash(again) == hash(rref)
+    assert rref != other
+    assert {rref, again, other} == {again, other}
+    assert {rref: "found"}[again] == "found"
+    assert rref != "something else"
+
+
+@pytest.mark.parametrize("at", ["owner", "user"])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        pickle.dumps,
+        lambda rref: pickle.dumps(rref, 2),
+        lambda rref: pickle.dumps({"a": [rref]}),
+        copy.copy,
+        copy.deepcopy,
+        cloudpickle.dumps,
+        lambda rref: torch.save(rref, io.BytesIO()),
+        lambda rref: torch.save({"a": rref}, io.BytesIO()),
+    ],
+)
+def test_rrefs_cannot_be_pickled_outside_of_rpc(caller: Mesh, at: str, copied: Any) -> None:
+    rref = zrpc.RRef(5) if at == "owner" else zrpc.remote("worker1", max, args=(1, 2))
+    with pytest.raises(RuntimeError, match=CANNOT_PICKLE):
+        copied(rref)
+    assert rref.to_here() in (2, 5)
+
+
+def test_type_hints_and_bases() -> None:
+    def function(rref: zrpc.RRef[torch.Tensor]) -> zrpc.RRef[int]: ...
+
+    assert get_type_hints(function)["return"] == zrpc.RRef[int]
+
+
+class Subclass(zrpc.RRef[int]):
+    def doubled(self) -> int:
+        return 2 * self.to_here()
+
+
+def test_a_subclass_can_be_sent(caller: Mesh) -> None:
+    rref = Subclass(4)
+    assert zrpc.rpc_sync("worker1", zrpc.RRef.to_here, args=(rref,)) == 4
+
+
+@pytest.mark.system
+def test_an_rref_of_an_rref(mesh: Mesh) -> None:
+    def at_user() -> None:
+        inner = zrpc.remote("worker1", Value, args=("inner",))
+        outer = zrpc.remote("worker1", zrpc.RRef, args=(inner,))
+        del inner
+        assert outer.to_here().to_here().rpc_sync().get_key() == "inner"
+
+    mesh.run(0, at_user)
+    assert is_freed("inner")
+
+
+def test_attributes_can_not_be_added_by_mistake(caller: Mesh) -> None:
+    with pytest.raises(AttributeError):
+        zrpc.RRef(1).value = 3
+
+
+def test_an_rref_after_the_shutdown_says_what_is_wrong(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh()
+    own = mesh.run(0, zrpc.RRef, [1])
+    user = mesh.run(0, zrpc.remote, "worker1", list)
+    mesh.run(0, user.to_here)
+    mesh.shutdown()
+    for use in (
+        user.to_here,
+        lambda: user.rpc_sync().append(1),
+        lambda: user.rpc_async().append(1),
+        lambda: user.remote().copy(),
+        lambda: own.rpc_sync().append(1),
+    ):
+        with pytest.raises(zrpc.NotInitializedError, match="RPC has not been initialized"):
+            use()
+    assert "GloballyUniqueId" in repr(user)
+    assert user.owner_name() == "worker1"
+
+
+@pytest.mark.zrpc(workers=3)
+def test_rrefs_that_are_held_do_not_hold_up_the_shutdown(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh()
+    held = [
+        mesh.run(0, zrpc.RRef, Value("own")),
+        mesh.run(0, zrpc.remote, "worker1", Value, args=("user",)),
+        mesh.run(2, zrpc.remote, "worker2", Value, args=("self",)),
+    ]
+    held.append(mesh.run(2, zrpc.rpc_sync, "worker1", zrpc.RRef, args=(5,)))
+    mesh.shutdown()
+    assert is_freed("user")
+    held.clear()
+    assert is_freed("own")
+    assert is_freed("self")
+
+
+def test_an_rref_that_was_never_filled_can_end() -> None:
+    rref = zrpc.RRef.__new__(zrpc.RRef)
+    del rref
 
 
 def wait_for(name: Any) -> Any:
@@ -50,17 +234,6 @@ def fail_unusually() -> None:
     raise Unusual(1, 2)
 
 
-def fail_with_what_cannot_travel() -> None:
-    raise RuntimeError("about", event("a lock inside"))
-
-
-def exit_handler() -> None:
-    raise SystemExit(3)
-
-
-# -- to_here -------------------------------------------------------------------------------
-
-
 def test_to_here_gives_a_copy_each_time(caller: Mesh) -> None:
     rref = zrpc.remote("worker1", list, args=((1, 2),))
     first, second = rref.to_here(), rref.to_here()
@@ -75,14 +248,6 @@ def test_to_here_waits_for_the_value(caller: Mesh) -> None:
     future = caller.submit(1, event("go").set)
     assert rref.to_here() == "go"
     future.result(SOON)
-
-
-def test_to_here_times_out_and_can_be_tried_again(caller: Mesh) -> None:
-    rref = zrpc.remote("worker1", wait_for, args=("go",))
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"timeout \(50 ms\) and will now be marked"):
-        rref.to_here(timeout=0.05)
-    event("go").set()
-    assert rref.to_here() == "go"
 
 
 @pytest.mark.zrpc(options={"rpc_timeout": 0.05})
@@ -109,18 +274,6 @@ def test_a_timeout_must_be_a_number(mesh: Mesh, timeout: Any) -> None:
         mesh.run(0, rref.to_here, timeout)
 
 
-def test_what_cannot_be_pickled_is_reported_and_kept(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", Value, args=("stays",))
-        for _ in range(2):
-            with pytest.raises(zrpc.SerializationError, match="a Value stays where it is"):
-                rref.to_here()
-        assert rref.rpc_sync().get_key() == "stays"
-
-    mesh.run(0, at_user)
-    assert is_freed("stays")
-
-
 def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
     # Who has such an RRef got it from a worker that has died since.
     def at_user() -> None:
@@ -136,9 +289,6 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
 
     mesh.run(0, at_user)
     assert entries(layers(mesh)[1]) == 0
-
-
-# -- local_value ---------------------------------------------------------------------------
 
 
 def test_local_value_is_for_the_owner(caller: Mesh) -> None:
@@ -168,9 +318,6 @@ def test_local_value_is_the_very_object(caller: Mesh) -> None:
     assert rref.to_here() == ["changed", "changed"]
 
 
-# -- a function that fails -----------------------------------------------------------------
-
-
 @pytest.mark.system
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
 @pytest.mark.parametrize(
@@ -188,7 +335,6 @@ def test_an_error_has_its_own_type_and_args_each_time(caller: Mesh, to: str, err
         rref.rpc_sync().anything()
 
 
-@pytest.mark.system
 def test_an_error_shows_where_it_was_raised(caller: Mesh) -> None:
     rref = zrpc.remote("worker1", fail, args=(ValueError("no"),))
     with pytest.raises(ValueError, match="no") as caught:
@@ -196,17 +342,6 @@ def test_an_error_shows_where_it_was_raised(caller: Mesh) -> None:
     text = "".join(traceback.format_exception(caught.value))
     assert "On WorkerInfo(id=1, name=worker1)" in text
     assert "in fail" in text
-
-
-@pytest.mark.parametrize("function", [fail_with_what_cannot_travel, exit_handler])
-def test_an_error_that_cannot_be_sent_arrives_as_text(caller: Mesh, function: Any) -> None:
-    rref = zrpc.remote("worker1", function)
-    for _ in range(2):
-        with pytest.raises(
-            zrpc.RemoteError, match="Original exception on remote side was"
-        ) as caught:
-            rref.to_here()
-        assert function.__name__ in str(caught.value)
 
 
 def test_an_error_of_an_own_call_is_the_one_that_was_raised(caller: Mesh) -> None:
@@ -245,24 +380,12 @@ def fail_with_a_value() -> None:
     raise ValueError(value.key)
 
 
-def test_arguments_that_cannot_be_pickled_raise_at_once(mesh: Mesh) -> None:
-    def at_user() -> None:
-        with pytest.raises(zrpc.SerializationError, match="a Value stays"):
-            zrpc.remote("worker1", list, args=([Value("argument")],))
-
-    mesh.run(0, at_user)
-    for layer in layers(mesh):
-        until(lambda layer=layer: entries(layer) == 0, "nothing is kept")
-
-
 def test_arguments_to_oneself_are_copied(caller: Mesh) -> None:
     argument = [1]
     rref = zrpc.remote("worker0", list.copy, args=(argument,))
     argument.append(2)
     assert rref.to_here() == [1]
 
-
-# -- a call that takes too long ------------------------------------------------------------
 
 TIMED_OUT = re.escape("RRef creation via rpc.remote() timed out")
 
@@ -294,14 +417,6 @@ def test_a_call_that_timed_out_shows_at_each_use(caller: Mesh) -> None:
     event("never").set()
 
 
-@pytest.mark.system
-def test_a_waiting_to_here_gets_the_timeout(caller: Mesh) -> None:
-    rref = zrpc.remote("worker1", wait_for, args=("never",), timeout=0.1)
-    with pytest.raises(zrpc.RpcTimeoutError, match=TIMED_OUT):
-        rref.to_here(timeout=1)
-    event("never").set()
-
-
 def test_a_call_to_oneself_that_timed_out(caller: Mesh) -> None:
     rref = zrpc.remote("worker0", wait_for, args=("never",), timeout=0.05)
     until_timed_out(rref)
@@ -318,14 +433,6 @@ def test_the_value_of_a_call_that_timed_out_is_freed(mesh: Mesh) -> None:
     mesh.run(0, at_user)
     event("go").set()
     assert is_freed("late")
-
-
-def make_late(key: Any, name: Any) -> Any:
-    wait_for(name)
-    return Value(key)
-
-
-# -- after a shutdown ----------------------------------------------------------------------
 
 
 @pytest.mark.zrpc(workers=2)
@@ -351,10 +458,3 @@ def test_a_shutdown_ends_the_wait_for_an_own_value(mesh: Mesh) -> None:
         mesh.agent(0).shutdown(graceful=False)
         with pytest.raises(zrpc.NotInitializedError, match="this worker has shut down"):
             waits.result(SOON)
-
-
-@pytest.mark.zrpc(workers=2)
-def test_the_pickler_of_torch_is_refused(mesh: Mesh) -> None:
-    rref = mesh.run(0, zrpc.remote, "worker1", max, (1, 2))
-    with pytest.raises(zrpc.RpcError, match="expected a call that sends UserRRef"):
-        rref._serialize()

@@ -1,11 +1,15 @@
-"""A message that carries an RRef and comes to nothing keeps no value alive."""
+"""RRefs in anything that is sent, from anybody to anybody; what comes to nothing keeps no value."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import zrpc
 from tests.services.rref.tracked import (
@@ -13,14 +17,112 @@ from tests.services.rref.tracked import (
     Value,
     assert_empty,
     assert_kept,
+    ended,
     give,
     ignore,
     is_freed,
     key_of,
+    make_late,
 )
 from tests.support.identity import event
 from tests.support.waiting import until
 from zrpc.testing import Mesh
+
+
+def owner_and_key(rref: Any) -> Any:
+    return rref.owner_name(), rref.is_owner(), key_of(rref)
+
+
+WORKERS = ["worker0", "worker1", "worker2"]
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize("owner", WORKERS)
+def test_from_anybody_to_anybody(mesh: Mesh, owner: str) -> None:
+    # Among them: owner to user, user to owner, user to user, to oneself, all three one.
+    for sender, receiver in itertools.product(WORKERS, repeat=2):
+        as_argument, as_result = f"to {receiver} of {sender}", f"from {sender} to {receiver}"
+
+        def send(to: str = receiver, key: str = as_argument) -> Any:
+            rref = zrpc.remote(owner, Value, args=(key,))
+            return zrpc.rpc_sync(to, owner_and_key, args=(rref,))
+
+        def receive(sender: str = sender, key: str = as_result) -> Any:
+            return owner_and_key(zrpc.rpc_sync(sender, zrpc.remote, args=(owner, Value, (key,))))
+
+        assert mesh.run(sender, send) == (owner, receiver == owner, as_argument)
+        assert mesh.run(receiver, receive) == (owner, receiver == owner, as_result)
+        assert is_freed(as_argument)
+        assert is_freed(as_result)
+    assert_empty(mesh)
+
+
+def test_handed_on_while_it_is_being_made(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", make_late, args=("late", "go"))
+        results = [
+            zrpc.rpc_async(to, key_of, args=(rref,)) for to in ("worker0", "worker1", "worker0")
+        ]
+        del rref
+        event("go").set()
+        assert torch.futures.wait_all(results) == ["late"] * 3
+
+    mesh.run(0, at_user)
+    assert is_freed("late")
+    assert_empty(mesh)
+
+
+class Node:
+    """Refers to itself."""
+
+    def __init__(self, rref: Any) -> None:
+        self.rref = rref
+        self.me = self
+
+
+WRAPPERS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+    (lambda r: (1, {"a": [r]}), lambda w: w[1]["a"][0]),
+    (lambda r: {r: 1}, lambda w: next(iter(w))),
+    (lambda r: {r}, lambda w: next(iter(w))),
+    (lambda r: Node(r), lambda w: w.me.me.rref),
+    (lambda r: partial(give, r), lambda w: w()),
+    (lambda r: lambda: r, lambda w: w()),
+    (lambda r: lambda x=r: x, lambda w: w()),
+    (lambda r: [torch.ones(3), r, torch.ones(10_000)], lambda w: w[1]),
+    (lambda r: ValueError(r), lambda w: w.args[0]),
+]
+
+
+def test_inside_of_anything(mesh: Mesh) -> None:
+    def at_user(wrap: Any, unwrap: Any) -> None:
+        rref = zrpc.remote("worker1", Value, args=("inside",))
+        back = unwrap(zrpc.rpc_sync("worker1", give, args=(wrap(rref),)))
+        assert back == rref
+        assert key_of(back) == "inside"
+        own = zrpc.RRef(Value("own"))
+        back = unwrap(zrpc.rpc_sync("worker1", give, args=(wrap(own),)))
+        assert back.local_value() is own.local_value()
+
+    for wrap, unwrap in WRAPPERS:
+        mesh.run(0, at_user, wrap, unwrap)
+        for key in ("inside", "own"):
+            assert is_freed(key)
+            ended(key).clear()
+    assert_empty(mesh)
+
+
+def test_twice_in_one_message(mesh: Mesh) -> None:
+    def at_user() -> None:
+        rref = zrpc.remote("worker1", Value, args=("twice",))
+        other = zrpc.remote("worker1", Value, args=("other",))
+        first, second, again = zrpc.rpc_sync("worker1", give, args=([rref, other, rref],))
+        assert first is again  # as any object in one pickle
+        assert (first, second) == (rref, other)
+
+    mesh.run(0, at_user)
+    assert is_freed("twice")
+    assert is_freed("other")
 
 
 class Stops:

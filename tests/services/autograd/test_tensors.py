@@ -1,0 +1,460 @@
+"""Gradients of tensors of any kind: views, dtypes, shapes, layouts and classes."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.autograd.split_models import (
+    LEAVES,
+    W,
+    X,
+    assert_as_local,
+    call,
+    layer,
+    leaf,
+    train,
+)
+from tests.support.identity import here
+from zrpc.agent.current import find_agent
+from zrpc.errors import SerializationError
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+
+VIEWS = {
+    "slice": lambda x: x[1:],
+    "row": lambda x: x[1],
+    "transposed": lambda x: x.t(),
+    "strided": lambda x: x[::2, ::2],
+    "expanded": lambda x: x[0].expand(4, 3),
+    "diagonal": lambda x: x.diagonal(),
+    "reshaped": lambda x: x.view(9),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_views_there_and_back(mesh: Mesh, view: Any) -> None:
+    def model() -> Any:
+        sent = view(torch.tanh(W[0]))
+        back = call("worker1", lambda x: (x * 3).sin()[..., :2], sent)
+        return (back**2).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_tensor_twice_in_one_message(mesh: Mesh) -> None:
+    def model() -> Any:
+        x = X * 2
+        return call("worker1", lambda a, b, c: (a * b * c[0]).sum(), x, x, [x])
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [
+        (torch.float32, {"rtol": 1e-5, "atol": 1e-6}),
+        (torch.float64, {}),
+        (torch.bfloat16, {"rtol": 0.02, "atol": 0.02}),
+        (torch.float16, {"rtol": 1e-2, "atol": 1e-2}),
+        (torch.complex64, {"rtol": 1e-5, "atol": 1e-5}),
+        (torch.complex128, {}),
+    ],
+    ids=str,
+)
+def test_dtypes(mesh: Mesh, dtype: Any, tolerance: Any) -> None:
+    x, w = leaf(3, seed=2, dtype=dtype), leaf(3, 3, seed=3, dtype=dtype)
+
+    def model() -> Any:
+        far = call("worker1", lambda x: (x @ w) * x, x * 2)
+        assert far.dtype == dtype
+        return far.abs().sum() if dtype.is_complex else far.sum()
+
+    assert_as_local(mesh, model, [x, w], **tolerance)
+
+
+def test_conjugates_and_negatives(mesh: Mesh) -> None:
+    z = leaf(3, seed=4, dtype=torch.complex128)
+
+    def use(conjugate: Any, negative: Any) -> Any:
+        assert conjugate.is_conj() or find_agent() is None
+        return (conjugate * 1j).real.sum() + (negative**2).sum()
+
+    def model() -> Any:
+        return call("worker1", use, z.conj(), z.conj().imag)
+
+    assert_as_local(mesh, model, [z])
+
+
+def test_shapes_without_elements_and_scalars(mesh: Mesh) -> None:
+    scalar, empty = leaf(seed=5), leaf(0, 3, seed=6)
+
+    def model() -> Any:
+        a, b = call("worker1", lambda s, e: (s * s, e * s), scalar, empty)
+        return a + b.sum()
+
+    assert_as_local(mesh, model, [scalar, empty])
+
+
+def test_large_tensors(mesh: Mesh) -> None:
+    """They travel as frames of their own."""
+    big = leaf(200, 300, seed=7)
+
+    def model() -> Any:
+        return (call("worker1", lambda x: x.sin() * 2, big * 2) ** 2).sum()
+
+    assert_as_local(mesh, model, [big])
+
+
+def test_an_embedding_with_sparse_gradients(mesh: Mesh) -> None:
+    embedding = torch.nn.Embedding(10, 3, sparse=True, dtype=torch.float64)
+
+    def model() -> Any:
+        rows = call("worker1", embedding.forward_rows, torch.tensor([1, 3, 1]))
+        return (rows * X).sum() + call("worker1", embedding.forward_rows, torch.tensor([7])).sum()
+
+    embedding.forward_rows = lambda rows: torch.nn.functional.embedding(
+        rows, embedding.weight, sparse=True
+    )
+    assert_as_local(mesh, model, [X, embedding.weight])
+    assert train(mesh, model)[embedding.weight].is_sparse
+
+
+def test_a_sparse_gradient_that_travels(mesh: Mesh) -> None:
+    """The worker that looks the rows up is not the one that has the weight."""
+
+    def look_up(weight: Any) -> Any:
+        return torch.nn.functional.embedding(torch.tensor([1, 2, 1]), weight, sparse=True)
+
+    def model() -> Any:
+        return (call("worker1", look_up, W[0]) * X).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_sparse_activation(mesh: Mesh) -> None:
+    """A sparse tensor that requires grad is part of the graph too."""
+
+    def model() -> Any:
+        sparse = (W[0] * torch.eye(3, dtype=torch.float64)).to_sparse()
+        return (call("worker1", torch.sparse.mm, sparse, W[1]) ** 2).sum()
+
+    assert_as_local(mesh, model, LEAVES)
+
+
+SQUARE = leaf(3, 3, seed=4)
+
+
+class Reversed(torch.autograd.Function):
+    """Returns a view whose gradient is not that of a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return -gradient
+
+
+def unnamed(x: Any) -> Any:
+    """Two views that overlap; what they are views of is not in the message."""
+    y = x.sin()
+    return y[:2], y[1:]
+
+
+def complex_and_real(x: Any) -> Any:
+    y = torch.complex(x.sin(), x.cos())
+    return y, torch.view_as_real(y)[..., 1]
+
+
+def conjugate(x: Any) -> Any:
+    y = torch.complex(x.sin(), x.cos())
+    return y, y.conj().imag
+
+
+def plain_base(x: Any) -> Any:
+    y = x.detach().clone()
+    return y, y[1]
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "base and view": lambda x: (y := x.sin(), y[1:]),
+    "view and base": lambda x: ((y := x.sin())[1:], y),
+    "view of a view": lambda x: (y := x.sin(), y[1:].t()[::2]),
+    "expanded": lambda x: (y := x.sin(), y[:1].expand(3, 3)),
+    "unnamed": unnamed,
+    "offset": lambda x: ((y := x.sin()[1:])[:, 1:], y),
+    "real part": complex_and_real,
+    "conjugate": conjugate,
+    "no grad": plain_base,
+}
+
+
+def change_first(a: Any, b: Any) -> Any:
+    a.mul_(W[1][0, 0])
+    return (b * b).sum().abs() + a.sum().abs()
+
+
+def change_second(a: Any, b: Any) -> Any:
+    b.mul_(W[1][0, 0])
+    return (a * a).sum().abs() + b.sum().abs()
+
+
+def change_both(a: Any, b: Any) -> Any:
+    b.mul_(W[1][0, 1])
+    a.sin_()
+    return (a * a).sum().abs() + (b * b).sum().abs()
+
+
+def change_without_grad(a: Any, b: Any) -> Any:
+    with torch.no_grad():
+        a.add_(1)
+    return ((a * a).sum().abs() + (b * b).sum().abs()) * W[1][0, 0]
+
+
+def change_nothing(a: Any, b: Any) -> Any:
+    return ((a * a).sum().abs() + (b.sin() * b).sum().abs()) * W[1][0, 0]
+
+
+CHANGES = [change_first, change_second, change_both, change_without_grad, change_nothing]
+
+
+def outcome(run: Callable[[Any], Any], model: Callable[[], Any]) -> Any:
+    """Returns the gradients, or None if torch refuses the change."""
+    try:
+        found = run(model)
+    except RuntimeError as error:
+        if re.search("in-?place|written-to tensor", str(error)) is None:
+            raise
+        return None
+    return [found.get(SQUARE), found.get(W[1])]
+
+
+def local(model: Callable[[], Any]) -> Any:
+    values = torch.autograd.grad(model(), [SQUARE, W[1]], allow_unused=True)
+    return {key: g for key, g in zip([SQUARE, W[1]], values, strict=True) if g is not None}
+
+
+def assert_changes_as_local(
+    mesh: Mesh, make: Callable[[Any], Any], change: Callable[..., Any]
+) -> None:
+    """Has arguments and results of a call changed, and compares the gradients."""
+    expected = outcome(local, lambda: change(*make(SQUARE)))
+    models = (
+        lambda: zrpc.rpc_sync("worker1", here(change), make(SQUARE)),
+        lambda: change(*zrpc.rpc_sync("worker1", here(make), (SQUARE,))),
+    )
+    for model in models:
+        found = outcome(partial(train, mesh), model)
+        torch.testing.assert_close(found, expected, msg=change.__name__)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_changes_have_the_gradients_of_local_ones(mesh: Mesh, maker: str) -> None:
+    for change in CHANGES:
+        assert_changes_as_local(mesh, MAKERS[maker], change)
+
+
+def test_a_hook_on_a_view_sees_its_gradient(mesh: Mesh) -> None:
+    seen: list[torch.Tensor] = []
+
+    def make() -> Any:
+        y = SQUARE.sin()
+        view = y[1:]
+        view.register_hook(seen.append)
+        return view, y
+
+    train(mesh, lambda: zrpc.rpc_sync("worker1", here(change_nothing), make()))
+    local(lambda: change_nothing(*make()))
+    found, expected = seen
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("change", [change_first, change_second])
+def test_a_view_of_a_custom_function_is_not_changed_in_silence(mesh: Mesh, change: Any) -> None:
+    def model() -> Any:
+        y = SQUARE.sin()
+        return zrpc.rpc_sync("worker1", here(change), (y, Reversed.apply(y)))
+
+    with pytest.raises(RuntimeError, match="custom Function"):
+        train(mesh, model)
+
+
+def test_a_view_of_a_custom_function_has_the_gradient_of_that_function(mesh: Mesh) -> None:
+    def make(x: Any) -> Any:
+        y = x.sin()
+        return y, Reversed.apply(y)
+
+    expected = local(lambda: change_nothing(*make(SQUARE)))
+    found = train(mesh, lambda: zrpc.rpc_sync("worker1", here(change_nothing), make(SQUARE)))
+    torch.testing.assert_close(found[SQUARE], expected[SQUARE])
+
+
+def test_a_detached_alias_that_is_changed_fails_what_needs_its_value(mesh: Mesh) -> None:
+    def change_alias(y: Any, alias: Any) -> Any:
+        result = (y * y).sum()
+        alias.mul_(2)
+        return result
+
+    y = SQUARE.sin()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        train(mesh, lambda: zrpc.rpc_sync("worker1", here(change_alias), (y, y.detach())))
+
+
+def test_views_outside_of_a_context_stay_views(mesh: Mesh) -> None:
+    def gradient(a: Any, b: Any) -> Any:
+        weight = torch.ones((), requires_grad=True)
+        a.mul_(weight)
+        [found] = torch.autograd.grad(b.sum(), [weight])
+        return found
+
+    base = torch.arange(6.0)
+    for a, b, shared in [(base, base[2:4], 2), (base[2:4], base, 2), (base[:4], base[2:], 2)]:
+        found = mesh.run(0, zrpc.rpc_sync, "worker1", here(gradient), (a, b))
+        assert found == b[:shared].sum() if b is not base else b[2:4].sum()
+
+
+class Named(torch.Tensor):
+    """A subclass with an attribute, whose operators are torch's."""
+
+    name = ""
+
+
+class Weight(torch.nn.Parameter):
+    """A subclass of Parameter."""
+
+
+class Wrapper(torch.Tensor):
+    """A subclass that dispatches operators itself; its elements are in another tensor."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> Any:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=requires_grad
+        )
+
+    def __init__(self, inner: torch.Tensor, requires_grad: bool = False) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = [arg.inner if isinstance(arg, cls) else arg for arg in args]
+        result = func(*args, **kwargs or {})
+        return cls(result) if isinstance(result, torch.Tensor) else result
+
+
+class Keeping(Wrapper):
+    """A subclass that says itself how it is pickled, without its gradient."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Keeping, (self.inner, self.requires_grad)
+
+
+class Giving(torch.Tensor):
+    """A subclass that says itself how it is pickled, by tensors that are part of the graph."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return give, (self.as_subclass(torch.Tensor),)
+
+
+def give(x: torch.Tensor) -> Any:
+    return x.as_subclass(Giving)
+
+
+def named(x: torch.Tensor) -> Any:
+    result = x.as_subclass(Named)
+    result.name = "x"
+    return result
+
+
+def jagged(values: torch.Tensor) -> Any:
+    return torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 3]))
+
+
+def strided(x: torch.Tensor) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype: torch's own words
+        return torch.nested.as_nested_tensor([x[:1], x[1:]])
+
+
+def tanh(x: Any) -> Any:
+    return torch.tanh(x) * W[1][0, 0]
+
+
+def tanh_and_type(x: Any) -> Any:
+    return tanh(x), type(x).__name__
+
+
+def plain(x: Any) -> Any:
+    return x.values() if x.is_nested else x.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("make", [named, jagged, give, lambda x: jagged(x.view(3, 1))])
+def test_gradients_of_subclasses_are_sent(mesh: Mesh, make: Callable[[Any], Any]) -> None:
+    expected = torch.autograd.grad(plain(tanh(make(X.sin()))).sum(), [X, W[1]])
+    found = train(mesh, lambda: plain(zrpc.rpc_sync("worker1", here(tanh), (make(X.sin()),))).sum())
+    torch.testing.assert_close([found[X], found[W[1]]], list(expected))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: named(X.detach().clone()).requires_grad_(), lambda: Weight(X.detach())]
+)
+def test_leaves_of_subclasses_get_their_gradients(mesh: Mesh, make: Callable[[], Any]) -> None:
+    x = make()
+    found = train(mesh, lambda: plain(zrpc.rpc_sync("worker1", here(tanh), (x,))).sum())
+    [expected] = torch.autograd.grad(plain(tanh(x)).sum(), [x])
+    torch.testing.assert_close(plain(found[x]), plain(expected))
+
+
+@pytest.mark.parametrize("wrapper", [Wrapper, Keeping])
+def test_a_subclass_whose_gradient_would_be_lost_is_refused(mesh: Mesh, wrapper: Any) -> None:
+    x = wrapper(torch.ones(3), requires_grad=True)
+    with pytest.raises(SerializationError, match=f"found a {wrapper.__name__} that requires grad"):
+        train(mesh, lambda: zrpc.rpc_sync("worker1", here(tanh), (x,)).sum())
+
+
+def test_a_strided_nested_tensor_is_refused_in_a_graph_only(mesh: Mesh) -> None:
+    with pytest.raises(SerializationError, match=r"found a nested tensor .* send tensor.unbind"):
+        train(mesh, lambda: zrpc.rpc_sync("worker1", here(tanh), (strided(X.sin()),)).sum())
+    copy = mesh.run(0, zrpc.rpc_sync, "worker1", torch.sin, (strided(X.detach()),))
+    for found, part in zip(copy.unbind(), strided(X.detach()).unbind(), strict=True):
+        torch.testing.assert_close(found, part.sin())
+
+
+class Diverged(ValueError):
+    """An error with a tensor."""
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_tensor_of_an_exception_can_be_read_but_has_no_gradient(mesh: Mesh, local: bool) -> None:
+    class OfThisTest(Diverged):
+        pass
+
+    error_type = OfThisTest if local else Diverged
+
+    def diverge(x: Any) -> Any:
+        raise error_type("loss", {"loss": layer(1, x).sum()})
+
+    def caught() -> Any:
+        with pytest.raises(Diverged) as info:
+            zrpc.rpc_sync("worker1", here(diverge), (X.sin(),))
+        found = info.value.args[1]["loss"]
+        torch.testing.assert_close(found.detach(), layer(1, X.sin()).sum().detach())
+        return found
+
+    def harmless() -> Any:
+        return X.sum() + caught().detach()
+
+    torch.testing.assert_close(train(mesh, harmless)[X], torch.ones_like(X))
+    with pytest.raises(RuntimeError, match="in the args of a remote exception"):
+        train(mesh, lambda: X.sum() + caught())
