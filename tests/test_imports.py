@@ -138,7 +138,6 @@ SURFACE: dict[str, set[str]] = {
         "autograd.passes",
         "autograd.service",
         "collectives",
-        "debugger.post_mortem",
         "debugger.prompt",
         "debugger.service",
         "elastic.join",

@@ -39,7 +39,6 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
-from zrpc.services.debugger.post_mortem import PostMortem
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
@@ -65,7 +64,6 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     LossDetector,
     TracingService,
     DebuggerService,
-    PostMortem,
     MetricsService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)

@@ -14,6 +14,9 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
+
+from typing_extensions import Buffer
 
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId
@@ -48,8 +51,7 @@ class Place(IntEnum):
     LOOP = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What a worker reports of its pool, or of its event loop.
 
     Attributes:
@@ -58,7 +60,7 @@ class Report:
         idle_for: seconds since a request was begun, at least.
         size: how many threads may run handlers at once.
         running: how many do.
-        queued: how many requests wait.
+        queued: how many requests wait; 0 takes the reports before back.
     """
 
     place: Place
@@ -70,20 +72,19 @@ class Report:
 
     def pack(self) -> bytes:
         """Returns the report as the body of a message."""
-        numbers = (self.full_for, self.idle_for, self.size, self.running, self.queued)
-        return _REPORT.pack(self.place, *numbers)
+        return _REPORT.pack(*self)
 
     @classmethod
-    def parse(cls, body: bytes) -> tuple[Place, Report | None]:
-        """Reads what `pack` wrote, or the place alone if nothing waits there any longer.
+    def parse(cls, body: Buffer) -> Report:
+        """Reads what `pack` wrote.
 
         Raises:
             ProtocolError: the body is something else.
         """
         try:
-            place = Place(body[0])
-            return place, None if len(body) == 1 else cls(place, *_REPORT.unpack(body)[1:])
-        except (struct.error, ValueError, IndexError) as error:
+            place, *numbers = _REPORT.unpack(body)
+            return cls(Place(place), *numbers)
+        except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected a report about a pool: {error}") from error
 
     def text(self, later: float = 0.0) -> str:
@@ -119,7 +120,7 @@ class Congestion:
     def observe_queue(self, now: float, queued: int, begun: int) -> bool:
         """Records how many jobs are queued, and how many were ever begun.
 
-        Returns whether what `bodies_for` returns must be sent now.
+        Returns whether what `reports_for` returns must be sent now.
         """
         if begun != self._begun:
             self._begun, self._begun_at = begun, now
@@ -141,20 +142,20 @@ class Congestion:
             return None
         return Report(self._place, full_for, now - self._begun_at, size, running, queued)
 
-    def bodies_for(
+    def reports_for(
         self, now: float, waiting: Collection[MemberId], report: Report | None
-    ) -> dict[MemberId, bytes]:
+    ) -> dict[MemberId, Report]:
         """Returns what to send to each member, and records that it is sent.
 
         The members ``waiting`` are those whose requests are queued.
         """
         self._report_at = now + self._settings.report_every_seconds
-        members = set(waiting) if report is not None else set()
-        bodies = dict.fromkeys(self._told - members, bytes([self._place]))
+        reports = dict.fromkeys(self._told, Report(self._place, 0.0, 0.0, 0, 0, 0))
+        self._told = set()
         if report is not None:
-            bodies.update(dict.fromkeys(members, report.pack()))
-        self._told = members
-        return bodies
+            self._told = set(waiting)
+            reports |= dict.fromkeys(waiting, report)
+        return reports
 
 
 class Reports:
@@ -166,12 +167,12 @@ class Reports:
         # Single operations on the dict are atomic.
         self._reports: dict[tuple[MemberId, Place], tuple[Report, float]] = {}
 
-    def record(self, member: MemberId, place: Place, report: Report | None, now: float) -> None:
-        """Records what a peer reports of its pool or its event loop; None if nothing waits."""
-        if report is None:
-            self._reports.pop((member, place), None)
+    def record(self, member: MemberId, report: Report, now: float) -> None:
+        """Records what a peer reports of its pool or its event loop."""
+        if report.queued:
+            self._reports[member, report.place] = (report, now)
         else:
-            self._reports[member, place] = (report, now)
+            self._reports.pop((member, report.place), None)
 
     def members(self) -> list[MemberId]:
         """Returns the members with a current report."""

@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zrpc.errors import AuthenticationError
-from zrpc.services.inspection.listener import (
-    OTHERS,
-    OTHERS_NUMBERS,
-    OWN_NUMBERS,
-    SELF,
-    SOCKET,
-    peer_of,
-)
+from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, SOCKET, peer_of
 from zrpc.services.inspection.snapshot import Member, Snapshot
 from zrpc.transport.address import check_private, is_alive, private_directories
 from zrpc.wire.member_id import MemberId
@@ -132,14 +125,15 @@ def find_meshes(
     Raises:
         LookupError: there are none.
     """
-    found, failed = meshes(ask(directories(), timeout, OWN_NUMBERS if numbers else SELF))
+    kind = NUMBERS if numbers else ""
+    found, failed = meshes(ask(directories(), timeout, SELF + kind))
     chosen = [mesh for mesh in found if mesh.has_worker(workers)]
     failed = [answer for answer in failed if not workers or str(answer.pid) in workers]
     if not chosen and not failed:
         suffix = f" with {' or '.join(workers)}" if workers else ""
         raise LookupError(f"no running mesh of this user{suffix} was found on this host")
     for mesh in chosen:
-        mesh.ask_other_hosts(timeout, OTHERS_NUMBERS if numbers else OTHERS)
+        mesh.ask_other_hosts(timeout, OTHERS + kind)
     return chosen, failed
 
 
@@ -202,11 +196,9 @@ class _Visit:
         self.connection.setblocking(False)
         try:
             self.connection.connect(str(path / SOCKET))
-            peer = peer_of(self.connection)
-            if peer is not None:
-                self.answer.pid = peer[0]
-                if peer[1] != os.geteuid():
-                    raise OSError(errno.EPERM, f"its process is of user {peer[1]}")
+            self.answer.pid, user = peer_of(self.connection)
+            if user != os.geteuid():
+                raise OSError(errno.EPERM, f"its process is of user {user}")
             self.connection.send(f"{question}\n".encode())
         except BlockingIOError:
             self._fail("too many ask it already, and it answers none of them")

@@ -26,14 +26,7 @@ from zrpc.services.inspection.congestion import (
     Report,
     Reports,
 )
-from zrpc.services.inspection.listener import (
-    OTHERS,
-    OTHERS_NUMBERS,
-    OWN_NUMBERS,
-    SELF,
-    Listener,
-    Visitor,
-)
+from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
 from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
@@ -47,10 +40,9 @@ logger = logging.getLogger(__name__)
 # What each new service goes by.
 SETTINGS = InspectionSettings()
 
-# The number of a question to workers on other hosts, which their answers repeat.
-_NUMBER = struct.Struct("<Q")
-# Follows it if the worker's numbers are asked for.
-_NUMBERS = b"n"
+# A question to workers on other hosts, with which their answers begin: its number, and whether it
+# asks for what they have done, in numbers.
+_QUESTION = struct.Struct("<Q?")
 
 
 class InspectionService(Service):
@@ -125,9 +117,9 @@ class InspectionService(Service):
     def _report_to_callers(self, place: Place, requests: Iterable[Message], now: float) -> None:
         """Tells peers that their requests wait, or no longer do."""
         waiting = {request.sender for request in requests} - {self.agent.membership.own_id}
-        bodies = self._queues[place].bodies_for(now, waiting, self._own_report(place, now))
-        for member, body in bodies.items():
-            self.agent.outbox.post(member, Message(Kind.BUSY, body=body))
+        reports = self._queues[place].reports_for(now, waiting, self._own_report(place, now))
+        for member, report in reports.items():
+            self.agent.outbox.post(member, Message(Kind.BUSY, body=report.pack()))
 
     def _own_report(self, place: Place, now: float) -> Report | None:
         if place is Place.LOOP:
@@ -136,8 +128,7 @@ class InspectionService(Service):
         return self._queues[place].report(now, load.size, load.running, load.queued)
 
     def _on_busy(self, message: Message) -> None:
-        place, report = Report.parse(bytes(message.body))
-        self._reports.record(message.sender, place, report, time.monotonic())
+        self._reports.record(message.sender, Report.parse(message.body), time.monotonic())
 
     def _open_listener(self) -> Listener | None:
         membership = self.agent.membership
@@ -151,12 +142,12 @@ class InspectionService(Service):
             return None
 
     def _answer_visitor(self, visitor: Visitor, question: str) -> None:
-        if question in (OTHERS, OTHERS_NUMBERS):
-            self._ask_other_hosts(visitor, question == OTHERS_NUMBERS)
-            return
-        if question in (SELF, OWN_NUMBERS):
-            visitor.write(self._dump_snapshot(question == OWN_NUMBERS))
-        visitor.finish()
+        numbers = question.endswith(NUMBERS)
+        about = question.removesuffix(NUMBERS)
+        if about == SELF:
+            visitor.write(self._dump_snapshot(numbers))
+        if about != OTHERS or not self._ask_other_hosts(visitor, numbers):
+            visitor.finish()
 
     def _dump_snapshot(self, numbers: bool) -> bytes:
         if numbers:
@@ -165,36 +156,40 @@ class InspectionService(Service):
         full_for = self._queues[Place.POOL].full_for(time.monotonic())
         return take_snapshot(self.agent, full_for, notes, self.settings.max_entries).dump()
 
-    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> None:
+    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> bool:
+        """Asks the members on other hosts; returns whether there are any."""
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
-        members.discard(self.agent.membership.own_id)
-        if not members:
-            visitor.finish()
-            return
+        members.discard(membership.own_id)
         self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
         number = next(self._numbers)
-        self._asked[number] = (visitor, members)
-        body = _NUMBER.pack(number) + (_NUMBERS if numbers else b"")
+        if members:
+            self._asked[number] = (visitor, members)
         for member in sorted(members):
-            self.agent.outbox.post(member, Message(Kind.INSPECT, body=body))
+            question = Message(Kind.INSPECT, body=_QUESTION.pack(number, numbers))
+            self.agent.outbox.post(member, question)
+        return bool(members)
 
     def _on_inspect(self, message: Message) -> None:
         """Answers a member whose user asks what workers on other hosts are doing."""
-        number, what = message.body[: _NUMBER.size], message.body[_NUMBER.size :]
-        body = bytes(number) + self._dump_snapshot(bytes(what) == _NUMBERS)
+        number, numbers = _question_of(message)
+        body = _QUESTION.pack(number, numbers) + self._dump_snapshot(numbers)
         self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body))
 
     def _on_snapshot(self, message: Message) -> None:
-        try:
-            (number,) = _NUMBER.unpack_from(message.body)
-        except struct.error as error:
-            raise ProtocolError(f"expected the number of a question: {error}") from error
+        number, _ = _question_of(message)
         visitor, members = self._asked.get(number, (None, set()))
         if visitor is None or message.sender not in members:
             return
         members.discard(message.sender)
-        visitor.write(bytes(message.body[_NUMBER.size :]).replace(b"\n", b" "))
+        visitor.write(bytes(message.body[_QUESTION.size :]).replace(b"\n", b" "))
         if not members:
             del self._asked[number]
             visitor.finish()
+
+
+def _question_of(message: Message) -> tuple[int, bool]:
+    try:
+        return _QUESTION.unpack_from(message.body)
+    except struct.error as error:
+        raise ProtocolError(f"expected the number of a question: {error}") from error
