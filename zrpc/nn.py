@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed.remote_device import _remote_device
@@ -18,6 +18,11 @@ from zrpc.services.rref.rref import RRef
 from zrpc.wire.pickling import encoder
 
 __all__ = ["RemoteModule"]
+
+T = TypeVar("T")
+Module = RRef[torch.nn.Module]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 
 class RemoteModule(torch.nn.Module):
@@ -116,9 +121,7 @@ class RemoteModule(torch.nn.Module):
         """Calls the module with these arguments, and returns the result."""
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
-        return rpc_sync(
-            self.module_rref.owner(), _call, (self.module_rref, self.device, args, kwargs)
-        )
+        return self._on_owner(_call, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module with these arguments, and returns a Future of the result."""
@@ -147,8 +150,7 @@ class RemoteModule(torch.nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[torch.nn.Parameter]]]:
         """Yields names and RRefs of the parameters; see ``nn.Module.named_parameters``."""
-        arguments = (self.module_rref, prefix, recurse, remove_duplicate)
-        yield from rpc_sync(self.module_rref.owner(), _named_parameters, arguments)
+        yield from self._on_owner(_named_parameters, prefix, recurse, remove_duplicate)
 
     def state_dict(
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -196,9 +198,7 @@ class RemoteModule(torch.nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> RemoteModule:
         """Moves or casts the module on its worker; see ``nn.Module.to``."""
-        self.device = rpc_sync(
-            self.module_rref.owner(), _to, (self.module_rref, self.device, args, kwargs)
-        )
+        self.device = self._on_owner(_to, self.device, args, kwargs)
         return self
 
     def cpu(self) -> RemoteModule:
@@ -227,8 +227,7 @@ class RemoteModule(torch.nn.Module):
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> RemoteModule:
         """Moves or casts the module as part of a module that contains this one."""
-        arguments = (self.module_rref, self.device, fn, recurse)
-        self.device = rpc_sync(self.module_rref.owner(), _apply_to_tensors, arguments)
+        self.device = self._on_owner(_apply_to_tensors, self.device, fn, recurse)
         return self
 
     def named_modules(
@@ -239,16 +238,20 @@ class RemoteModule(torch.nn.Module):
     ) -> Iterator[tuple[str, torch.nn.Module]]:
         """Yields this module alone to a module that contains it; else not supported."""
         if memo is None:
-            _raise_not_supported("named_modules")
+            _raise_not_supported(self, "named_modules")
         alone: Iterator[Any] = super().named_modules(memo, prefix, remove_duplicate)
         return alone
+
+    def _on_owner(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls a function on the module's worker, with the RRef of the module first."""
+        return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
 
     def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)
 
     def _modify(self, name: str, *args: Any) -> RemoteModule:
         """Calls a method of the remote module that returns the module itself or None."""
-        rpc_sync(self.module_rref.owner(), _call_method, (self.module_rref, name, args))
+        self._on_owner(_call_method, name, args)
         return self
 
     # -- pickling ------------------------------------------------------------------------
@@ -278,76 +281,55 @@ class _RemoteHandle(RemovableHandle):
         self._handle.rpc_sync().remove()
 
 
-def _raise_not_supported(name: str, instead: str = "") -> NoReturn:
-    raise ValueError(f"Method ``{name}`` not supported for RemoteModule. {instead}".rstrip())
+def _raise_not_supported(module: RemoteModule, name: str, *_: Any, **__: Any) -> NoReturn:
+    instead = " Please use ``remote_parameters`` instead." if name == "parameters" else ""
+    raise ValueError(f"Method ``{name}`` not supported for RemoteModule.{instead}")
 
 
-def _not_supported(name: str, instead: str = "") -> Callable[..., NoReturn]:
-    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> NoReturn:
-        _raise_not_supported(name, instead)
-
-    method.__name__ = name
-    method.__doc__ = "Not supported: the module's parts are on another worker."
-    return method
+def _cast(module: RemoteModule, name: str) -> RemoteModule:
+    return module._modify(name)
 
 
-def _casting(name: str) -> Callable[[RemoteModule], RemoteModule]:
-    def method(self: RemoteModule) -> RemoteModule:
-        return self._modify(name)
-
-    method.__name__ = name
-    method.__doc__ = f"Casts the parameters and buffers on the worker; see ``nn.Module.{name}``."
-    return method
+def _register(module: RemoteModule, name: str, *args: Any, **kwargs: Any) -> RemovableHandle:
+    return _RemoteHandle(module._on_owner(_register_hook, name, args, kwargs))
 
 
-def _registering(name: str) -> Callable[..., RemovableHandle]:
-    def method(self: RemoteModule, *args: Any, **kwargs: Any) -> RemovableHandle:
-        arguments = (self.module_rref, name, args, kwargs)
-        return _RemoteHandle(rpc_sync(self.module_rref.owner(), _register_hook, arguments))
+def _add_methods(names: str, act: Callable[..., Any], doc: str) -> None:
+    """Adds methods that call ``act`` with the module, their name, and their arguments."""
 
-    method.__name__ = name
-    method.__doc__ = f"Registers a hook on the worker; see ``nn.Module.{name}``."
-    return method
+    def method(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: act(self, name, *args, **kwargs)
+
+    for name in names.split():
+        added = method(name)
+        added.__name__, added.__doc__ = name, doc.format(name)
+        setattr(RemoteModule, name, added)
 
 
-for _name in ("float", "double", "half", "bfloat16"):
-    setattr(RemoteModule, _name, _casting(_name))
-for _name in (
-    "register_forward_hook",
-    "register_forward_pre_hook",
-    "register_full_backward_hook",
-    "register_full_backward_pre_hook",
-):
-    setattr(RemoteModule, _name, _registering(_name))
-
-_INSTEAD = {"parameters": "Please use ``remote_parameters`` instead."}
-for _name in (
-    "add_module",
-    "buffers",
-    "children",
-    "extra_repr",
-    "modules",
-    "named_buffers",
-    "named_children",
-    "parameters",
-    "register_backward_hook",
-    "register_buffer",
-    "register_module",
-    "register_parameter",
-    "share_memory",
-    "type",
-):
-    setattr(RemoteModule, _name, _not_supported(_name, _INSTEAD.get(_name, "")))
+_add_methods(
+    "float double half bfloat16",
+    _cast,
+    "Casts the parameters and buffers on the worker; see ``nn.Module.{}``.",
+)
+_add_methods(
+    """register_forward_hook register_forward_pre_hook register_full_backward_hook
+    register_full_backward_pre_hook""",
+    _register,
+    "Registers a hook on the worker; see ``nn.Module.{}``.",
+)
+_add_methods(
+    """add_module buffers children extra_repr modules named_buffers named_children parameters
+    register_backward_hook register_buffer register_module register_parameter share_memory type""",
+    _raise_not_supported,
+    "Not supported: the module's parts are on another worker.",
+)
 
 
 # The functions below run on the worker that has the module.
 
 
 def _make(
-    module_cls: Callable[..., torch.nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: str,
+    module_cls: Callable[..., torch.nn.Module], args: Args, kwargs: Kwargs, device: str
 ) -> torch.nn.Module:
     module = module_cls(*args, **kwargs)
     if not isinstance(module, torch.nn.Module):
@@ -358,27 +340,23 @@ def _make(
     return module.to(device)
 
 
-def _call(
-    module_rref: RRef[torch.nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call(module_rref: Module, device: str, args: Args, kwargs: Kwargs) -> Any:
     moved, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
     result = module_rref.local_value()(*moved, **named)
     return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
 
 
-def _call_method(module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...]) -> None:
+def _call_method(module_rref: Module, name: str, args: Args) -> None:
     getattr(module_rref.local_value(), name)(*args)
 
 
 def _register_hook(
-    module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module_rref: Module, name: str, args: Args, kwargs: Kwargs
 ) -> RRef[RemovableHandle]:
     return RRef(getattr(module_rref.local_value(), name)(*args, **kwargs))
 
 
-def _to(
-    module_rref: RRef[torch.nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> str:
+def _to(module_rref: Module, device: str, args: Args, kwargs: Kwargs) -> str:
     """Moves or casts the module; returns the device it is on then."""
     moved = torch._C._nn._parse_to(*args, **kwargs)[0]
     module_rref.local_value().to(*args, **kwargs)
@@ -386,10 +364,7 @@ def _to(
 
 
 def _apply_to_tensors(
-    module_rref: RRef[torch.nn.Module],
-    device: str,
-    fn: Callable[[torch.Tensor], torch.Tensor],
-    recurse: bool,
+    module_rref: Module, device: str, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
 ) -> str:
     """Calls ``fn`` for each parameter and buffer; returns the device that they are on then."""
     module = module_rref.local_value()
@@ -399,7 +374,7 @@ def _apply_to_tensors(
 
 
 def _named_parameters(
-    module_rref: RRef[torch.nn.Module], prefix: str, recurse: bool, remove_duplicate: bool
+    module_rref: Module, prefix: str, recurse: bool, remove_duplicate: bool
 ) -> list[tuple[str, RRef[torch.nn.Parameter]]]:
     module = module_rref.local_value()
     named = module.named_parameters(prefix, recurse, remove_duplicate)
