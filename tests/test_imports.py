@@ -44,7 +44,6 @@ FACE = {
     "zrpc.bootstrap",
     "zrpc.mesh",
     "zrpc.nn",
-    "zrpc.observe",
     "zrpc.optim",
 }
 LEAVES = {
