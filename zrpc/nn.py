@@ -286,8 +286,13 @@ def _raise_not_supported(module: RemoteModule, name: str, *_: Any, **__: Any) ->
     raise ValueError(f"Method ``{name}`` not supported for RemoteModule.{instead}")
 
 
-def _cast(module: RemoteModule, name: str) -> RemoteModule:
-    return module._modify(name)
+def _casting(name: str) -> Callable[[RemoteModule], RemoteModule]:
+    def method(self: RemoteModule) -> RemoteModule:
+        return self._modify(name)
+
+    method.__name__ = name
+    method.__doc__ = f"Casts the parameters and buffers on the worker; see ``nn.Module.{name}``."
+    return method
 
 
 def _register(module: RemoteModule, name: str, *args: Any, **kwargs: Any) -> RemovableHandle:
@@ -306,11 +311,8 @@ def _add_methods(names: str, act: Callable[..., Any], doc: str) -> None:
         setattr(RemoteModule, name, added)
 
 
-_add_methods(
-    "float double half bfloat16",
-    _cast,
-    "Casts the parameters and buffers on the worker; see ``nn.Module.{}``.",
-)
+for _name in ("float", "double", "half", "bfloat16"):
+    setattr(RemoteModule, _name, _casting(_name))
 _add_methods(
     """register_forward_hook register_forward_pre_hook register_full_backward_hook
     register_full_backward_pre_hook""",
