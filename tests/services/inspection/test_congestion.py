@@ -11,13 +11,7 @@ from tests.services.inspection.doors import knock
 from tests.support.gates import Gate
 from tests.support.waiting import until
 from zrpc.errors import ProtocolError
-from zrpc.services.inspection.congestion import (
-    Congestion,
-    InspectionSettings,
-    Place,
-    Report,
-    Reports,
-)
+from zrpc.services.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 
@@ -27,7 +21,7 @@ def report(congestion: Congestion, now: float, queued: int = 3) -> Report | None
 
 
 def test_a_queue_that_is_empty_now_and_then_is_none() -> None:
-    rules = Congestion(Place.POOL, InspectionSettings())
+    rules = Congestion(Place.POOL)
     for tenth in range(100):
         now = tenth / 10
         assert not rules.observe_queue(now, queued=tenth % 5, begun=tenth)
@@ -35,7 +29,7 @@ def test_a_queue_that_is_empty_now_and_then_is_none() -> None:
 
 
 def test_callers_of_waiting_requests_are_notified_after_a_while_and_again() -> None:
-    rules = Congestion(Place.POOL, InspectionSettings())
+    rules = Congestion(Place.POOL)
     looks = [rules.observe_queue(tenth / 10, 3, 0) for tenth in range(11)]
     assert looks == [False] * 10 + [True]
     said = rules.reports_for(1.0, {2, 5}, report(rules, 1.0))
@@ -45,7 +39,7 @@ def test_callers_of_waiting_requests_are_notified_after_a_while_and_again() -> N
 
 
 def test_a_worker_that_no_longer_waits_is_notified_once() -> None:
-    rules = Congestion(Place.POOL, InspectionSettings())
+    rules = Congestion(Place.POOL)
     rules.observe_queue(0, 3, 0)
     assert rules.observe_queue(1, 3, 0)
     rules.reports_for(1, {2, 5}, report(rules, 1))
@@ -92,7 +86,7 @@ def test_what_a_report_says() -> None:
 
 
 def test_what_was_said_holds_for_a_while() -> None:
-    reports = Reports(InspectionSettings())
+    reports = Reports()
     reports.record(1, Report(Place.POOL, 12, 0, 16, 16, 3), 100.0)
     assert reports.describe(1, "worker1", 102, gone=False).startswith(
         "worker1 is alive: all 16 threads of its pool have been busy for 14 s"
@@ -119,8 +113,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
     )
-    soon = InspectionSettings(report_after_seconds=0.2)
-    monkeypatch.setattr("zrpc.services.inspection.service.SETTINGS", soon)
+    monkeypatch.setattr("zrpc.services.inspection.congestion.REPORT_AFTER_SECONDS", 0.2)
 
 
 def explained(mesh: Mesh, rank: int = 1) -> str:

@@ -20,7 +20,6 @@ from tests.support.gates import Gate
 from tests.support.waiting import SOON, until
 from zrpc.membership.view import Membership
 from zrpc.services.inspection import listener as listening
-from zrpc.services.inspection.congestion import InspectionSettings
 from zrpc.services.inspection.discovery import ask, directories, meshes
 from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, Listener, Visitor
 from zrpc.services.inspection.snapshot import Snapshot
@@ -39,7 +38,7 @@ def directory(mesh: Mesh, worker: int = 0) -> Path:
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[Asked]:
     questions: list[tuple[Visitor, str]] = []
-    listener = Listener(tmp_path, lambda *asked: questions.append(asked), InspectionSettings())
+    listener = Listener(tmp_path, lambda *asked: questions.append(asked))
     yield listener, questions
     listener.close()
 
@@ -281,7 +280,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_reported_so(tmp_path: Path) -> None:
-    silent = Listener(tmp_path, lambda visitor, question: None, InspectionSettings())
+    silent = Listener(tmp_path, lambda visitor, question: None)
     [answer] = ask([tmp_path], 0.1)
     silent.close()
     assert answer.pid == os.getpid()

@@ -19,10 +19,9 @@ from tests.support import waiting_circle
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import SOON, until
-from zrpc.services.inspection.congestion import InspectionSettings
+from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.discovery import MeshView, ask, meshes
 from zrpc.services.inspection.report import Report
-from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 
 lock = threading.Lock()
@@ -142,14 +141,13 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
 
 
 def test_what_is_too_much_is_counted(mesh: Mesh, door: Gate) -> None:
-    for rank in range(2):
-        mesh.agent(rank).service(InspectionService).settings = InspectionSettings(max_entries=2)
     with mesh.agent(0).as_current():
         futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
         door.await_entry(5)
-        view = look(mesh)
-        assert "  and 3 more calls" in Report(view).worker(view.snapshots[0])
-        assert "  and 3 more requests" in Report(view).worker(view.snapshots[1])
+        taken = {rank: take_snapshot(mesh.agent(rank), None, (), 2) for rank in range(2)}
+        report = Report(MeshView(taken))
+        assert "  and 3 more calls" in report.worker(taken[0])
+        assert "  and 3 more requests" in report.worker(taken[1])
         door.opened.set()
         assert [future.wait() for future in futures] == ["in"] * 5
 

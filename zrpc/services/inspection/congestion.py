@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -21,27 +20,16 @@ from typing_extensions import Buffer
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Congestion", "InspectionSettings", "Place", "Report", "Reports"]
+__all__ = ["Congestion", "Place", "Report", "Reports"]
+
+# How long requests must have waited before their callers are told, and how often these are told
+# again.
+REPORT_AFTER_SECONDS = 1.0
+_REPORT_EVERY_SECONDS = 1.0
+# How long a report is taken to describe the present.
+_FRESH_SECONDS = 3 * _REPORT_EVERY_SECONDS
 
 _REPORT = struct.Struct("<BffIII")
-
-
-@dataclass(frozen=True, slots=True)
-class InspectionSettings:
-    """The times and limits that inspection goes by.
-
-    Attributes:
-        report_after_seconds: how long requests must have waited before their callers are told.
-        report_every_seconds: how often the callers are told again.
-        visit_seconds: how long a question and its answer may take.
-        max_entries: how many threads, calls, requests and jobs each a snapshot has: the thread that
-            takes it receives nothing meanwhile.
-    """
-
-    report_after_seconds: float = 1.0
-    report_every_seconds: float = 1.0
-    visit_seconds: float = 10.0
-    max_entries: int = 1000
 
 
 class Place(IntEnum):
@@ -108,9 +96,8 @@ class Report(NamedTuple):
 class Congestion:
     """Finds out whether requests have to wait, and which callers must be told."""
 
-    def __init__(self, place: Place, settings: InspectionSettings) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._settings = settings
         self._since: float | None = None
         self._begun = -1
         self._begun_at = 0.0
@@ -127,7 +114,7 @@ class Congestion:
         if not queued:
             self._since = None
         elif self._since is None:
-            self._since, self._report_at = now, now + self._settings.report_after_seconds
+            self._since, self._report_at = now, now + REPORT_AFTER_SECONDS
         return bool(self._told) if self._since is None else now >= self._report_at
 
     def full_for(self, now: float) -> float | None:
@@ -138,7 +125,7 @@ class Congestion:
     def report(self, now: float, size: int, running: int, queued: int) -> Report | None:
         """Returns what there is to report; None if no job waits, or only since a moment ago."""
         full_for = self.full_for(now)
-        if full_for is None or full_for < self._settings.report_after_seconds:
+        if full_for is None or full_for < REPORT_AFTER_SECONDS:
             return None
         return Report(self._place, full_for, now - self._begun_at, size, running, queued)
 
@@ -149,7 +136,7 @@ class Congestion:
 
         The members ``waiting`` are those whose requests are queued.
         """
-        self._report_at = now + self._settings.report_every_seconds
+        self._report_at = now + _REPORT_EVERY_SECONDS
         reports = dict.fromkeys(self._told, Report(self._place, 0.0, 0.0, 0, 0, 0))
         self._told = set()
         if report is not None:
@@ -161,9 +148,7 @@ class Congestion:
 class Reports:
     """What the peers have reported of themselves. Any thread may call the methods."""
 
-    def __init__(self, settings: InspectionSettings) -> None:
-        # How long a report is taken to describe the present.
-        self._fresh_seconds = 3 * settings.report_every_seconds
+    def __init__(self) -> None:
         # Single operations on the dict are atomic.
         self._reports: dict[tuple[MemberId, Place], tuple[Report, float]] = {}
 
@@ -185,7 +170,7 @@ class Reports:
         return "; ".join(filter(None, texts))
 
     def _text(self, report: Report, at: float, name: str, now: float, gone: bool) -> str:
-        fresh = now - at < self._fresh_seconds
+        fresh = now - at < _FRESH_SECONDS
         if gone:
             return f"shortly before, {report.text()}" if fresh else ""
         if fresh:

@@ -15,8 +15,6 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from zrpc.services.inspection.congestion import InspectionSettings
-
 __all__ = ["NUMBERS", "OTHERS", "SELF", "SOCKET", "Listener", "Visitor", "peer_of"]
 
 logger = logging.getLogger(__name__)
@@ -32,6 +30,8 @@ NUMBERS = " in numbers"
 
 # How many may ask at the same time.
 MAX_VISITORS = 8
+# How long a question and its answer may take.
+_VISIT_SECONDS = 10.0
 _MAX_QUESTION_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")
 
@@ -112,12 +112,9 @@ class Listener:
         OSError: no descriptors are left, or the directory does not exist.
     """
 
-    def __init__(
-        self, directory: Path, answer: Callable[[Visitor, str], None], settings: InspectionSettings
-    ) -> None:
+    def __init__(self, directory: Path, answer: Callable[[Visitor, str], None]) -> None:
         self._path = directory / SOCKET
         self._answer = answer
-        self._visit_seconds = settings.visit_seconds
         self._visitors: list[Visitor] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -156,7 +153,7 @@ class Listener:
             logger.warning("Refused to tell user %d what this worker does", user)
             connection.close()
             return
-        self._visitors.append(Visitor(connection, now + self._visit_seconds))
+        self._visitors.append(Visitor(connection, now + _VISIT_SECONDS))
 
     def close(self) -> None:
         """Closes all connections and removes the socket."""

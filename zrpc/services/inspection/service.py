@@ -19,13 +19,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError
 from zrpc.services.inspection.collect import queued_requests, take_snapshot
-from zrpc.services.inspection.congestion import (
-    Congestion,
-    InspectionSettings,
-    Place,
-    Report,
-    Reports,
-)
+from zrpc.services.inspection.congestion import Congestion, Place, Report, Reports
 from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
 from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.services.inspection.stuck import StuckCalls
@@ -37,8 +31,9 @@ __all__ = ["InspectionService"]
 
 logger = logging.getLogger(__name__)
 
-# What each new service goes by.
-SETTINGS = InspectionSettings()
+# How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives
+# nothing meanwhile.
+_MAX_ENTRIES = 1000
 
 # A question to workers on other hosts, with which their answers begin: its number, and whether it
 # asks for what they have done, in numbers.
@@ -50,16 +45,12 @@ class InspectionService(Service):
 
     All of it is done in the agent's ticks, by the thread that receives. Calls pass through none
     of it.
-
-    Attributes:
-        settings: the times and limits it goes by; the number of entries may be changed later.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.settings = settings = SETTINGS
-        self._queues = {place: Congestion(place, settings) for place in Place}
-        self._reports = Reports(settings)
+        self._queues = {place: Congestion(place) for place in Place}
+        self._reports = Reports()
         self._stuck = StuckCalls(agent, agent.options.warn_after, self.explain)
         self._listener = self._open_listener()
         # For each question about other hosts: who asks, and the members still to answer.
@@ -102,7 +93,7 @@ class InspectionService(Service):
         now = time.monotonic()
         pool = self.agent.pool
         if self._queues[Place.POOL].observe_queue(now, pool.queued, pool.begun):
-            waiting = queued_requests(self.agent, self.settings.max_entries)
+            waiting = queued_requests(self.agent, _MAX_ENTRIES)
             self._report_to_callers(Place.POOL, waiting, now)
         if self._queues[Place.LOOP].observe_queue(now, self.agent.event_loop.coming, 0):
             self._report_to_callers(Place.LOOP, requests_to_begin(self.agent), now)
@@ -136,7 +127,7 @@ class InspectionService(Service):
         if not directory:
             return None
         try:
-            return Listener(Path(directory), self._answer_visitor, self.settings)
+            return Listener(Path(directory), self._answer_visitor)
         except OSError as error:
             logger.warning("zrpc stacks can't ask %s: %s", self.agent.worker_info, error)
             return None
@@ -154,7 +145,7 @@ class InspectionService(Service):
             return take_snapshot(self.agent, None, (), 0).dump()
         notes = [self.explain(member).lstrip("; ") for member in self._reports.members()]
         full_for = self._queues[Place.POOL].full_for(time.monotonic())
-        return take_snapshot(self.agent, full_for, notes, self.settings.max_entries).dump()
+        return take_snapshot(self.agent, full_for, notes, _MAX_ENTRIES).dump()
 
     def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> bool:
         """Asks the members on other hosts; returns whether there are any."""
