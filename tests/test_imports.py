@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -97,60 +99,43 @@ SURFACE["leaves"] = {name.removeprefix("zrpc.") for name in LEAVES}
 FACADE = "zrpc"
 
 
-class _Imports(ast.NodeVisitor):
-    """The modules that a file imports when it is loaded, or anywhere."""
+class _Imports(NamedTuple):
+    """The modules that a file imports when it is loaded, and anywhere; not those for types."""
 
-    def __init__(self, module: str, is_package: bool) -> None:
-        self.module = module
-        self.is_package = is_package
-        self.at_load: set[str] = set()
-        self.anywhere: set[str] = set()
-        self._depth = 0
-
-    def generic_visit(self, node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.expr):  # no expression has an import in it
-                self.visit(child)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            self._add(alias.name)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        base = node.module or ""
-        if node.level:
-            parts = self.module.split(".")
-            parts = parts[: len(parts) - node.level + self.is_package]
-            base = ".".join([*parts, base]).strip(".")
-        for alias in node.names:
-            inner = f"{base}.{alias.name}"
-            self._add(inner if inner in FILES else base)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self._depth += 1
-        self.generic_visit(node)
-        self._depth -= 1
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_If(self, node: ast.If) -> None:
-        if getattr(node.test, "id", getattr(node.test, "attr", "")) == "TYPE_CHECKING":
-            for child in node.orelse:
-                self.visit(child)
-            return
-        self.generic_visit(node)
-
-    def _add(self, name: str) -> None:
-        self.anywhere.add(name)
-        if not self._depth:
-            self.at_load.add(name)
+    at_load: set[str]
+    anywhere: set[str]
 
 
 def imports_of(module: str, source: str | None = None) -> _Imports:
     path = FILES[module]
-    imports = _Imports(module, path.name == "__init__.py")
-    imports.visit(ast.parse(source if source is not None else path.read_text(), str(path)))
-    return imports
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found = list(_statements(ast.parse(path.read_text() if source is None else source)))
+    names = [(at_load, name) for at_load, node in found for name in _names_in(node, package)]
+    return _Imports({name for at_load, name in names if at_load}, {name for _, name in names})
+
+
+def _statements(node: ast.AST, at_load: bool = True) -> Iterator[tuple[bool, ast.AST]]:
+    """The statements that import, and whether they run when the module is loaded."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield at_load, child
+        elif not isinstance(child, ast.expr) and not _is_for_types(child):
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+            yield from _statements(child, at_load and not is_function)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+
+
+def _names_in(node: ast.AST, package: str) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = resolve_name("." * node.level + (node.module or ""), package)
+        for alias in node.names:
+            inner = f"{base}.{alias.name}"
+            yield inner if inner in FILES else base
 
 
 @functools.cache
