@@ -13,85 +13,35 @@ import pytest
 import zrpc
 from tests.support.warm import warm_commands
 
+
+def words(text: str) -> set[str]:
+    return set(text.split())
+
+
 # What torch 2.13's `torch.distributed.rpc` offers to programs, written down here so that the
 # test needs no torch built with RPC. Left out: TensorPipe's agent, and names that torch's
 # modules have only because they import them.
-TORCH_NAMES = {
-    "BackendType",
-    "Future",
-    "PyRRef",
-    "RRef",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "WorkerInfo",
-    "get_rpc_timeout",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-}
+TORCH_NAMES = words("""
+    BackendType Future PyRRef RRef RpcBackendOptions TensorPipeRpcBackendOptions WorkerInfo
+    get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown
+""")
 # Attributes of the package; a star import doesn't bring them.
-MODULES = {
-    "api",
-    "autograd",
-    "backend_registry",
-    "constants",
-    "errors",
-    "functions",
-    "nn",
-    "optim",
-    "options",
-    "testing",
-}
-TORCH_PRIVATE_NAMES = {
-    "_get_current_rpc_agent",
-    "_is_current_rpc_agent_set",
-    "_set_rpc_timeout",
-    "_wait_all",
-}
-OWN_NAMES = {
-    "AuthenticationError",
-    "BackwardError",
-    "Call",
-    "CallFilter",
-    "CallbackError",
-    "NotInitializedError",
-    "OptionError",
-    "OwnerDied",
-    "ProcessGroupRpcBackendOptions",
-    "ProtocolError",
-    "RemoteError",
-    "RendezvousError",
-    "RpcCancelledError",
-    "RpcError",
-    "RpcTimeoutError",
-    "SerializationError",
-    "UNSET_RPC_TIMEOUT",
-    "WorkerDied",
-    "ZmqRpcBackendOptions",
-    "all_gather",
-    "as_completed",
-    "barrier",
-    "breakpoint",
-    "collect_all",
-    "current_call",
-    "get_worker_infos",
-    "is_initialized",
-    "local_mesh",
-    "on_worker_joined",
-    "on_worker_lost",
-    "session",
-    "span",
-    "set_rpc_timeout",
-    "spawn",
-    "stats",
-    "trace",
-    "wait_all",
-    "world_size",
-}
+MODULES = words("""
+    api autograd backend_registry constants errors functions nn optim options testing
+""")
+TORCH_PRIVATE_NAMES = words("""
+    _get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
+""")
+OWN_NAMES = words("""
+    AuthenticationError BackwardError Call CallFilter CallbackError NotInitializedError
+    OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError RemoteError
+    RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
+    UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
+    breakpoint collect_all current_call get_worker_infos is_initialized local_mesh
+    on_worker_joined on_worker_lost session span set_rpc_timeout spawn stats trace wait_all
+    world_size
+""")
+REQUIRED = inspect.Parameter.empty
 
 
 def test_all_is_what_it_should_be() -> None:
@@ -158,16 +108,6 @@ def test_a_module_is_an_attribute_without_an_import(tmp_path: Path) -> None:
     assert done.stdout.split() == [f"zrpc.{name}" for name in names], done.stderr
 
 
-def test_the_constants_are_those_of_torch() -> None:
-    constants = zrpc.constants
-    assert constants.UNSET_RPC_TIMEOUT == zrpc.UNSET_RPC_TIMEOUT == -1.0
-    assert constants.DEFAULT_RPC_TIMEOUT_SEC == zrpc.ZmqRpcBackendOptions().rpc_timeout == 60.0
-    assert constants.DEFAULT_INIT_METHOD == zrpc.ZmqRpcBackendOptions().init_method == "env://"
-    assert constants.DEFAULT_NUM_WORKER_THREADS == 16
-    assert zrpc.ZmqRpcBackendOptions().num_worker_threads == constants.DEFAULT_NUM_WORKER_THREADS
-    assert constants.DEFAULT_SHUTDOWN_TIMEOUT == 0
-
-
 def test_a_star_import_brings_all_names() -> None:
     namespace: dict[str, object] = {}
     exec("from zrpc import *", namespace)
@@ -175,33 +115,19 @@ def test_a_star_import_brings_all_names() -> None:
     assert not MODULES & set(namespace)
 
 
-def test_parameters_have_the_names_and_the_order_of_torch() -> None:
-    call = ["to", "func", "args", "kwargs", "timeout"]
+def test_parameters_have_the_names_the_order_and_the_defaults_of_torch() -> None:
+    call = {"to": REQUIRED, "func": REQUIRED, "args": None, "kwargs": None, "timeout": -1.0}
+    mesh = {"backend": None, "rank": -1, "world_size": None, "rpc_backend_options": None}
     for function, parameters in (
-        (zrpc.init_rpc, ["name", "backend", "rank", "world_size", "rpc_backend_options"]),
-        (zrpc.shutdown, ["graceful", "timeout"]),
+        (zrpc.init_rpc, {"name": None, **mesh}),  # in torch the name is required
+        (zrpc.shutdown, {"graceful": True, "timeout": 0}),
         (zrpc.rpc_sync, call),
         (zrpc.rpc_async, call),
         (zrpc.remote, call),
-        (zrpc.get_worker_info, ["worker_name"]),
+        (zrpc.get_worker_info, {"worker_name": None}),
     ):
-        assert list(inspect.signature(function).parameters) == parameters
-
-
-def test_defaults_are_those_of_torch() -> None:
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(zrpc.init_rpc).parameters.items()
-        if name != "name"
-    }
-    assert defaults == {
-        "backend": None,
-        "rank": -1,
-        "world_size": None,
-        "rpc_backend_options": None,
-    }
-    for function in (zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote):
-        assert inspect.signature(function).parameters["timeout"].default == -1.0
+        found = inspect.signature(function).parameters.values()
+        assert [(each.name, each.default) for each in found] == list(parameters.items())
 
 
 @pytest.mark.system

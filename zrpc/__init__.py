@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from zrpc.mesh import on_worker_lost as on_worker_lost
     from zrpc.mesh import session as session
     from zrpc.mesh import set_rpc_timeout as set_rpc_timeout
+    from zrpc.mesh import span as span
+    from zrpc.mesh import stats as stats
+    from zrpc.mesh import trace as trace
     from zrpc.mesh import world_size as world_size
-    from zrpc.observe import span as span
-    from zrpc.observe import stats as stats
-    from zrpc.observe import trace as trace
     from zrpc.options import ProcessGroupRpcBackendOptions as ProcessGroupRpcBackendOptions
     from zrpc.options import RpcBackendOptions as RpcBackendOptions
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
@@ -97,8 +97,7 @@ _NAMES = {
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
-        on_worker_lost session set_rpc_timeout world_size""",
-    "zrpc.observe": "span stats trace",
+        on_worker_lost session set_rpc_timeout span stats trace world_size""",
     "zrpc.options": """ProcessGroupRpcBackendOptions RpcBackendOptions
         TensorPipeRpcBackendOptions ZmqRpcBackendOptions""",
     "zrpc.services.debugger.debugger": "breakpoint",

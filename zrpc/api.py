@@ -50,6 +50,8 @@ T = TypeVar("T")
 To = str | int | WorkerInfo
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
+Function = Callable[..., T]
+AsyncFunction = Callable[..., Coroutine[Any, Any, T]]
 
 # Held by init_rpc: one at a time.
 _init_lock = threading.Lock()
@@ -189,19 +191,11 @@ def _shutdown_at_exit() -> None:
 
 @overload
 def rpc_sync(
-    to: To,
-    func: Callable[..., Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: To,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
 def rpc_sync(
     to: To,
@@ -250,19 +244,11 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: To,
-    func: Callable[..., Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: To,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
 def rpc_async(
     to: To,
@@ -299,19 +285,11 @@ def rpc_async(
 
 @overload
 def remote(
-    to: To,
-    func: Callable[..., Coroutine[Any, Any, T]],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: To,
-    func: Callable[..., T],
-    args: Args = None,
-    kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> RRef[T]: ...
 def remote(
     to: To,

@@ -39,7 +39,6 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
-from zrpc.services.debugger.post_mortem import PostMortem
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
@@ -65,7 +64,6 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     LossDetector,
     TracingService,
     DebuggerService,
-    PostMortem,
     MetricsService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
@@ -168,9 +166,23 @@ def join_mesh(
     token = secrets.token_hex(16)
     network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
     try:
-        local_size = local_world_size(world_size, init_method)
-        record = _own_record(name, rank, world_size, restarts, token, network, ipc, keys)
-        record = replace(record, local_world_size=local_size)
+        record = PeerRecord(
+            name=name,
+            rank=-1 if rank is None else rank,
+            world_size=world_size or 0,
+            token=token,
+            host_key=host_key(),
+            network_key=network_key(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            directory=str(network.directory.path) if network.directory else "",
+            ipc=ipc,
+            main=_main_key(),
+            main_digest=_main_digest(),
+            public_key="" if keys is None else keys.public,
+            restarts=restarts or 0,
+            local_world_size=local_world_size(world_size, init_method),
+        )
         if world_size is None or restarts is not None:
             record = replace(record, endpoint=listen(network, meeting, keys))
             return join_running(record, network, meeting, services, elastic_limits)
@@ -178,35 +190,6 @@ def join_mesh(
     except BaseException:
         network.close(linger=0, lost=())
         raise
-
-
-def _own_record(
-    name: str,
-    rank: int | None,
-    world_size: int | None,
-    restarts: int | None,
-    token: str,
-    network: Network,
-    ipc: bool,
-    keys: KeyPair | None,
-) -> PeerRecord:
-    """Returns this worker's peer record, without an endpoint."""
-    return PeerRecord(
-        name=name,
-        rank=-1 if rank is None else rank,
-        world_size=world_size or 0,
-        token=token,
-        host_key=host_key(),
-        network_key=network_key(),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        directory=str(network.directory.path) if network.directory else "",
-        ipc=ipc,
-        main=_main_key(),
-        main_digest=_main_digest(),
-        public_key="" if keys is None else keys.public,
-        restarts=restarts or 0,
-    )
 
 
 def _join_fixed(

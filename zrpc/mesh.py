@@ -1,20 +1,26 @@
-"""The mesh that this process is a worker of: how to be in it, who is, and what all do together."""
+"""The mesh that this process is a worker of: how to be in it, who is, and what all do together.
+
+And what they have done, in numbers and in time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
 from zrpc.agent.current import agent_that_is_set, current_agent, find_agent, latest_agent
+from zrpc.agent.stats import Stats, take_stats
 from zrpc.api import init_rpc, shutdown
 from zrpc.backend_registry import BackendType
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
+from zrpc.services.tracing.service import DEFAULT_RECORDS, trace_mesh
 
 __all__ = [
     "all_gather",
@@ -25,6 +31,9 @@ __all__ = [
     "on_worker_lost",
     "session",
     "set_rpc_timeout",
+    "span",
+    "stats",
+    "trace",
     "world_size",
 ]
 
@@ -234,3 +243,81 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
         >>> handle.remove()
     """
     return current_agent().joined.add(callback)
+
+
+def stats() -> Stats:
+    """Returns what this worker has done so far, in numbers.
+
+    It is cheap: the numbers are counted anyway. To see another worker's, call it there.
+
+    Returns:
+        A dataclass that can be pickled; ``dataclasses.asdict`` makes it ready for JSON.
+
+    Raises:
+        NotInitializedError: this process is not a worker.
+
+    May be called from any thread, handlers included.
+
+    Example:
+        >>> rpc_sync("worker1", max, args=(1, 2))
+        2
+        >>> stats().calls["max"].number
+        1
+        >>> rpc_sync("worker1", stats).handlers["max"].number
+        1
+    """
+    return take_stats(current_agent())
+
+
+def trace(
+    path: str | os.PathLike[str], max_records: int = DEFAULT_RECORDS
+) -> contextlib.AbstractContextManager[None]:
+    """Records what all workers do while a ``with`` statement runs, and writes it to one file.
+
+    Open the file at https://ui.perfetto.dev. Each worker is a process there. It shows each call at
+    its caller and at its callee, with arrows between them, the time on the wire and in the queue,
+    references, backward passes, and the program's own spans (see `span`). What was in progress when
+    the trace began or ended is left out. ``otherData`` in the file says how many records were
+    dropped, and why traces of workers are missing.
+
+    Args:
+        path: the file; it is replaced.
+        max_records: how many records each worker keeps, some 400 bytes each; the oldest are
+            dropped. A call is one record at each end.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        OSError: the file can't be written.
+        NotInitializedError: this process is not a worker.
+
+    May be called from any thread. Workers that join later are not recorded.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile(suffix=".json") as file, trace(file.name):
+        ...     rpc_sync("worker1", max, args=(1, 2))
+        2
+    """
+    return trace_mesh(current_agent(), path, max_records)
+
+
+def span(name: str) -> contextlib.AbstractContextManager[None]:
+    """Shows the time of a ``with`` statement in a trace, under a name.
+
+    It costs next to nothing while no trace is on. It may be used in coroutines too.
+
+    Args:
+        name: what is shown.
+
+    Raises:
+        NotInitializedError: this process is not a worker.
+
+    May be called from any thread.
+
+    Example:
+        >>> with span("load a batch"):
+        ...     batch = torch.ones(2)
+    """
+    return current_agent().span(name)

@@ -329,10 +329,8 @@ def checked_timeout(name: str, seconds: Any) -> float:
         TypeError: it has another type, such as None or a string.
     """
     try:
-        if 0 <= seconds <= LONGEST_TIMEOUT:
-            return float(seconds)
-        if LONGEST_TIMEOUT < seconds < float("inf"):
-            return LONGEST_TIMEOUT
+        if 0 <= seconds < float("inf"):
+            return min(float(seconds), LONGEST_TIMEOUT)
     except TypeError:
         if isinstance(seconds, timedelta):
             return checked_timeout(name, seconds.total_seconds())
@@ -381,8 +379,5 @@ def _ports(name: str, text: Any) -> range:
 
 
 def _default_memory() -> int:
-    """Returns an eighth of the machine's memory, in bytes; 0 if the system doesn't say."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
-    except (AttributeError, ValueError, OSError):
-        return 0
+    """Returns an eighth of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8

@@ -6,7 +6,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 __all__ = ["Hit", "hits_in_names", "hits_in_page", "hits_in_python"]
@@ -41,16 +41,17 @@ _WORDS = {
     r"(?:^|[.!?:*] )Where (?!and\b|you\b)[^.,:;?]{3,90}, "
     r"(?!(?:and|as|or|how|in|when|which|who)\b)": _IF,
 }
+# Between two words there may be the end of a line, but not of a paragraph.
 _PATTERNS = [
-    (re.compile(words, 0 if "Where" in words else re.IGNORECASE), better)
+    (re.compile(words.replace(" ", r"\s"), re.M | (0 if "Where" in words else re.I)), better)
     for words, better in _WORDS.items()
 ]
 _LITERALS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 # Around the text of a string or a comment.
 _PREFIX, _QUOTES = re.compile(r"^[A-Za-z]{0,2}(?=[\"'])"), "\"'"
 
-# The lines of a piece of prose, with their numbers.
-Lines = list[tuple[int, str]]
+# A piece of prose, and the number of its first line.
+Prose = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -68,24 +69,23 @@ class Hit:
 
 def hits_in_python(file: str, source: str) -> list[Hit]:
     """Searches the docstrings, comments and string literals of a module."""
-    return [hit for lines in _prose(source) for hit in _hits(file, lines)]
+    return _hits(file, _prose(source))
 
 
 def hits_in_page(file: str, text: str) -> list[Hit]:
     """Searches a Markdown page, except its code."""
     bare = re.sub(r"^```.*?^```|`[^`]+`", _blank, text, flags=re.MULTILINE | re.DOTALL)
-    return list(_hits(file, list(enumerate(bare.splitlines(), 1))))
+    return _hits(file, [(1, bare)])
 
 
 def hits_in_names(file: str, source: str) -> list[Hit]:
     """Searches the names of the tests of a module."""
     tests = [
-        node
+        (node.lineno, node.name[5:].replace("_", " "))
         for node in ast.walk(ast.parse(source))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[:5] == "test_"
     ]
-    lines: Iterator[Lines] = ([(test.lineno, test.name[5:].replace("_", " "))] for test in tests)
-    return [hit for line in lines for hit in _hits(file, line)]
+    return _hits(file, tests)
 
 
 def _blank(code: re.Match[str]) -> str:
@@ -93,47 +93,39 @@ def _blank(code: re.Match[str]) -> str:
     return "code" + "\n" * code[0].count("\n")
 
 
-def _prose(source: str) -> Iterator[Lines]:
+def _prose(source: str) -> Iterator[Prose]:
     """Yields each string, with the ones that continue it, and each block of comments."""
-    lines: Lines = []
-    kind = None
+    first, text, last, kind = 0, "", 0, None
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
             continue
         own = token.type if token.type not in _LITERALS else tokenize.STRING
-        follows = own == kind and bool(lines) and token.start[0] <= lines[-1][0] + 1
-        if not follows and lines:
-            yield lines
-            lines = []
-        kind = own
+        if own != kind or token.start[0] > last + 1:
+            yield first, text
+            first, text = token.start[0], ""
+        elif text:
+            text += "\n" * (token.start[0] - last) or " "
+        last, kind = token.end[0], own
         if own == tokenize.COMMENT:
-            lines.append((token.start[0], token.string.lstrip("# ")))
+            text += token.string.lstrip("# ")
         elif own == tokenize.STRING:
-            text = _PREFIX.sub("", token.string).strip(_QUOTES)
-            lines += enumerate(text.splitlines(), token.start[0])
+            text += _PREFIX.sub("", token.string).strip(_QUOTES)
 
 
-def _hits(file: str, lines: Lines) -> Iterator[Hit]:
-    """Yields the hits in a piece of prose, paragraph by paragraph."""
-    paragraph: Lines = []
-    for number, line in [*lines, (0, "")]:
-        if line.strip():
-            paragraph.append((number, " ".join(line.split())))
-        elif paragraph:
-            yield from _hits_in_paragraph(file, paragraph)
-            paragraph = []
+def _hits(file: str, prose: Iterable[Prose]) -> list[Hit]:
+    return [hit for first, text in prose for hit in _hits_in(file, first, text)]
 
 
-def _hits_in_paragraph(file: str, lines: Lines) -> Iterator[Hit]:
-    text = " ".join(line for _, line in lines)
-    numbers = [number for number, line in lines for _ in range(len(line) + 1)]
+def _hits_in(file: str, first: int, text: str) -> Iterator[Hit]:
+    text = re.sub(r"[ \t]*\n[ \t]*", "\n", text)
     found = sorted(
-        (match.start(), match.end(), match[0].lstrip(".!?:* "), better)
+        (match.start(), match.end(), match[0].lstrip(".!?:* \n"), better)
         for pattern, better in _PATTERNS
         for match in pattern.finditer(text)
     )
     reported = 0
     for start, end, words, better in found:
         if start >= reported:
-            yield Hit(file, numbers[end - len(words)], words[:40], better)
+            line = first + text.count("\n", 0, end - len(words))
+            yield Hit(file, line, " ".join(words.split())[:40], better)
             reported = end

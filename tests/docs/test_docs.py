@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import subprocess
@@ -94,20 +95,17 @@ def test_what_readme_requires_is_what_pyproject_requires() -> None:
     assert f"Python {python[1]} or newer, torch {torch[1]} or newer" in readme
 
 
-@pytest.mark.parametrize("page", ["reference/command-line.md", "how-to/launch.md"])
-def test_every_option_of_the_launcher_is_described(page: str) -> None:
-    from zrpc.cli.launch import command
-
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [
+        ("launch", "reference/command-line.md"),
+        ("launch", "how-to/launch.md"),
+        ("stacks", "reference/command-line.md"),
+    ],
+)
+def test_every_option_of_a_command_is_described(module: str, page: str) -> None:
+    command = importlib.import_module(f"zrpc.cli.{module}").command
     text = (ROOT / "docs" / page).read_text()
-    options = [option for param in command.params for option in param.opts if option[0] == "-"]
-    assert options
-    assert [option for option in options if f"`{option}" not in text] == []
-
-
-def test_every_option_of_stacks_is_described() -> None:
-    from zrpc.cli.stacks import command
-
-    text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     options = [option for param in command.params for option in param.opts if option[0] == "-"]
     assert options
     assert [option for option in options if f"`{option}" not in text] == []

@@ -19,6 +19,7 @@ from zrpc.testing.server import warm_server
 DEADLINE = 120.0
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
+Succeed = Callable[[str], None]
 Commands = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -70,3 +71,14 @@ def programs(tmp_path: Path, free_port: int) -> Iterator[Programs]:
     running = Programs(tmp_path, free_port)
     yield running
     running.close()
+
+
+@pytest.fixture
+def succeed(programs: Programs) -> Succeed:
+    """Runs a program in one process; it must end without an error."""
+
+    def succeed(source: str) -> None:
+        (ended,) = programs.run(source, 1)
+        assert ended.code == 0, ended.output
+
+    return succeed

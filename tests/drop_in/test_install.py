@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tests.drop_in.conftest import Succeed
 from tests.support.programs import Programs
 
 
-def test_install_reaches_what_was_imported_before(programs: Programs) -> None:
+def test_install_reaches_what_was_imported_before(programs: Programs, succeed: Succeed) -> None:
     programs.write(
         """
         from torch.distributed.rpc import RRef, rpc_sync as call
@@ -16,7 +17,7 @@ def test_install_reaches_what_was_imported_before(programs: Programs) -> None:
         """,
         "library.py",
     )
-    source = """
+    succeed("""
         import library, torch, sys
         import torch.distributed.rpc as before
         from torch.distributed.rpc import get_worker_info
@@ -35,13 +36,11 @@ def test_install_reaches_what_was_imported_before(programs: Programs) -> None:
         assert after.api._all_gather(3) == {"worker0": 3}
         after.shutdown()
         assert sys.meta_path[0].__class__.__module__ == "zrpc.drop_in.finder"
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
-def test_install_says_why_it_is_too_late(programs: Programs) -> None:
-    source = """
+def test_install_says_why_it_is_too_late(succeed: Succeed) -> None:
+    succeed("""
         import torch, zrpc.drop_in
         import torch.distributed.rpc as rpc
 
@@ -63,13 +62,11 @@ def test_install_says_why_it_is_too_late(programs: Programs) -> None:
         assert rpc.rpc_sync("worker0", max, args=(1, 2)) == 2
         assert rpc.rpc_sync.__module__ == "torch.distributed.rpc.api"
         rpc.shutdown()
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
-def test_scripts_of_torch_compile_beside_it(programs: Programs) -> None:
-    source = """
+def test_scripts_of_torch_compile_beside_it(succeed: Succeed) -> None:
+    succeed("""
         import zrpc.drop_in
         zrpc.drop_in.install()
         import torch
@@ -84,15 +81,13 @@ def test_scripts_of_torch_compile_beside_it(programs: Programs) -> None:
 
         assert torch.jit.script(Module())(torch.ones(1)).item() == 2
         import torch.distributed.optim, torch.distributed.fsdp
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
 def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
-    programs: Programs,
+    succeed: Succeed,
 ) -> None:
-    source = """
+    succeed("""
         import zrpc.drop_in
         zrpc.drop_in.install()
         import torch.distributed.rpc as rpc
@@ -120,13 +115,11 @@ def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
         except Formats as error:
             assert str(error) == "wanted 7, have 3"
         rpc.shutdown()
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
-def test_a_program_for_torch_1_4_runs(programs: Programs) -> None:
-    source = """
+def test_a_program_for_torch_1_4_runs(succeed: Succeed) -> None:
+    succeed("""
         import zrpc.drop_in
         zrpc.drop_in.install()
         from datetime import timedelta
@@ -154,13 +147,11 @@ def test_a_program_for_torch_1_4_runs(programs: Programs) -> None:
             loss = rpc.rpc_sync("worker0", torch.sum, (torch.ones(2, requires_grad=True),))
             dist_autograd.backward([loss])
         rpc.shutdown()
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
-def test_private_names_that_libraries_use(programs: Programs) -> None:
-    source = """
+def test_private_names_that_libraries_use(succeed: Succeed) -> None:
+    succeed("""
         import zrpc.drop_in
         zrpc.drop_in.install()
         import torch, zrpc
@@ -206,13 +197,11 @@ def test_private_names_that_libraries_use(programs: Programs) -> None:
         except RuntimeError as error:
             assert "doesn't have a valid autograd context" in str(error)
         rpc.shutdown()
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)
 
 
-def test_waits_of_torch_end_with_the_first_error_of_our_futures(programs: Programs) -> None:
-    source = """
+def test_waits_of_torch_end_with_the_first_error_of_our_futures(succeed: Succeed) -> None:
+    succeed("""
         import threading
         import torch
         from torch.futures import wait_all
@@ -245,6 +234,4 @@ def test_waits_of_torch_end_with_the_first_error_of_our_futures(programs: Progra
         assert waits(lambda futures: torch.futures.collect_all(futures).wait())
         release.set()
         rpc.shutdown()
-        """
-    (ended,) = programs.run(source, 1)
-    assert ended.code == 0, ended.output
+    """)

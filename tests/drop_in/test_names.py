@@ -13,7 +13,7 @@ import torch.distributed.rpc as torch_rpc
 import zrpc
 from zrpc.drop_in import child_environment
 from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS, advice
-from zrpc.drop_in.replacement import derived_classes, rebind, replace_names
+from zrpc.drop_in.replacement import replace_names
 
 
 def test_each_replacement_exists() -> None:
@@ -93,28 +93,6 @@ def test_a_name_that_is_not_supported_raises_when_it_is_used() -> None:
         module.ProfilerManager()
     assert not isinstance(3, module.ProfilerManager)
     assert issubclass(type("Mine", (module.ProfilerManager,), {}), module.ProfilerManager)
-
-
-def test_a_module_that_imported_names_before_gets_the_new_ones() -> None:
-    module: Any = module_like_torch("torch.distributed.rpc.three")
-    importer: Any = ModuleType("importer")
-    vars(importer).update(call=module.method, other=3)
-    replace_names(module)
-    importlib.sys.modules[module.__name__] = module  # type: ignore[attr-defined]
-    try:
-        rebind(importer)
-    finally:
-        del importlib.sys.modules[module.__name__]  # type: ignore[attr-defined]
-    assert importer.other == 3
-    with pytest.raises(NotImplementedError):
-        importer.call(1)
-
-
-def test_classes_that_were_derived_before_are_found() -> None:
-    module = module_like_torch("four")
-    assert derived_classes([module]) == []
-    derived = type("Derived", (_Own,), {"__module__": "mine"})
-    assert derived_classes([module]) == [derived]
 
 
 def test_the_environment_of_children_keeps_what_was_in_it() -> None:

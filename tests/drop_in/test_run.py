@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
@@ -228,11 +227,6 @@ def test_the_launcher_has_the_drop_in_too(
     assert ended.stdout == "[0] worker1 zrpc.membership.worker_info\n", ended.stderr
     plain = quick_commands(*launch, "program.py")
     assert plain.stdout == "[0] worker1 torch._C._distributed_rpc\n", plain.stderr
-
-
-def test_the_console_script_has_the_command(commands: Commands) -> None:
-    ended = commands(str(Path(sys.executable).with_name("zrpc")), "run", "--help")
-    assert "zrpc run train.py --epochs 3" in ended.stdout
 
 
 COMPILED = """

@@ -10,7 +10,6 @@ first uses a name that was replaced.
 
 from __future__ import annotations
 
-from zrpc.drop_in.environment import child_environment
-from zrpc.drop_in.finder import install
+from zrpc.drop_in.finder import child_environment, install
 
 __all__ = ["child_environment", "install"]

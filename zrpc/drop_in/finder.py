@@ -1,15 +1,23 @@
-"""Watches for the import of torch, and then replaces the names of its RPC modules."""
+"""Watches for the import of torch, and then replaces the names of its RPC modules.
+
+That is in this process, and in the Python processes that a program starts.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zrpc import stand_in
 from zrpc.drop_in.names import MODULES
+
+# It holds nothing but a `sitecustomize.py`, which Python imports at its start.
+_STARTUP_DIRECTORY = str(Path(__file__).parent / "startup")
 
 
 class _Finder:
@@ -58,8 +66,30 @@ def install() -> None:
     stand_in.begin()
     sys.meta_path.insert(0, _Finder())
     if is_loaded:
+        from zrpc.drop_in.replacement import rebind
+
         _replace_in_loaded_modules()
-        _rebind_importers()
+        for name, module in list(sys.modules.items()):
+            # torch's compiler goes on to need the types of TorchScript.
+            if not name.startswith("torch.") and isinstance(module, ModuleType):
+                rebind(module)
+
+
+def child_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns ``env`` whose ``PYTHONPATH`` makes Python processes install the drop-in.
+
+    Their own Python children inherit it. It has no effect on Python started with ``-I``, ``-E`` or
+    ``-S``, nor on an interpreter that doesn't have zrpc.
+
+    Example:
+        >>> child_environment({"PYTHONPATH": "/mine"})["PYTHONPATH"].endswith("startup:/mine")
+        True
+    """
+    # An empty entry would mean the working directory.
+    before = [path for path in [env.get("PYTHONPATH")] if path]
+    if before and _STARTUP_DIRECTORY in before[0].split(os.pathsep):
+        return dict(env)
+    return {**env, "PYTHONPATH": os.pathsep.join([_STARTUP_DIRECTORY, *before])}
 
 
 def _torch_is_loading() -> bool:
@@ -106,12 +136,3 @@ def _replace_in_loaded_modules() -> None:
     replace_waits(sys.modules["torch.futures"])
     for module in _loaded_modules():
         replace_names(module)
-
-
-def _rebind_importers() -> None:
-    from zrpc.drop_in.replacement import rebind
-
-    for name, module in list(sys.modules.items()):
-        # torch's compiler goes on to need the types of TorchScript.
-        if not name.startswith("torch.") and isinstance(module, ModuleType):
-            rebind(module)

@@ -130,7 +130,8 @@ def start_mesh(
             .remote(place, rank)
             for rank, strategy in enumerate(strategies)
         ]
-        stack.callback(_kill, actors)
+        for actor in actors:
+            stack.callback(ray.kill, actor)
         _await_start(actors, deadline, options.init_timeout)
         agent = _join_with(actors, place, store)
         yield from _serve(agent, RayMesh(actors, group), shutdown_timeout)
@@ -319,8 +320,3 @@ def _serve(agent: Agent, mesh: RayMesh, timeout: float) -> Iterator[RayMesh]:
         num_returns=len(mesh.actors),
         timeout=_STOP_SECONDS,
     )
-
-
-def _kill(actors: Sequence[Any]) -> None:
-    for actor in actors:
-        ray.kill(actor)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +20,14 @@ from tests.support.gates import Gate
 from tests.support.waiting import SOON, until
 from zrpc.membership.view import Membership
 from zrpc.services.inspection import listener as listening
-from zrpc.services.inspection.congestion import InspectionSettings
 from zrpc.services.inspection.discovery import ask, directories, meshes
 from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, Listener, Visitor
 from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+
+# A listener, and the visitors and questions that have come.
+Asked = tuple[Listener, list[tuple[Visitor, str]]]
 
 
 def directory(mesh: Mesh, worker: int = 0) -> Path:
@@ -32,9 +36,9 @@ def directory(mesh: Mesh, worker: int = 0) -> Path:
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Iterator[tuple[Listener, list[tuple[Visitor, str]]]]:
+def asked(tmp_path: Path) -> Iterator[Asked]:
     questions: list[tuple[Visitor, str]] = []
-    listener = Listener(tmp_path, lambda *asked: questions.append(asked), InspectionSettings())
+    listener = Listener(tmp_path, lambda *asked: questions.append(asked))
     yield listener, questions
     listener.close()
 
@@ -54,7 +58,7 @@ def serve_until(listener: Listener, done: Callable[[], bool]) -> None:
 
 
 def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
-    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
+    asked: Asked, tmp_path: Path
 ) -> None:
     listener, questions = asked
     with visit(tmp_path) as connection:
@@ -79,16 +83,12 @@ def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
         assert came == large + b"\n"
 
 
-def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(
-    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
-) -> None:
+def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(asked: Asked, tmp_path: Path) -> None:
     for sent in (b"", b"x" * 1000):
         is_sent_away(asked, tmp_path, sent)
 
 
-def is_sent_away(
-    asked: tuple[Listener, list[tuple[Visitor, str]]], path: Path, sent: bytes
-) -> None:
+def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
     """Checks that a visitor who sends this gets no answer, and that its question is not asked."""
     listener, questions = asked
     with visit(path) as connection:
@@ -100,9 +100,7 @@ def is_sent_away(
     assert questions == []
 
 
-def test_a_visitor_that_says_nothing_for_long_is_sent_away(
-    asked: tuple[Listener, list[tuple[Visitor, str]]], tmp_path: Path
-) -> None:
+def test_a_visitor_that_says_nothing_for_long_is_sent_away(asked: Asked, tmp_path: Path) -> None:
     listener, _ = asked
     connections = [visit(tmp_path) for _ in range(listening.MAX_VISITORS + 2)]
     now = time.monotonic()
@@ -117,7 +115,7 @@ def test_a_visitor_that_says_nothing_for_long_is_sent_away(
 
 
 def test_another_user_is_refused(
-    asked: tuple[Listener, list[tuple[Visitor, str]]],
+    asked: Asked,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -143,8 +141,10 @@ def test_a_worker_is_asked_also_if_the_mesh_uses_tcp(mesh: Mesh) -> None:
     assert stat.S_IMODE(directory(mesh).stat().st_mode) == 0o700
 
 
-def test_meshes_are_distinguished_wherever_their_sockets_are(mesh: Mesh, make_mesh: object) -> None:
-    other: Mesh = make_mesh(3)  # type: ignore[operator]
+def test_meshes_are_distinguished_wherever_their_sockets_are(
+    mesh: Mesh, make_mesh: MakeMesh
+) -> None:
+    other = make_mesh(3)
     expected = {str(directory(m, i)) for m in (mesh, other) for i in range(len(m))}
     paths = [path for path in directories() if str(path) in expected]
     assert len(paths) == 5
@@ -249,6 +249,21 @@ def test_nothing_is_left(mesh: Mesh) -> None:
     connection.close()
 
 
+@pytest.mark.system
+def test_workers_answer_in_the_longest_directory_that_leaves_room_for_sockets(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="z", dir="/var/tmp") as base:
+        parent = Path(base, "p" * (80 - len(base) - 1))
+        parent.mkdir()
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(parent))
+        mesh = make_mesh(2)
+        paths = [directory(mesh, rank) for rank in range(2)]
+        assert [path.parent for path in paths] == [parent, parent]
+        assert [answer.problem for answer in ask(paths, SOON)] == ["", ""]
+        mesh.shutdown()
+
+
 def test_a_snapshot_travels(mesh: Mesh) -> None:
     [answer] = ask([directory(mesh)], SOON)
     [snapshot] = answer.snapshots
@@ -265,7 +280,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_reported_so(tmp_path: Path) -> None:
-    silent = Listener(tmp_path, lambda visitor, question: None, InspectionSettings())
+    silent = Listener(tmp_path, lambda visitor, question: None)
     [answer] = ask([tmp_path], 0.1)
     silent.close()
     assert answer.pid == os.getpid()

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,15 +17,15 @@ import zrpc
 from tests.services.inspection.doors import knock, knock_and_await, knock_at
 from tests.support import waiting_circle
 from tests.support.gates import Gate
+from tests.support.identity import event
 from tests.support.waiting import SOON, until
-from zrpc.services.inspection.congestion import InspectionSettings
+from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.discovery import MeshView, ask, meshes
 from zrpc.services.inspection.report import Report
-from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 
 lock = threading.Lock()
-kept: dict[str, zrpc.Future[int]] = {}
+kept: list[zrpc.RRef[int]] = []
 
 
 def look(mesh: Mesh) -> MeshView:
@@ -94,72 +93,27 @@ def test_a_pool_whose_only_thread_waits(mesh: Mesh, monkeypatch: pytest.MonkeyPa
     ends(mesh, waits)
 
 
-def begins() -> int:
-    kept["future"] = zrpc.rpc_async("worker1", asks_for_itself)
-    return kept["future"].wait()
-
-
-def asks_for_itself() -> int:
-    return zrpc.rpc_sync("worker0", waits_for_the_kept)
-
-
-def waits_for_the_kept() -> int:
-    return kept["future"].wait()
-
-
-@pytest.mark.system
-def test_a_future_for_which_its_own_handler_waits(mesh: Mesh) -> None:
-    waits = mesh.submit(0, begins)
-    lines = awaited(mesh, Report.cycles)
-    assert "waits for asks_for_itself at worker1" in lines[1]
-    assert "waits for waits_for_the_kept at worker0" in lines[2]
-    assert len(lines) == 4
-    ends(mesh, waits)
-    kept.clear()
-
-
-def needs_itself() -> int:
+def makes_what_it_needs() -> int:
+    assert event("kept").wait(SOON)
     return zrpc.rpc_sync("worker0", fetches)
 
 
 def fetches() -> int:
-    return mesh_rref[0].to_here()
-
-
-mesh_rref: list[zrpc.RRef[int]] = []
+    return kept[0].to_here()
 
 
 def test_a_value_that_needs_itself(mesh: Mesh) -> None:
-    came = threading.Event()
-
     def begin() -> int:
-        mesh_rref.append(zrpc.remote("worker1", slowly, args=(came_number(came),)))
-        came.set()
-        return mesh_rref[0].to_here()
+        kept.append(zrpc.remote("worker1", makes_what_it_needs))
+        event("kept").set()
+        return kept[0].to_here()
 
     waits = mesh.submit(0, begin)
     lines = awaited(mesh, Report.cycles)
-    assert any("needs the value of an RRef, which slowly for worker0 (rank 0)" in x for x in lines)
+    needs = "needs the value of an RRef, which makes_what_it_needs for worker0 (rank 0)"
+    assert any(needs in line for line in lines)
     ends(mesh, waits)
-    mesh_rref.clear()
-
-
-events: list[threading.Event] = []
-
-
-def came_number(event: threading.Event) -> int:
-    events.append(event)
-    return len(events) - 1
-
-
-def slowly(number: int) -> int:
-    assert events[number].wait(SOON)
-    return needs_itself()
-
-
-def holds_a_lock() -> int:
-    with lock:
-        return zrpc.rpc_sync("worker1", calls_back)
+    kept.clear()
 
 
 def calls_back() -> int:
@@ -187,14 +141,13 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
 
 
 def test_what_is_too_much_is_counted(mesh: Mesh, door: Gate) -> None:
-    for rank in range(2):
-        mesh.agent(rank).service(InspectionService).settings = InspectionSettings(max_entries=2)
     with mesh.agent(0).as_current():
         futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
         door.await_entry(5)
-        view = look(mesh)
-        assert "  and 3 more calls" in Report(view).worker(view.snapshots[0])
-        assert "  and 3 more requests" in Report(view).worker(view.snapshots[1])
+        taken = {rank: take_snapshot(mesh.agent(rank), None, (), 2) for rank in range(2)}
+        report = Report(MeshView(taken))
+        assert "  and 3 more calls" in report.worker(taken[0])
+        assert "  and 3 more requests" in report.worker(taken[1])
         door.opened.set()
         assert [future.wait() for future in futures] == ["in"] * 5
 
@@ -206,11 +159,8 @@ def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
             zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
         ]
         door.await_entry(2)
-        limit = time.monotonic() + SOON
+        until(lambda: any(each.task for each in look(mesh).snapshots[1].activities))
         view = look(mesh)
-        while not any(each.task for each in view.snapshots[1].activities):
-            assert time.monotonic() < limit, "no coroutine waits"
-            view = look(mesh)
         report = Report(view)
         assert report.cycles() == []
         assert report.heading().startswith("Mesh of 2 workers (")

@@ -62,50 +62,6 @@ def test_a_chain_of_calls_is_no_circle() -> None:
     assert world.graph.returns() == []
 
 
-def test_handlers_that_wait_for_each_other_by_futures_that_they_share() -> None:
-    world = World(2)
-    main = world.thread(0, own=False)
-    there = world.thread(1, handles=world.call(0, main, 1))
-    back = world.thread(0, handles=world.call(1, there, 0))
-    back.calls = main.calls  # it waits for the future of its own call
-    [cycle] = world.graph.cycles()
-    assert ranks(cycle) == [0, 1]
-    assert len(cycle) == 4  # two threads, and the two calls between them
-    # The main thread waits for the same, and is in no circle.
-    assert Node("activity", 0, (0,)) in world.graph.hopeless()
-    assert all(node != Node("activity", 0, (0,)) for node, _ in cycle)
-
-
-def full_pool(*, more: bool) -> World:
-    """The only thread of worker1's pool waits for worker0, which waits for a queued call."""
-    world = World(2, threads=1)
-    main = world.thread(0, own=False)
-    busy = world.thread(1, handles=world.call(0, main, 1))
-    back = world.thread(0, handles=world.call(1, busy, 0))
-    world.call(0, back, 1, queued=True)
-    if more:
-        world.thread(1, handles=world.call(0, world.thread(0, own=False), 1))
-    return world
-
-
-def test_a_pool_whose_threads_all_wait_for_what_is_queued() -> None:
-    [cycle] = full_pool(more=False).graph.cycles()
-    assert [node.kind for node, _ in cycle] == [
-        "activity",
-        "request",
-        "queue",
-        "activity",
-        "request",
-    ]
-    assert ranks(cycle) == [0, 1]
-    assert full_pool(more=True).graph.cycles() == []  # a thread can end
-    world = full_pool(more=False)
-    world.snapshots[1].pool.size = 2  # it has room
-    assert world.graph.cycles() == []
-    del world.snapshots[1]  # it was not asked
-    assert world.graph.hopeless() == set()
-
-
 def test_a_coroutine_needs_the_thread_of_its_loop() -> None:
     world = World(2)
     main = world.thread(0, own=False)
@@ -129,17 +85,6 @@ def test_a_value_that_is_needed_to_make_it() -> None:
     assert ranks(cycle) == [0, 1]
     made.makes = "0:8"
     assert world.graph.cycles() == []
-
-
-def test_a_wait_for_two_workers_ends_when_both_have_answered() -> None:
-    world = World(2)
-    main = world.thread(0, own=False)
-    there = world.thread(1, handles=world.call(0, main, 1))
-    back = world.thread(0, handles=world.call(1, there, 0))
-    world.thread(1, handles=world.call(0, back, 1))  # this one answers
-    assert world.graph.cycles() == []
-    back.calls += main.calls  # and this one never
-    assert len(world.graph.cycles()) == 1
 
 
 def test_a_chain_that_comes_back_to_a_thread_that_runs() -> None:

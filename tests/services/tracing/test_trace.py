@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import torch
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.support.waiting import until
+from zrpc.services.tracing.chrome import chrome_trace
+from zrpc.services.tracing.service import TracingService
 from zrpc.testing import Mesh, local_mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -172,10 +174,7 @@ def test_a_call_is_shown_at_both_ends_with_an_arrow_and_its_nested_call(
         (outer["name"], "relay"),
         (inner["name"], "leaf"),
     ]
-    # Each lies within what has caused it, on all clocks.
-    for cause, effect in ((outer, relayed), (relayed, inner), (inner, leaves)):
-        assert cause["ts"] <= effect["ts"]
-        assert effect["end"] <= cause["end"]
+    check_causes(trace)
     trace.check_nesting()
     for name in ("on the wire", "in the queue", "answer"):
         spans = trace.long(name)
@@ -183,6 +182,19 @@ def test_a_call_is_shown_at_both_ends_with_an_arrow_and_its_nested_call(
         assert all(begin["ts"] <= end["ts"] for begin, end in spans)
     assert trace.file["otherData"]["missing"] == []
     assert trace.file["otherData"]["dropped"] == {"worker0": 0, "worker1": 0, "worker2": 0}
+
+
+def check_causes(trace: Trace) -> None:
+    """Each part of the nested call lies within what has caused it, on all clocks."""
+    chain = [
+        trace.slice("rpc_sync#relay(worker0 -> worker1)", 0),
+        trace.slice("relay", 1),
+        trace.slice("rpc_sync#leaf(worker1 -> worker2)", 1),
+        trace.slice("leaf", 2),
+    ]
+    for cause, effect in pairwise(chain):
+        assert cause["ts"] <= effect["ts"]
+        assert effect["end"] <= cause["end"]
 
 
 def test_async_calls_and_coroutines_overlap(mesh: Mesh, tmp_path: Path) -> None:
@@ -351,39 +363,23 @@ def test_a_worker_that_dies_is_named_in_the_file(mesh: Mesh, tmp_path: Path) -> 
     assert trace.file["otherData"]["clock_offsets"]["worker1"]["seconds"] == 0  # one host
 
 
-def test_workers_of_different_clocks_are_aligned(
-    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from zrpc.calls.recorder import Recording
+def test_workers_of_different_clocks_are_aligned(mesh: Mesh, tmp_path: Path) -> None:
+    services = [mesh.agent(worker).service(TracingService) for worker in range(3)]
+    for each in services:
+        each.begin("own", 100)
+    mesh.run(0, rpc.rpc_sync, "worker1", relay, (torch.ones(2),))
+    traces = [each.end("own") for each in services]
+    for trace, ahead in zip(traces, (0.0, 1000.0, -50.0), strict=True):
+        trace.records = [shifted(record, ahead) for record in trace.records]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(chrome_trace(traces)))
+    check_causes(Trace(path))
 
-    take = Recording.take
-    shifts = iter((0.0, 1000.0, -50.0))
 
-    def shifted(recording: Recording) -> Any:
-        """As if this worker's clock were ahead."""
-        with barrier:
-            ahead = next(shifts)
-        return [
-            each._replace(
-                **{
-                    name: value + ahead
-                    for name, value in each._asdict().items()
-                    if type(value) is float and value
-                }
-            )
-            for each in take(recording)
-        ]
-
-    barrier = threading.Lock()
-    monkeypatch.setattr(Recording, "take", shifted)
-    trace = traced(
-        mesh, tmp_path / "trace.json", lambda: rpc.rpc_sync("worker1", relay, (torch.ones(2),))
-    )
-    outer, relayed = trace.slice("rpc_sync#relay(worker0 -> worker1)"), trace.slice("relay", 1)
-    inner, leaves = trace.slice("rpc_sync#leaf(worker1 -> worker2)"), trace.slice("leaf", 2)
-    for cause, effect in ((outer, relayed), (relayed, inner), (inner, leaves)):
-        assert cause["ts"] <= effect["ts"]
-        assert effect["end"] <= cause["end"]
+def shifted(record: Any, ahead: float) -> Any:
+    """A record as a worker whose clock is ahead makes it."""
+    times = {n: v + ahead for n, v in record._asdict().items() if type(v) is float and v}
+    return record._replace(**times)
 
 
 def test_the_wire_has_no_more_messages_and_bytes_with_a_trace(

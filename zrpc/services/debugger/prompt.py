@@ -100,8 +100,8 @@ class Prompt:
     def _accept(self, listener: socket.socket) -> socket.socket:
         while True:
             connection, _ = listener.accept()
-            peer = peer_of(connection)
-            if peer is None or peer[1] in (os.geteuid(), 0):
+            _, user = peer_of(connection)
+            if user in (os.geteuid(), 0):
                 connection.settimeout(None)
                 return connection
             connection.close()

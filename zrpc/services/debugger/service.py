@@ -9,6 +9,7 @@ them whatever Python does.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,8 @@ __all__ = ["DebuggerService"]
 # Deadlines are postponed in ticks, of a tenth of a second each. With this they never come early.
 _HEADROOM_SECONDS = 0.25
 _STANDS, _GOES_ON = b"\1", b"\0"
+# The variable with which `zrpc launch --pdb` asks for a prompt where a handler has failed.
+_POST_MORTEM = "ZRPC_PDB"
 
 
 class DebuggerService(Service):
@@ -82,6 +85,13 @@ class DebuggerService(Service):
         for member in membership.living:
             if member != membership.own_id and not self.agent.closed:
                 self.agent.outbox.post(member, Message(Kind.BREAKPOINT, body=body))
+
+    @override
+    def on_handler_failed(self, error: BaseException) -> None:
+        if os.environ.get(_POST_MORTEM):
+            from zrpc.services.debugger.debugger import post_mortem
+
+            post_mortem(error)
 
     @override
     def stats(self) -> Mapping[str, int]:

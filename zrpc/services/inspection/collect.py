@@ -6,12 +6,16 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.shutdown import Phase
+from zrpc.agent.stats import take_stats
 from zrpc.calls.function_names import handler_name, kind_name, readable
 from zrpc.calls.pending_call import NEVER, PendingCall
-from zrpc.services.inspection.numbers import take_numbers
+from zrpc.options import DEFAULT_WARN_AFTER_SEC
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind, Tag
@@ -25,8 +29,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
-    It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has the numbers
-    of `zrpc.services.inspection.numbers` instead.
+    It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has numbers
+    instead.
     """
     load = agent.pool.load(max_entries)
     found = activities(agent)[:max_entries] if max_entries else []
@@ -53,7 +57,7 @@ def take_snapshot(
         calls_in_all=len(calls),
         requests_in_all=len(requests),
         notes=list(notes),
-        stats=None if max_entries else take_numbers(agent),
+        stats=None if max_entries else _numbers(agent),
     )
 
 
@@ -97,22 +101,39 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
 
 
 def _request(request: Message, queued: bool) -> Request:
-    makes = needs = ""
-    values = (request.attachments or {}).get(Tag.SUBJECT)
-    if values and request.kind == Kind.REMOTE:
-        makes, needs = _rref_name(values[0]), _rref_name(values[2]) if len(values) > 2 else ""
-    elif values:
-        needs = _rref_name(values[0])
+    subject = (request.attachments or {}).get(Tag.SUBJECT, ())
+    rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
+    # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
+    makes, needs = (rrefs[:1], rrefs[2:]) if request.kind == Kind.REMOTE else ([], rrefs)
     return Request(
         caller=request.sender,
         id=request.call_id,
         what=handler_name(request),
         kind=kind_name(request.kind),
         queued=queued,
-        makes=makes,
-        needs=needs,
+        makes="".join(makes),
+        needs="".join(needs),
     )
 
 
-def _rref_name(rref_id: Any) -> str:
-    return f"{rref_id.created_on}:{rref_id.local_id}"
+def _numbers(agent: Agent) -> dict[str, Any]:
+    """Returns a worker's `zrpc.stats`, its processor time, memory and state, ready for JSON."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        **asdict(take_stats(agent)),
+        "cpu_seconds": time.process_time(),
+        "memory_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "state": _state(agent),
+    }
+
+
+def _state(agent: Agent) -> str:
+    if any(service.stats().get("breakpoints") for service in agent.services):
+        return "at a breakpoint"
+    if agent.graceful_shutdown.phase >= Phase.BEGUN:
+        return "leaving"
+    oldest = agent.caller.calls.oldest()
+    limit = agent.options.warn_after or DEFAULT_WARN_AFTER_SEC
+    if oldest is not None and time.monotonic() - oldest.begun >= limit:
+        return "stuck"
+    return "running"

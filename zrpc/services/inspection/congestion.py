@@ -12,33 +12,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
+
+from typing_extensions import Buffer
 
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Congestion", "InspectionSettings", "Place", "Report", "Reports"]
+__all__ = ["Congestion", "Place", "Report", "Reports"]
+
+# How long requests must have waited before their callers are told, and how often these are told
+# again.
+REPORT_AFTER_SECONDS = 1.0
+_REPORT_EVERY_SECONDS = 1.0
+# How long a report is taken to describe the present.
+_FRESH_SECONDS = 3 * _REPORT_EVERY_SECONDS
 
 _REPORT = struct.Struct("<BffIII")
-
-
-@dataclass(frozen=True, slots=True)
-class InspectionSettings:
-    """The times and limits that inspection goes by.
-
-    Attributes:
-        report_after_seconds: how long requests must have waited before their callers are told.
-        report_every_seconds: how often the callers are told again.
-        visit_seconds: how long a question and its answer may take.
-        max_entries: how many threads, calls, requests and jobs each a snapshot has: the thread that
-            takes it receives nothing meanwhile.
-    """
-
-    report_after_seconds: float = 1.0
-    report_every_seconds: float = 1.0
-    visit_seconds: float = 10.0
-    max_entries: int = 1000
 
 
 class Place(IntEnum):
@@ -48,8 +39,7 @@ class Place(IntEnum):
     LOOP = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What a worker reports of its pool, or of its event loop.
 
     Attributes:
@@ -58,7 +48,7 @@ class Report:
         idle_for: seconds since a request was begun, at least.
         size: how many threads may run handlers at once.
         running: how many do.
-        queued: how many requests wait.
+        queued: how many requests wait; 0 takes the reports before back.
     """
 
     place: Place
@@ -70,20 +60,19 @@ class Report:
 
     def pack(self) -> bytes:
         """Returns the report as the body of a message."""
-        numbers = (self.full_for, self.idle_for, self.size, self.running, self.queued)
-        return _REPORT.pack(self.place, *numbers)
+        return _REPORT.pack(*self)
 
     @classmethod
-    def parse(cls, body: bytes) -> tuple[Place, Report | None]:
-        """Reads what `pack` wrote, or the place alone if nothing waits there any longer.
+    def parse(cls, body: Buffer) -> Report:
+        """Reads what `pack` wrote.
 
         Raises:
             ProtocolError: the body is something else.
         """
         try:
-            place = Place(body[0])
-            return place, None if len(body) == 1 else cls(place, *_REPORT.unpack(body)[1:])
-        except (struct.error, ValueError, IndexError) as error:
+            place, *numbers = _REPORT.unpack(body)
+            return cls(Place(place), *numbers)
+        except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected a report about a pool: {error}") from error
 
     def text(self, later: float = 0.0) -> str:
@@ -107,9 +96,8 @@ class Report:
 class Congestion:
     """Finds out whether requests have to wait, and which callers must be told."""
 
-    def __init__(self, place: Place, settings: InspectionSettings) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self._settings = settings
         self._since: float | None = None
         self._begun = -1
         self._begun_at = 0.0
@@ -119,14 +107,14 @@ class Congestion:
     def observe_queue(self, now: float, queued: int, begun: int) -> bool:
         """Records how many jobs are queued, and how many were ever begun.
 
-        Returns whether what `bodies_for` returns must be sent now.
+        Returns whether what `reports_for` returns must be sent now.
         """
         if begun != self._begun:
             self._begun, self._begun_at = begun, now
         if not queued:
             self._since = None
         elif self._since is None:
-            self._since, self._report_at = now, now + self._settings.report_after_seconds
+            self._since, self._report_at = now, now + REPORT_AFTER_SECONDS
         return bool(self._told) if self._since is None else now >= self._report_at
 
     def full_for(self, now: float) -> float | None:
@@ -137,41 +125,39 @@ class Congestion:
     def report(self, now: float, size: int, running: int, queued: int) -> Report | None:
         """Returns what there is to report; None if no job waits, or only since a moment ago."""
         full_for = self.full_for(now)
-        if full_for is None or full_for < self._settings.report_after_seconds:
+        if full_for is None or full_for < REPORT_AFTER_SECONDS:
             return None
         return Report(self._place, full_for, now - self._begun_at, size, running, queued)
 
-    def bodies_for(
+    def reports_for(
         self, now: float, waiting: Collection[MemberId], report: Report | None
-    ) -> dict[MemberId, bytes]:
+    ) -> dict[MemberId, Report]:
         """Returns what to send to each member, and records that it is sent.
 
         The members ``waiting`` are those whose requests are queued.
         """
-        self._report_at = now + self._settings.report_every_seconds
-        members = set(waiting) if report is not None else set()
-        bodies = dict.fromkeys(self._told - members, bytes([self._place]))
+        self._report_at = now + _REPORT_EVERY_SECONDS
+        reports = dict.fromkeys(self._told, Report(self._place, 0.0, 0.0, 0, 0, 0))
+        self._told = set()
         if report is not None:
-            bodies.update(dict.fromkeys(members, report.pack()))
-        self._told = members
-        return bodies
+            self._told = set(waiting)
+            reports |= dict.fromkeys(waiting, report)
+        return reports
 
 
 class Reports:
     """What the peers have reported of themselves. Any thread may call the methods."""
 
-    def __init__(self, settings: InspectionSettings) -> None:
-        # How long a report is taken to describe the present.
-        self._fresh_seconds = 3 * settings.report_every_seconds
+    def __init__(self) -> None:
         # Single operations on the dict are atomic.
         self._reports: dict[tuple[MemberId, Place], tuple[Report, float]] = {}
 
-    def record(self, member: MemberId, place: Place, report: Report | None, now: float) -> None:
-        """Records what a peer reports of its pool or its event loop; None if nothing waits."""
-        if report is None:
-            self._reports.pop((member, place), None)
+    def record(self, member: MemberId, report: Report, now: float) -> None:
+        """Records what a peer reports of its pool or its event loop."""
+        if report.queued:
+            self._reports[member, report.place] = (report, now)
         else:
-            self._reports[member, place] = (report, now)
+            self._reports.pop((member, report.place), None)
 
     def members(self) -> list[MemberId]:
         """Returns the members with a current report."""
@@ -184,7 +170,7 @@ class Reports:
         return "; ".join(filter(None, texts))
 
     def _text(self, report: Report, at: float, name: str, now: float, gone: bool) -> str:
-        fresh = now - at < self._fresh_seconds
+        fresh = now - at < _FRESH_SECONDS
         if gone:
             return f"shortly before, {report.text()}" if fresh else ""
         if fresh:

@@ -7,19 +7,12 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from zrpc.errors import AuthenticationError
-from zrpc.services.inspection.listener import (
-    OTHERS,
-    OTHERS_NUMBERS,
-    OWN_NUMBERS,
-    SELF,
-    SOCKET,
-    peer_of,
-)
+from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, SOCKET, peer_of
 from zrpc.services.inspection.snapshot import Member, Snapshot
 from zrpc.transport.address import check_private, is_alive, private_directories
 from zrpc.wire.member_id import MemberId
@@ -132,14 +125,15 @@ def find_meshes(
     Raises:
         LookupError: there are none.
     """
-    found, failed = meshes(ask(directories(), timeout, OWN_NUMBERS if numbers else SELF))
+    kind = NUMBERS if numbers else ""
+    found, failed = meshes(ask(directories(), timeout, SELF + kind))
     chosen = [mesh for mesh in found if mesh.has_worker(workers)]
     failed = [answer for answer in failed if not workers or str(answer.pid) in workers]
     if not chosen and not failed:
         suffix = f" with {' or '.join(workers)}" if workers else ""
         raise LookupError(f"no running mesh of this user{suffix} was found on this host")
     for mesh in chosen:
-        mesh.ask_other_hosts(timeout, OTHERS_NUMBERS if numbers else OTHERS)
+        mesh.ask_other_hosts(timeout, OTHERS + kind)
     return chosen, failed
 
 
@@ -202,11 +196,9 @@ class _Visit:
         self.connection.setblocking(False)
         try:
             self.connection.connect(str(path / SOCKET))
-            peer = peer_of(self.connection)
-            if peer is not None:
-                self.answer.pid = peer[0]
-                if peer[1] != os.geteuid():
-                    raise OSError(errno.EPERM, f"its process is of user {peer[1]}")
+            self.answer.pid, user = peer_of(self.connection)
+            if user != os.geteuid():
+                raise OSError(errno.EPERM, f"its process is of user {user}")
             self.connection.send(f"{question}\n".encode())
         except BlockingIOError:
             self._fail("too many ask it already, and it answers none of them")
@@ -262,34 +254,40 @@ def _state(pid: int) -> str:
         return ""
 
 
-def meshes(answers: Iterable[Answer]) -> tuple[list[MeshView], list[Answer]]:
+def meshes(answers: Sequence[Answer]) -> tuple[list[MeshView], list[Answer]]:
     """Groups the answers by mesh; the second list is of those that belong to no known mesh."""
-    answers = list(answers)
     by_directory = {answer.directory: answer for answer in answers}
     rest = dict(by_directory)
     found = []
     for answer in answers:
-        if answer.directory not in rest or not answer.snapshots:
-            continue
-        members = _reached(answer, by_directory)
-        for member in members:
-            rest.pop(member.directory, None)
-        found.append(_view(members, by_directory))
+        if answer.directory in rest and answer.snapshots:
+            view = _view(answer, by_directory)
+            for snapshot in view.snapshots.values():
+                rest.pop(snapshot.directory, None)
+            found.append(view)
     named = {m.directory for a in answers for s in a.snapshots for m in s.members if m.same_host}
     return found, [answer for answer in rest.values() if answer.directory not in named]
 
 
-def _reached(start: Answer, by_directory: dict[str, Answer]) -> list[Answer]:
-    """Returns all answers from the mesh of the worker that gave one of them."""
-    found = {start.directory: start}
+def _view(start: Answer, by_directory: Mapping[str, Answer]) -> MeshView:
+    """Returns the mesh of a worker that has answered, as far as all its workers answered."""
+    view = MeshView({})
     left = [start]
     while left:
-        for member in left.pop().snapshots[0].members:
-            answer = by_directory.get(member.directory)
-            if answer and answer.directory not in found and _is_of(answer, member):
-                found[answer.directory] = answer
-                left.append(answer)
-    return list(found.values())
+        answer = left.pop()
+        [snapshot] = answer.snapshots
+        view.snapshots[snapshot.member] = snapshot
+        view.pids[snapshot.member] = answer.pid
+        for member in snapshot.members:
+            view.names.setdefault(member.member, member.name)
+            asked = by_directory.get(member.directory)
+            if asked is None or not _is_of(asked, member):
+                _note_silence(view, member, asked)
+            elif member.member not in view.snapshots:
+                left.append(asked)
+    view.snapshots = dict(sorted(view.snapshots.items()))
+    view.silent = dict(sorted(view.silent.items()))
+    return view
 
 
 def _is_of(answer: Answer, member: Member) -> bool:
@@ -297,22 +295,11 @@ def _is_of(answer: Answer, member: Member) -> bool:
     return [(s.member, s.name) for s in answer.snapshots] == [(member.member, member.name)]
 
 
-def _view(answers: Sequence[Answer], by_directory: dict[str, Answer]) -> MeshView:
-    view = MeshView({answer.snapshots[0].member: answer.snapshots[0] for answer in answers})
-    view.pids = {answer.snapshots[0].member: answer.pid for answer in answers}
-    for answer in answers:
-        for member in answer.snapshots[0].members:
-            view.names.setdefault(member.member, member.name)
-            if member.member in view.snapshots or member.member in view.silent:
-                continue
-            asked = by_directory.get(member.directory) if member.same_host else None
-            if asked is not None:
-                view.silent[member.member] = asked.problem
-                view.pids[member.member] = asked.pid
-            elif member.lost:
-                view.silent[member.member] = member.lost
-            else:
-                view.silent[member.member] = _EXITED if member.same_host else _NOT_REACHED
-    view.snapshots = dict(sorted(view.snapshots.items()))
-    view.silent = dict(sorted(view.silent.items()))
-    return view
+def _note_silence(view: MeshView, member: Member, asked: Answer | None) -> None:
+    """Notes why a member has not answered, as the first worker that lists it knows."""
+    if asked is not None and member.same_host:
+        view.silent.setdefault(member.member, asked.problem)
+        view.pids[member.member] = asked.pid
+    else:
+        unreached = _EXITED if member.same_host else _NOT_REACHED
+        view.silent.setdefault(member.member, member.lost or unreached)

@@ -15,44 +15,30 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from zrpc.services.inspection.congestion import InspectionSettings
-
-__all__ = [
-    "MAX_VISITORS",
-    "OTHERS",
-    "OTHERS_NUMBERS",
-    "OWN_NUMBERS",
-    "SELF",
-    "SOCKET",
-    "Listener",
-    "Visitor",
-    "peer_of",
-]
+__all__ = ["NUMBERS", "OTHERS", "SELF", "SOCKET", "Listener", "Visitor", "peer_of"]
 
 logger = logging.getLogger(__name__)
 
 # The socket's name in the worker's private directory. Not longer than that of the socket for direct
 # connections: a directory is chosen by the room that its path leaves for that.
 SOCKET = "stacks"
-# The questions: what are you doing? What are the members on other hosts doing? And the same for
-# numbers: what have you done so far?
+# The questions: what are you doing? What are the members on other hosts doing? And with what is
+# added to each of them: what have they done so far, in numbers?
 SELF = "self"
 OTHERS = "others"
-OWN_NUMBERS = "own numbers"
-OTHERS_NUMBERS = "others' numbers"
+NUMBERS = " in numbers"
 
 # How many may ask at the same time.
 MAX_VISITORS = 8
+# How long a question and its answer may take.
+_VISIT_SECONDS = 10.0
 _MAX_QUESTION_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")
 
 
-def peer_of(connection: socket.socket) -> tuple[int, int] | None:
-    """Returns the peer's process id and user id, or None if the system doesn't tell them."""
-    option = getattr(socket, "SO_PEERCRED", None)
-    if option is None:
-        return None
-    data = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Returns the peer's process id and user id."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
@@ -126,12 +112,9 @@ class Listener:
         OSError: no descriptors are left, or the directory does not exist.
     """
 
-    def __init__(
-        self, directory: Path, answer: Callable[[Visitor, str], None], settings: InspectionSettings
-    ) -> None:
+    def __init__(self, directory: Path, answer: Callable[[Visitor, str], None]) -> None:
         self._path = directory / SOCKET
         self._answer = answer
-        self._visit_seconds = settings.visit_seconds
         self._visitors: list[Visitor] = []
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -157,8 +140,7 @@ class Listener:
                     visitor.close()  # or it would be asked again
                     raise
             visitor.flush()
-        if self._visitors:
-            self._visitors = [visitor for visitor in self._visitors if not visitor.closed]
+        self._visitors = [visitor for visitor in self._visitors if not visitor.closed]
 
     def _admit_visitor(self, now: float) -> None:
         try:
@@ -166,12 +148,12 @@ class Listener:
         except OSError:  # nobody asks, or no descriptors are left
             return
         connection.setblocking(False)
-        peer = peer_of(connection)
-        if peer is not None and peer[1] not in (os.geteuid(), 0):
-            logger.warning("Refused to tell user %d what this worker does", peer[1])
+        _, user = peer_of(connection)
+        if user not in (os.geteuid(), 0):
+            logger.warning("Refused to tell user %d what this worker does", user)
             connection.close()
             return
-        self._visitors.append(Visitor(connection, now + self._visit_seconds))
+        self._visitors.append(Visitor(connection, now + _VISIT_SECONDS))
 
     def close(self) -> None:
         """Closes all connections and removes the socket."""

@@ -14,7 +14,7 @@ from zrpc.wire.member_id import rank_of
 
 __all__ = ["FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
 
-# A worker's `zrpc.stats`, and what `take_numbers` adds.
+# `Snapshot.stats`.
 _Stats = Mapping[str, Any]
 
 

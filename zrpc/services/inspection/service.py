@@ -19,21 +19,8 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError
 from zrpc.services.inspection.collect import queued_requests, take_snapshot
-from zrpc.services.inspection.congestion import (
-    Congestion,
-    InspectionSettings,
-    Place,
-    Report,
-    Reports,
-)
-from zrpc.services.inspection.listener import (
-    OTHERS,
-    OTHERS_NUMBERS,
-    OWN_NUMBERS,
-    SELF,
-    Listener,
-    Visitor,
-)
+from zrpc.services.inspection.congestion import Congestion, Place, Report, Reports
+from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
 from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
@@ -44,13 +31,13 @@ __all__ = ["InspectionService"]
 
 logger = logging.getLogger(__name__)
 
-# What each new service goes by.
-SETTINGS = InspectionSettings()
+# How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives
+# nothing meanwhile.
+_MAX_ENTRIES = 1000
 
-# The number of a question to workers on other hosts, which their answers repeat.
-_NUMBER = struct.Struct("<Q")
-# Follows it if the worker's numbers are asked for.
-_NUMBERS = b"n"
+# A question to workers on other hosts, with which their answers begin: its number, and whether it
+# asks for what they have done, in numbers.
+_QUESTION = struct.Struct("<Q?")
 
 
 class InspectionService(Service):
@@ -58,16 +45,12 @@ class InspectionService(Service):
 
     All of it is done in the agent's ticks, by the thread that receives. Calls pass through none
     of it.
-
-    Attributes:
-        settings: the times and limits it goes by; the number of entries may be changed later.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.settings = settings = SETTINGS
-        self._queues = {place: Congestion(place, settings) for place in Place}
-        self._reports = Reports(settings)
+        self._queues = {place: Congestion(place) for place in Place}
+        self._reports = Reports()
         self._stuck = StuckCalls(agent, agent.options.warn_after, self.explain)
         self._listener = self._open_listener()
         # For each question about other hosts: who asks, and the members still to answer.
@@ -110,7 +93,7 @@ class InspectionService(Service):
         now = time.monotonic()
         pool = self.agent.pool
         if self._queues[Place.POOL].observe_queue(now, pool.queued, pool.begun):
-            waiting = queued_requests(self.agent, self.settings.max_entries)
+            waiting = queued_requests(self.agent, _MAX_ENTRIES)
             self._report_to_callers(Place.POOL, waiting, now)
         if self._queues[Place.LOOP].observe_queue(now, self.agent.event_loop.coming, 0):
             self._report_to_callers(Place.LOOP, requests_to_begin(self.agent), now)
@@ -125,9 +108,9 @@ class InspectionService(Service):
     def _report_to_callers(self, place: Place, requests: Iterable[Message], now: float) -> None:
         """Tells peers that their requests wait, or no longer do."""
         waiting = {request.sender for request in requests} - {self.agent.membership.own_id}
-        bodies = self._queues[place].bodies_for(now, waiting, self._own_report(place, now))
-        for member, body in bodies.items():
-            self.agent.outbox.post(member, Message(Kind.BUSY, body=body))
+        reports = self._queues[place].reports_for(now, waiting, self._own_report(place, now))
+        for member, report in reports.items():
+            self.agent.outbox.post(member, Message(Kind.BUSY, body=report.pack()))
 
     def _own_report(self, place: Place, now: float) -> Report | None:
         if place is Place.LOOP:
@@ -136,8 +119,7 @@ class InspectionService(Service):
         return self._queues[place].report(now, load.size, load.running, load.queued)
 
     def _on_busy(self, message: Message) -> None:
-        place, report = Report.parse(bytes(message.body))
-        self._reports.record(message.sender, place, report, time.monotonic())
+        self._reports.record(message.sender, Report.parse(message.body), time.monotonic())
 
     def _open_listener(self) -> Listener | None:
         membership = self.agent.membership
@@ -145,56 +127,60 @@ class InspectionService(Service):
         if not directory:
             return None
         try:
-            return Listener(Path(directory), self._answer_visitor, self.settings)
+            return Listener(Path(directory), self._answer_visitor)
         except OSError as error:
             logger.warning("zrpc stacks can't ask %s: %s", self.agent.worker_info, error)
             return None
 
     def _answer_visitor(self, visitor: Visitor, question: str) -> None:
-        if question in (OTHERS, OTHERS_NUMBERS):
-            self._ask_other_hosts(visitor, question == OTHERS_NUMBERS)
-            return
-        if question in (SELF, OWN_NUMBERS):
-            visitor.write(self._dump_snapshot(question == OWN_NUMBERS))
-        visitor.finish()
+        numbers = question.endswith(NUMBERS)
+        about = question.removesuffix(NUMBERS)
+        if about == SELF:
+            visitor.write(self._dump_snapshot(numbers))
+        if about != OTHERS or not self._ask_other_hosts(visitor, numbers):
+            visitor.finish()
 
     def _dump_snapshot(self, numbers: bool) -> bytes:
         if numbers:
             return take_snapshot(self.agent, None, (), 0).dump()
         notes = [self.explain(member).lstrip("; ") for member in self._reports.members()]
         full_for = self._queues[Place.POOL].full_for(time.monotonic())
-        return take_snapshot(self.agent, full_for, notes, self.settings.max_entries).dump()
+        return take_snapshot(self.agent, full_for, notes, _MAX_ENTRIES).dump()
 
-    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> None:
+    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> bool:
+        """Asks the members on other hosts; returns whether there are any."""
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
-        members.discard(self.agent.membership.own_id)
-        if not members:
-            visitor.finish()
-            return
+        members.discard(membership.own_id)
         self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
         number = next(self._numbers)
-        self._asked[number] = (visitor, members)
-        body = _NUMBER.pack(number) + (_NUMBERS if numbers else b"")
+        if members:
+            self._asked[number] = (visitor, members)
         for member in sorted(members):
-            self.agent.outbox.post(member, Message(Kind.INSPECT, body=body))
+            question = Message(Kind.INSPECT, body=_QUESTION.pack(number, numbers))
+            self.agent.outbox.post(member, question)
+        return bool(members)
 
     def _on_inspect(self, message: Message) -> None:
         """Answers a member whose user asks what workers on other hosts are doing."""
-        number, what = message.body[: _NUMBER.size], message.body[_NUMBER.size :]
-        body = bytes(number) + self._dump_snapshot(bytes(what) == _NUMBERS)
+        number, numbers = _question_of(message)
+        body = _QUESTION.pack(number, numbers) + self._dump_snapshot(numbers)
         self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body))
 
     def _on_snapshot(self, message: Message) -> None:
-        try:
-            (number,) = _NUMBER.unpack_from(message.body)
-        except struct.error as error:
-            raise ProtocolError(f"expected the number of a question: {error}") from error
+        number, _ = _question_of(message)
         visitor, members = self._asked.get(number, (None, set()))
         if visitor is None or message.sender not in members:
             return
         members.discard(message.sender)
-        visitor.write(bytes(message.body[_NUMBER.size :]).replace(b"\n", b" "))
+        visitor.write(bytes(message.body[_QUESTION.size :]).replace(b"\n", b" "))
         if not members:
             del self._asked[number]
             visitor.finish()
+
+
+def _question_of(message: Message) -> tuple[int, bool]:
+    try:
+        return _QUESTION.unpack_from(message.body)
+    except struct.error as error:
+        raise ProtocolError(f"expected the number of a question: {error}") from error

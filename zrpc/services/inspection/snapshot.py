@@ -152,7 +152,7 @@ class Snapshot:
         calls_in_all: the number of all outstanding calls.
         requests_in_all: the number of all requests that are not answered.
         notes: further sentences, such as what a peer has reported.
-        stats: what `zrpc.services.inspection.numbers` returns; None if it was not asked for.
+        stats: `zrpc.stats`, processor time, memory and state; None if they were not asked for.
     """
 
     member: MemberId

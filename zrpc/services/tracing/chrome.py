@@ -117,10 +117,8 @@ class _Worker:
     def heading(self) -> Iterator[Event]:
         trace = self.trace
         title = f"{trace.name} (rank {trace.rank}, {trace.host}, pid {trace.pid})"
-        for name, args in (
-            ("process_name", {"name": title}),
-            ("process_sort_index", {"sort_index": trace.rank}),
-        ):
+        names = {"process_name": {"name": title}, "process_sort_index": {"sort_index": trace.rank}}
+        for name, args in names.items():
             yield {"ph": "M", "name": name, **self._place(), "args": args}
         for ident, name in trace.threads.items():
             yield {"ph": "M", "name": "thread_name", **self._place(ident), "args": {"name": name}}
