@@ -465,9 +465,9 @@ def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys(
 
         monkeypatch.setattr(SignedStore, method.__name__, counted)
     store = dist.HashStore()
-    with SignedStore(store, None, time.monotonic() + SOON) as entries:
-        for rank in range(1, 256, 2):
-            entries.set(f"record/{rank}", record(rank, 256).dump())
+    entries = SignedStore(store, None)
+    for rank in range(1, 256, 2):
+        entries.set(f"record/{rank}", record(rank, 256).dump())
     with pytest.raises(RendezvousError, match=r"ranks 2, 4, 6, .* are missing"):
         meet(store, record(0, 256), timeout=2.0)
     # All ranks twice at its start and once for the error, the records that exist twice, and the

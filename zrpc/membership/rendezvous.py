@@ -111,7 +111,8 @@ def meet(
             store is not from one of them.
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
+    entries = SignedStore(store, secret, time.monotonic() + timeout)
+    with store_errors():
         return _Rendezvous(entries, record, timeout, timing, place, listen).run(check)
 
 

@@ -41,27 +41,27 @@ def join_running(
     """
     deadline = time.monotonic() + meeting.options.init_timeout
     state = MembershipState(limits)
-    with SignedStore(meeting.store, meeting.secret, deadline) as entries:
-        with store_errors():
-            log = MembershipLog(entries)
-            record = claim(log, state, record, deadline)
-        network.connect_itself(record.member_id)
-        if record.endpoint:
-            announce_endpoint(record.info, record.endpoint, bool(record.public_key))
-        membership = Membership([record], record.member_id)
-        agent = Agent(network, membership, meeting.options, meeting.store, not record.world_size)
-        try:
-            agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
-            service = agent.service(ElasticMembership)
-            entries.deadline = None  # the follower may wait
-            service.follower.start()
-            service.follower.admission.wait(deadline, meeting.options.init_timeout)
-        except BaseException:
-            agent.close()
-            entries.deadline = time.monotonic()
-            with contextlib.suppress(RuntimeError, OSError):
-                log.append(MembershipEvent(Verb.GONE, record.token, why=Departure.LEFT))
-            raise
+    entries = SignedStore(meeting.store, meeting.secret, deadline)
+    with store_errors():
+        log = MembershipLog(entries)
+        record = claim(log, state, record, deadline)
+    network.connect_itself(record.member_id)
+    if record.endpoint:
+        announce_endpoint(record.info, record.endpoint, bool(record.public_key))
+    membership = Membership([record], record.member_id)
+    agent = Agent(network, membership, meeting.options, meeting.store, not record.world_size)
+    try:
+        agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
+        service = agent.service(ElasticMembership)
+        entries.deadline = None  # the follower may wait
+        service.follower.start()
+        service.follower.admission.wait(deadline, meeting.options.init_timeout)
+    except BaseException:
+        agent.close()
+        entries.deadline = time.monotonic()
+        with contextlib.suppress(RuntimeError, OSError):
+            log.append(MembershipEvent(Verb.GONE, record.token, why=Departure.LEFT))
+        raise
     return agent
 
 
