@@ -14,10 +14,11 @@ import torch.distributed as dist
 import zrpc as rpc
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
@@ -191,9 +192,7 @@ def test_a_worker_that_a_member_does_not_trust(
 
     def refuse(record: PeerRecord) -> str:
         follower._log.append(
-            MembershipEvent(
-                Verb.GONE, record.token, why=Departure.REFUSED, text="an open directory"
-            )
+            MembershipEvent(Verb.GONE, record.token, why=Reason.REFUSED, text="an open directory")
         )
         return ""
 

@@ -11,11 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import MembershipState
 from zrpc.wire.member_id import RANKS
 
@@ -104,7 +105,7 @@ def visit(log: MembershipLog, state: MembershipState, number: int, shorten: bool
     """A worker joins and leaves, and the reader of this log applies that."""
     record = PeerRecord(f"w{number}", number, 0, f"{number:032x}", "", "", "")
     log.note_position(record.token, 0)
-    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Departure.LEFT})):
+    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Reason.LEFT})):
         assert log.append(MembershipEvent(verb, record.token, **fields))
         for found in log.read():
             state.apply(found)
@@ -134,12 +135,12 @@ def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store
     assert counts[-1] < 3 * 40 + 10
     late = log_in(open_store())
     [snapshot, *rest] = late.read()
-    assert isinstance(snapshot, StateSnapshot)
+    assert isinstance(snapshot, MembershipState)
     assert len(rest) < 40
     for _ in range(5):  # it checks only now and then whether its place is still there
         for found in frozen.read():
             early.apply(found)
-    assert early.snapshot() == state.snapshot() == read_by(log_in(open_store())).snapshot()
+    assert early.dump() == state.dump() == read_by(log_in(open_store())).dump()
     assert frozen.append(event("a"))
     assert [reader.read() for reader in (late, steady)] == [[event("a")]] * 2
 
@@ -208,7 +209,7 @@ def test_a_forged_snapshot_stops_compaction(
     for number in range(40):
         visit(log, state, number)
     assert caplog.text.count("the mesh's log is not compacted: the entry") == 1
-    assert read_by(log_in(store)).snapshot() == state.snapshot()
+    assert read_by(log_in(store)).dump() == state.dump()
 
 
 def test_old_bounds_are_ignored(store: dist.Store) -> None:

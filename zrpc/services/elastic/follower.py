@@ -13,11 +13,12 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.launch_stop import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
 from zrpc.wire.member_id import MemberId
 
@@ -135,8 +136,8 @@ class LogFollower(threading.Thread):
     """The thread: it alone uses the log and changes the state, in its private methods.
 
     It has ``apply_changes`` called in the I/O thread: with changes to make to the agent, each with
-    the endpoint of a worker that was introduced, and with the new `Membership.starts`, if workers
-    have come and gone that the changes do not contain.
+    the endpoint of a worker that was introduced, and with how many members each rank has had then.
+    Workers may have come and gone that the changes do not contain.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class LogFollower(threading.Thread):
         agent: Agent,
         log: MembershipLog,
         state: MembershipState,
-        apply_changes: Callable[[Sequence[tuple[Change, str]], Mapping[int, int] | None], None],
+        apply_changes: Callable[[Sequence[tuple[Change, str]], Mapping[int, int]], None],
     ) -> None:
         self._record = agent.membership.records[agent.membership.own_id]
         super().__init__(name=f"zrpc-{self._record.name}-log", daemon=True)
@@ -155,13 +156,13 @@ class LogFollower(threading.Thread):
         self._apply_changes = apply_changes
         # Losses to report in the log, why, and details: appended in this thread and in the I/O
         # thread, taken in this one.
-        self._losses: deque[tuple[MemberId, Departure, str]] = deque()
+        self._losses: deque[tuple[MemberId, Reason, str]] = deque()
         self._noted = -1
         self._awaiting_until = 0.0
         self._closing = False
         self._wake = threading.Event()
 
-    def report_loss(self, member: MemberId, why: Departure) -> None:
+    def report_loss(self, member: MemberId, why: Reason) -> None:
         """Queues a loss to report in the log. From any thread."""
         self._losses.append((member, why, ""))
         self._wake.set()
@@ -199,8 +200,7 @@ class LogFollower(threading.Thread):
         """Reads what is new, and appends what this worker must report."""
         entries = self._log.read()
         changes = [change for entry in entries for change in self._state.apply(entry)]
-        skipped = any(isinstance(entry, StateSnapshot) for entry in entries)
-        if (changes or skipped) and not self._hand_over(changes, skipped):
+        if entries and not self._hand_over(changes):
             return  # the agent closes
         if not self._append_losses():
             return  # not before the log is read again
@@ -229,12 +229,9 @@ class LogFollower(threading.Thread):
             self._losses.popleft()
         return True
 
-    def _hand_over(self, changes: list[Change], skipped: bool) -> bool:
-        """Makes changes in the I/O thread, and waits for that; returns False if the agent closes.
-
-        If events were skipped, workers may have come and gone that the log no longer mentions.
-        """
-        starts = dict(self._state.starts) if skipped else None
+    def _hand_over(self, changes: list[Change]) -> bool:
+        """Makes changes in the I/O thread and waits for that; returns False if the agent closes."""
+        starts = dict(self._state.starts)
         with_endpoints: list[tuple[Change, str]] = []
         for change in changes:
             if change.record.member_id == self._record.member_id:
@@ -265,7 +262,7 @@ class LogFollower(threading.Thread):
         except RpcError as error:
             if self._record.member_id in self._state.admitted:
                 logger.warning("%s refuses %s: %s", self._record.info, record.info, error)
-                self._losses.append((record.member_id, Departure.REFUSED, str(error)))
+                self._losses.append((record.member_id, Reason.REFUSED, str(error)))
             else:
                 self.admission.fail(error)  # the newer of the two has to fit
             return ""
@@ -273,15 +270,15 @@ class LogFollower(threading.Thread):
     def _on_own_change(self, change: Change) -> None:
         if change.kind is not ChangeKind.LOST or self._closing:
             return
-        text = change.text or f"others report: {(change.why or Departure.ENDED).reason.value}"
+        text = change.text or f"others report: {(change.why or Reason.ENDED).value}"
         trouble = f"{self._record.info} is no longer a member of its mesh: {text}"
-        refused = change.why is Departure.REFUSED
+        refused = change.why is Reason.REFUSED
         self.admission.fail(AuthenticationError(trouble) if refused else RendezvousError(trouble))
         logger.error(trouble)
 
     def _announce_leave(self) -> None:
         own_id = self._record.member_id
-        gone = MembershipEvent(Verb.GONE, self._record.token, why=Departure.LEFT)
+        gone = MembershipEvent(Verb.GONE, self._record.token, why=Reason.LEFT)
         while own_id in self._state.members and not self._log.append(gone):
             self._log.catch_up(self._state)
         if own_id not in self._state.members or not self._agent.graceful_shutdown.done:

@@ -12,13 +12,14 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
 from zrpc.membership.endpoints import Meeting, announce_endpoint, is_loopback
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import store_errors
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.view import Membership
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.service import ElasticMembership
 from zrpc.services.elastic.state import MembershipState
 from zrpc.transport.address import is_alive
@@ -60,7 +61,7 @@ def join_running(
         agent.close()
         entries.deadline = time.monotonic()
         with contextlib.suppress(RuntimeError, OSError):
-            log.append(MembershipEvent(Verb.GONE, record.token, why=Departure.LEFT))
+            log.append(MembershipEvent(Verb.GONE, record.token, why=Reason.LEFT))
         raise
     return agent
 
@@ -118,7 +119,7 @@ def _wait_for_end(
     """
     alive = _is_alive(other, record, limits)
     if alive is False:
-        log.append(MembershipEvent(Verb.GONE, other.token, why=Departure.ENDED))
+        log.append(MembershipEvent(Verb.GONE, other.token, why=Reason.ENDED))
     elif alive or time.monotonic() > until:
         what = f"rank {record.rank}" if other.rank == record.rank else f"worker name {record.name}"
         raise RendezvousError(

@@ -23,7 +23,6 @@ from zrpc.membership.endpoints import endpoint_of
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.elastic.follower import LogFollower
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure
 from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
 from zrpc.wire.member_id import MemberId
 
@@ -50,7 +49,7 @@ class ElasticMembership(Service):
         for record, why in state.departed.values():
             # Others may still pass on references that it owned.
             agent.peers.introduce(record, "")
-            agent.peers.remove(record.member_id, why.reason)
+            agent.peers.remove(record.member_id, why)
         for member, record in state.members.items():
             if member == agent.membership.own_id:
                 continue
@@ -67,7 +66,7 @@ class ElasticMembership(Service):
         if not self.agent.liveness.may_live(member):
             self.agent.network.dismiss(member)
         if reason is Reason.ENDED:
-            self.follower.report_loss(member, Departure.ENDED)
+            self.follower.report_loss(member, Reason.ENDED)
 
     @override
     def close(self) -> None:
@@ -81,7 +80,7 @@ class ElasticMembership(Service):
             self.agent.peers.remove(member, Reason.LEFT)
 
     def _apply_changes(
-        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int] | None
+        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int]
     ) -> None:
         """Makes changes to the agent; see `LogFollower`."""
         for change, endpoint in changes:
@@ -90,11 +89,10 @@ class ElasticMembership(Service):
                 self.agent.peers.introduce(change.record, endpoint)
             elif change.kind is ChangeKind.ADMITTED:
                 self.agent.peers.admit(member)
-            elif change.why is Departure.LEFT and self.agent.dispatcher.received.get(member):
+            elif change.why is Reason.LEFT and self.agent.dispatcher.received.get(member):
                 # It announces that itself, after the last of its messages.
                 self._leaving[member] = time.monotonic() + self._last_message_seconds
             else:
                 assert change.why is not None
-                self.agent.peers.remove(member, change.why.reason)
-        if starts is not None:
-            self.agent.membership.set_starts(starts)
+                self.agent.peers.remove(member, change.why)
+        self.agent.membership.set_starts(starts)
