@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zrpc.membership.node_list import first_host
+from zrpc.membership.cluster_environment import first_host
 
 LETTERS = string.ascii_lowercase
 NAMES = st.builds(

@@ -59,11 +59,11 @@ def test_this_worker(members: Membership) -> None:
 
 def test_same_main() -> None:
     members = Membership([peer_record(0), peer_record(1), peer_record(2, main="other")], own_id=0)
-    assert [members.same_main(rank) for rank in range(3)] == [True, True, False]
+    assert [members.same_main[rank] for rank in range(3)] == [True, True, False]
     text = [("main", "a"), ("main", "b"), ("other", "a"), ("other", "b"), ("other", "")]
     records = [peer_record(i, main=main, main_digest=text) for i, (main, text) in enumerate(text)]
     members = Membership(records, own_id=0)
-    assert [members.same_main(rank) for rank in range(5)] == [True, True, True, False, False]
+    assert [members.same_main[rank] for rank in range(5)] == [True, True, True, False, False]
 
 
 def test_shared_host() -> None:
@@ -85,15 +85,14 @@ def test_shared_host() -> None:
 def test_lost_workers_are_no_longer_members(members: Membership) -> None:
     identity = members.records[2].identity
     assert members.member_of(identity) == 2
-    assert members.lost_member_of(identity) is None
     for _ in range(2):
         members.mark_lost(2)
         assert members.lost == {2}
         assert members.living == [0, 1, 3]
         assert members.member_of(identity) is None
-        assert members.lost_member_of(identity) == 2
+        assert members.introduced_as(identity) == 2
     assert members.member_of(b"a stranger") is None
-    assert members.lost_member_of(b"a stranger") is None
+    assert members.introduced_as(b"a stranger") is None
 
 
 def test_lost_workers_can_still_be_found(members: Membership) -> None:
@@ -108,11 +107,11 @@ def test_a_worker_that_joins_later(members: Membership) -> None:
     assert members.awaited == {4}
     assert members.living == [0, 1, 2, 3]
     assert members.member_of(late.identity) is None
-    assert members.awaited_member_of(late.identity) == 4
+    assert members.introduced_as(late.identity) == 4
     with pytest.raises(RpcError):
         members.find("worker4")
     assert members.infos[4] == WorkerInfo("worker4", 4)
-    assert members.same_main(4)
+    assert members.same_main[4]
     assert [members.admit(4), members.admit(4)] == [True, False]
     assert members.living == [0, 1, 2, 3, 4]
     assert members.member_of(late.identity) == members.find("worker4").member_id == 4
@@ -124,8 +123,8 @@ def test_a_worker_that_never_joins(members: Membership) -> None:
     members.mark_lost(4)
     assert not members.admit(4)
     assert not members.was_found(4)
-    assert members.awaited_member_of(peer_record(4).identity) is None
-    assert members.lost_member_of(peer_record(4).identity) == 4
+    assert members.introduced_as(peer_record(4).identity) == 4
+    assert (members.awaited, members.lost) == (set(), {4})
     assert members.living == [0, 1, 2, 3]
 
 
@@ -152,7 +151,7 @@ def test_a_view_of_256_members_of_which_half_are_replaced() -> None:
         members.admit(new.member_id)
         assert members.member_of(new.identity) == new.member_id
         assert members.member_of(peer_record(rank, 256).identity) is None
-        assert members.lost_member_of(peer_record(rank, 256).identity) == rank
+        assert members.introduced_as(peer_record(rank, 256).identity) == rank
     assert len(members.living) == 256
     assert members.lost == set(range(128))
     assert [members.find(rank).id for rank in range(256)] == list(range(256))

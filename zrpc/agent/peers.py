@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zrpc.agent.dispatcher import Dispatcher
@@ -83,10 +84,6 @@ class Peers:
         """For error messages: which worker is gone, why, and when it was last heard. Any thread."""
         return self._liveness.describe_loss(member) + self._explain(member)
 
-    def silence(self, member: MemberId) -> float | None:
-        """Returns the seconds since a member's last sign of life; None without one. Any thread."""
-        return self._liveness.silence(member)
-
     def tick(self) -> None:
         """Finds out which members are lost; to be called often."""
         for peer, first in self._network.heartbeats.notices():
@@ -115,9 +112,14 @@ class Peers:
             self._shutdown.admit(member)
             self._joined.notify(self._membership.infos[member])
 
-    def remove(self, member: MemberId, reason: Reason) -> None:
-        """Drops a member that is gone, as other members say."""
-        loss = self._liveness.leave(member, reason)
+    def remove(self, member: MemberId, reason: Reason, patience: float = 0.0) -> None:
+        """Drops a member that is gone, as other members say.
+
+        With patience, that waits until the member has announced it itself, after the last of its
+        messages, but for no more seconds than that.
+        """
+        sent = math.inf if patience else 0
+        loss = self._liveness.leave(member, reason, sent, within=patience)
         if loss is not None:
             self._drop(loss)
 
@@ -133,10 +135,6 @@ class Peers:
         self.introduce(record, "")
         self.remove(member, Reason.LEFT)
 
-    def expect(self, members: Collection[MemberId]) -> None:
-        """Watches these members also if nothing was exchanged with them, and no others."""
-        self._liveness.expected = set(members)
-
     # -- messages --------------------------------------------------------------------------
 
     def on_outsider(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
@@ -150,13 +148,13 @@ class Peers:
             self._heartbeats[watcher] = identity
             self._on_greeting(watcher)
             return
-        member = self._membership.lost_member_of(identity)
+        member = self._membership.introduced_as(identity)
         if member is None:
+            return
+        if member in self._membership.awaited:
             # A worker that sends has joined, even if this one has yet to hear of that.
-            awaited = self._membership.awaited_member_of(identity)
-            if awaited is not None:
-                self.admit(awaited)
-                self._dispatcher.dispatch(identity, first, buffers)
+            self.admit(member)
+            self._dispatcher.dispatch(identity, first, buffers)
             return
         if is_chunk(first):
             return

@@ -39,7 +39,6 @@ from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.missing_ranks import describe_hosts
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.record_reader import RecordReader, announce, wait_for
-from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -165,10 +164,8 @@ class _Rendezvous:
         self._timing = timing
         self._reader = RecordReader(entries, record, self._deadline, timing.failure_read_seconds)
         self._next_read = 0.0
-        self._came: set[int] = set()  # ranks whose records were found while others were missing
-        # What is wrong with a record that was found meanwhile; it may be of an earlier run.
-        self._mismatch: str | None = None
-        self._same_rank = SameRank(entries, record, self._reader.present)
+        # By rank, found while others were missing; some may be of an earlier run.
+        self._came: dict[int, PeerRecord] = {}
         self._listen = listen
         # The confirmations of the present records by their keys, and why this worker can't listen.
         self._confirmations: dict[str, str] = {}
@@ -212,28 +209,25 @@ class _Rendezvous:
             if not absent or (self._reader.exist(absent[:1]) and self._reader.exist(absent)):
                 records[:] = self._reader.all()
             elif self._may_read(self._timing.present_check_seconds):
-                present = self._reader.present(absent)
-                self._came |= {record.rank for record in present}
-                mismatches = (record.size_mismatch(self._record) for record in present)
-                self._mismatch = next(filter(None, mismatches), self._mismatch)
-                self._same_rank.look()
+                self._came |= {record.rank: record for record in self._reader.present(absent)}
+                self._reader.look_for_same_rank()
             return len(records) == self._record.world_size
 
         try:
             if not self._wait_for(complete):
                 raise self._incomplete()
         except DistNetworkError as error:
-            why = self._mismatch
             # Its host may have waited in vain for the same ranks, and for less time.
             missing = set(self._absent).difference(self._reader.refused)
+            why = self._mismatch(self._came.values())
             if why is None and self._came and missing:
-                why = f"{self._expected} but {self._same_rank.describe(missing)}"
+                why = f"{self._expected} but {self._reader.describe_missing(missing)}"
             if why is None and self._reader.refused:
                 why = self._refusal
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
-        self._mismatch = None
+        self._came = {record.rank: record for record in records}
         return records
 
     @property
@@ -335,16 +329,18 @@ class _Rendezvous:
 
     def _incomplete(self) -> RendezvousError | AuthenticationError:
         records = self._reader.present(range(self._record.world_size))
-        for record in records:
-            if (mismatch := record.size_mismatch(self._record)) is not None:
-                return RendezvousError(mismatch)
+        if (mismatch := self._mismatch(records)) is not None:
+            return RendezvousError(mismatch)
         if self._reader.refused:
             return AuthenticationError(self._refusal)
         missing = set(range(self._record.world_size)) - {record.rank for record in records}
-        self._same_rank.look()
-        return RendezvousError(
-            f"{self._expected} but {self._same_rank.describe(missing)}; {describe_hosts(records)}"
-        )
+        self._reader.look_for_same_rank()
+        why = self._reader.describe_missing(missing)
+        return RendezvousError(f"{self._expected} but {why}; {describe_hosts(records)}")
+
+    def _mismatch(self, records: Iterable[PeerRecord]) -> str | None:
+        """Returns what is wrong with the first record that does not fit this worker's."""
+        return next(filter(None, (each.size_mismatch(self._record) for each in records)), None)
 
     @property
     def _refusal(self) -> str:

@@ -14,7 +14,7 @@ from zrpc.agent.agent import Agent
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
 from zrpc.membership.failure_detector import Reason
-from zrpc.membership.launch_stop import stop_error
+from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
@@ -86,7 +86,7 @@ class _Admission:
         elif self._record.member_id in self._state.admitted and not self._state.missing:
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
-                self._agent.peers.expect(())
+                self._agent.liveness.expected = set()
                 self._settled.set()
         elif time.monotonic() > self._return_until:
             # The others may have finished before this worker came back.
@@ -113,7 +113,7 @@ class _Admission:
                 if not check:
                     break  # the others can be asked when this one has read it
         if late and check:
-            self._agent.peers.expect(late)  # has the failure detector check whether they are alive
+            self._agent.liveness.expected = set(late)  # are they alive?
         return not late
 
     def _too_late(self, timeout: float) -> str:

@@ -12,7 +12,6 @@ are made in the agent's I/O thread, here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from typing_extensions import override
@@ -42,8 +41,6 @@ class ElasticMembership(Service):
     def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
         super().__init__(agent)
         self._last_message_seconds = state.limits.last_message_seconds
-        # Until when to wait for the last messages of workers that have left.
-        self._leaving: dict[MemberId, float] = {}
         self.follower = LogFollower(agent, log, state, self._apply_changes)
         agent.membership.set_starts(dict(state.starts))
         for record, why in state.departed.values():
@@ -61,7 +58,6 @@ class ElasticMembership(Service):
     def on_member_lost(self, member: MemberId) -> None:
         """Reports the loss of a peer in the log, if this worker has seen its process end."""
         reason = self.agent.liveness.reason(member)
-        self._leaving.pop(member, None)
         self.agent.joined.forget(member)
         if not self.agent.liveness.may_live(member):
             self.agent.network.dismiss(member)
@@ -71,13 +67,6 @@ class ElasticMembership(Service):
     @override
     def close(self) -> None:
         self.follower.close()
-
-    @override
-    def tick(self) -> None:
-        """Drops members that left long ago, if their last messages have not come."""
-        now = time.monotonic()
-        for member in [m for m, until in self._leaving.items() if now > until]:
-            self.agent.peers.remove(member, Reason.LEFT)
 
     def _apply_changes(
         self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int]
@@ -89,10 +78,9 @@ class ElasticMembership(Service):
                 self.agent.peers.introduce(change.record, endpoint)
             elif change.kind is ChangeKind.ADMITTED:
                 self.agent.peers.admit(member)
-            elif change.why is Reason.LEFT and self.agent.dispatcher.received.get(member):
-                # It announces that itself, after the last of its messages.
-                self._leaving[member] = time.monotonic() + self._last_message_seconds
             else:
                 assert change.why is not None
-                self.agent.peers.remove(member, change.why)
+                heard = change.why is Reason.LEFT and self.agent.dispatcher.received.get(member)
+                patience = self._last_message_seconds if heard else 0.0
+                self.agent.peers.remove(member, change.why, patience)
         self.agent.membership.set_starts(starts)
