@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
-from zrpc.membership.cpp_log import without_errors
+from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.init_method import agent_store, master, private_file
 from zrpc.membership.store_request import ask
 
@@ -117,7 +117,7 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
     def connect() -> TCPStore:
         # Entered here: the thread may log after nobody waits for it any longer.
-        with without_errors():
+        with without_warnings(errors=True):
             return _make_store(host, port, hosts, left)
 
     try:

@@ -39,7 +39,7 @@ class Membership:
         self.lost: set[MemberId] = set()
         # How many members each rank had before this worker joined. Some of them may be gone without
         # ever having been announced to it.
-        self._starts: Mapping[int, int] = {}
+        self.starts: Mapping[int, int] = {}
         self._found: set[MemberId] = set()  # could be found at some time
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_rank: dict[int, WorkerInfo] = {}
@@ -145,17 +145,13 @@ class Membership:
         self.lost.add(member)
         self.awaited.discard(member)
 
-    def set_starts(self, starts: Mapping[int, int]) -> None:
-        """Sets how many members each rank had before this worker joined."""
-        self._starts = starts
-
     def departed_record(self, member: MemberId) -> PeerRecord | None:
         """Returns a stand-in for the record of a worker that was gone before this one joined.
 
         Others may still refer to that worker. Returns None if there was no such worker.
         """
         rank, incarnation = rank_of(member), incarnation_of(member)
-        if member in self.records or incarnation >= self._starts.get(rank, 0):
+        if member in self.records or incarnation >= self.starts.get(rank, 0):
             return None
         token = f"{member:032x}"  # no worker draws it
         return PeerRecord("departed", rank, 0, token, "", "", "", incarnation=incarnation)

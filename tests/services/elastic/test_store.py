@@ -15,8 +15,8 @@ from zrpc.agent.current import current_agent
 from zrpc.bootstrap import join_mesh
 from zrpc.membership.secret import find_secret
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.services.elastic.follower import ElasticMembership
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.service import ElasticMembership
 from zrpc.testing import Mesh
 from zrpc.testing.leaks import lasting
 

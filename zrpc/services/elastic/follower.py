@@ -1,4 +1,14 @@
-"""The thread that follows the log of a mesh: reads it, and appends what this worker must report."""
+"""How a worker joins and leaves a mesh that runs, and learns of others that do.
+
+First it *claims* its name and its rank, in the log (``zrpc.services.elastic.log``, whose rules are
+those of ``zrpc.services.elastic.state``). With the member id that it then has, its agent starts,
+and all members introduce it as they read the log. Once all have noted that, it announces that it is
+in. Once all have noted that too, it can be found everywhere.
+
+One thread of each worker reads the log, several times a second, since not every store has an event
+for a new entry. It uses the store alone, and appends what this worker must report. Changes to the
+agent are made in the agent's I/O thread.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +16,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.service import Service
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
 from zrpc.membership.failure_detector import Reason
@@ -22,7 +34,7 @@ from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["LogFollower"]
+__all__ = ["ElasticMembership"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +56,12 @@ class _Admission:
         self._noted_positions: dict[MemberId, int] = {}  # of the others, as read last
         self._return_until = time.monotonic() + state.limits.return_seconds
         self._check_after = time.monotonic() + state.limits.check_after_seconds
-        self._settled = threading.Event()
-        self._failure: RpcError | None = None  # written before the event is set
+        self._outcome: Future[None] = Future()
 
     @property
     def settled(self) -> bool:
         """Whether this worker is in, or has failed to come in."""
-        return self._settled.is_set()
+        return self._outcome.done()
 
     def wait(self, deadline: float, timeout: float) -> None:
         """Waits until this worker is in, and in a mesh of a fixed size all are.
@@ -59,16 +70,15 @@ class _Admission:
             RendezvousError: it took longer; the store failed.
             AuthenticationError: a member does not trust this worker.
         """
-        if not self._settled.wait(max(0.0, deadline - time.monotonic())):
-            raise RendezvousError(self._too_late(timeout))
-        if self._failure is not None:
-            raise self._failure
+        try:
+            self._outcome.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise RendezvousError(self._too_late(timeout)) from None
 
     def fail(self, error: RpcError) -> None:
         """Ends the admission with an error, unless it is settled."""
         if not self.settled:
-            self._failure = error
-            self._settled.set()
+            self._outcome.set_exception(error)
 
     def next_pause(self) -> float:
         """Returns how long to wait before the next `advance`, in seconds."""
@@ -87,7 +97,7 @@ class _Admission:
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
                 self._agent.liveness.expected = set()
-                self._settled.set()
+                self._outcome.set_result(None)
         elif time.monotonic() > self._return_until:
             # The others may have finished before this worker came back.
             left = self._state.left_during_restart(self._record)
@@ -133,27 +143,15 @@ class _Admission:
 
 
 class LogFollower(threading.Thread):
-    """The thread: it alone uses the log and changes the state, in its private methods.
+    """The thread that reads the log: it alone uses that, and changes the state."""
 
-    It has ``apply_changes`` called in the I/O thread: with changes to make to the agent, each with
-    the endpoint of a worker that was introduced, and with how many members each rank has had then.
-    Workers may have come and gone that the changes do not contain.
-    """
-
-    def __init__(
-        self,
-        agent: Agent,
-        log: MembershipLog,
-        state: MembershipState,
-        apply_changes: Callable[[Sequence[tuple[Change, str]], Mapping[int, int]], None],
-    ) -> None:
+    def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
         self._record = agent.membership.records[agent.membership.own_id]
         super().__init__(name=f"zrpc-{self._record.name}-log", daemon=True)
         self._agent = agent
         self._log = log
         self._state = state
         self.admission = _Admission(agent, state)
-        self._apply_changes = apply_changes
         # Losses to report in the log, why, and details: appended in this thread and in the I/O
         # thread, taken in this one.
         self._losses: deque[tuple[MemberId, Reason, str]] = deque()
@@ -254,6 +252,30 @@ class LogFollower(threading.Thread):
                 return False
         return True
 
+    def _apply_changes(
+        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int]
+    ) -> None:
+        """Makes changes to the agent, in the I/O thread.
+
+        Args:
+            changes: each with the endpoint of a worker that was introduced.
+            starts: how many members each rank has had then. Workers may have come and gone that
+                the changes do not contain.
+        """
+        peers = self._agent.peers
+        for change, endpoint in changes:
+            member = change.record.member_id
+            if change.kind is ChangeKind.INTRODUCED:
+                peers.introduce(change.record, endpoint)
+            elif change.kind is ChangeKind.ADMITTED:
+                peers.admit(member)
+            else:
+                assert change.why is not None
+                heard = change.why is Reason.LEFT and self._agent.dispatcher.received.get(member)
+                patience = self._state.limits.last_message_seconds if heard else 0.0
+                peers.remove(member, change.why, patience)
+        self._agent.membership.starts = starts
+
     def _endpoint_of(self, record: PeerRecord) -> str:
         """Returns where a worker that is about to join can be reached; empty if it is refused."""
         self._awaiting_until = time.monotonic() + self._state.limits.awaiting_seconds
@@ -302,3 +324,43 @@ class LogFollower(threading.Thread):
                 self._record.info,
                 trouble,
             )
+
+
+class ElasticMembership(Service):
+    """Keeps an agent's view of its mesh as the log says.
+
+    Its methods run in the I/O thread, but for `close`. At first the agent
+    knows no other worker, and the state is that in which its worker was accepted.
+
+    Attributes:
+        follower: reads the log; must be started when the agent serves.
+    """
+
+    def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
+        super().__init__(agent)
+        self.follower = LogFollower(agent, log, state)
+        agent.membership.starts = dict(state.starts)
+        for record, why in state.departed.values():
+            # Others may still pass on references that it owned.
+            agent.peers.introduce(record, "")
+            agent.peers.remove(record.member_id, why)
+        for member, record in state.members.items():
+            if member == agent.membership.own_id:
+                continue
+            agent.peers.introduce(record, endpoint_of(agent.membership, record))
+            if member in state.admitted:
+                agent.peers.admit(member)
+
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
+        """Reports the loss of a peer in the log, if this worker has seen its process end."""
+        reason = self.agent.liveness.reason(member)
+        self.agent.joined.forget(member)
+        if not self.agent.liveness.may_live(member):
+            self.agent.network.dismiss(member)
+        if reason is Reason.ENDED:
+            self.follower.report_loss(member, Reason.ENDED)
+
+    @override
+    def close(self) -> None:
+        self.follower.close()

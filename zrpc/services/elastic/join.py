@@ -17,21 +17,19 @@ from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import store_errors
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.view import Membership
+from zrpc.services.elastic.follower import ElasticMembership
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.service import ElasticMembership
 from zrpc.services.elastic.state import MembershipState
 from zrpc.transport.address import is_alive
 from zrpc.transport.listener_probe import ListenerProbe
-from zrpc.transport.network import Network
 
 __all__ = ["claim", "join_running"]
 
 
 def join_running(
     record: PeerRecord,
-    network: Network,
     meeting: Meeting,
     services: Sequence[Callable[[Agent], Service]],
     limits: ElasticLimits,
@@ -46,11 +44,12 @@ def join_running(
     with store_errors():
         log = MembershipLog(entries)
         record = claim(log, state, record, deadline)
-    network.connect_itself(record.member_id)
+    meeting.network.connect_itself(record.member_id)
     if record.endpoint:
         announce_endpoint(record.info, record.endpoint, bool(record.public_key))
     membership = Membership([record], record.member_id)
-    agent = Agent(network, membership, meeting.options, meeting.store, not record.world_size)
+    elastic = not record.world_size
+    agent = Agent(meeting.network, membership, meeting.options, meeting.store, elastic)
     try:
         agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
         service = agent.service(ElasticMembership)
