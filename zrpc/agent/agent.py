@@ -37,7 +37,7 @@ from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.peers import Peers
 from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
-from zrpc.agent.shutdown import CollectiveShutdown, Shutdown, ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Shutdown, ShutdownTiming, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
 from zrpc.calls.caller import Caller
@@ -123,9 +123,10 @@ class Agent:
         self.receiver = Receiver(
             self.worker_info, self.context, network, self.pool, self.completions
         )
-        shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
-        if not elastic:
-            shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
+        shutdown = Shutdown(membership, self._post_termination, ShutdownTiming())
+        if elastic:
+            work = partial(work_in_progress, self)
+            shutdown = SoloShutdown(membership, self._post_termination, ShutdownTiming(), work)
         self.graceful_shutdown = shutdown
         self.outbox = Outbox(network, membership, self.receiver.in_io_thread, shutdown)
         self.codec = Codec(self, membership)
