@@ -373,33 +373,6 @@ def test_worker_that_is_started_in_the_place_of_another_is_met(connect: Connect)
 
 
 @pytest.mark.system
-def test_one_rank_twice_of_which_the_first_is_slow(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rank 0 has confirmed the first of the two, and meets the second one in its place."""
-    host, first, second = record(0, 2), record(1, 2), record(1, 2)
-    slow_key = f"{digest_of([host, first])}/1"
-    reached, go_on = threading.Event(), threading.Event()
-    write = SignedStore.set
-
-    def write_slowly(entries: SignedStore, key: str, value: str) -> None:
-        if key == slow_key:
-            reached.set()
-            assert go_on.wait(SOON)
-        write(entries, key, value)
-
-    monkeypatch.setattr(SignedStore, "set", write_slowly)
-    finish = start(connect, [host, first])
-    assert reached.wait(SOON)
-    assert start(connect, [second])() == [[host, second]]
-    go_on.set()
-    met, error = finish()
-    assert met == [host, second]
-    assert isinstance(error, RendezvousError)
-    assert "rank 1 is not unique" in str(error)
-
-
-@pytest.mark.system
 def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,14 +405,6 @@ def test_world_sizes_that_differ(connect: Connect) -> None:
         assert isinstance(error, RendezvousError)
         assert "expects a world of" in str(error)
         assert "one of" in str(error)
-
-
-@pytest.mark.system
-def test_a_smaller_world_is_reported(connect: Connect) -> None:
-    # Rank 0 of two sees both, rank 2 of three waits for the others of its world.
-    errors = start(connect, [record(0, 2), record(1, 2), record(2, 3)], timeout=0.3)()
-    assert not isinstance(errors[0], RendezvousError)
-    assert isinstance(errors[2], RendezvousError)
 
 
 def test_a_store_that_fails_is_a_rendezvous_error() -> None:

@@ -25,6 +25,8 @@ from zrpc.transport.curve import supports_curve
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
 
+pytestmark = pytest.mark.system
+
 
 def names_of(agent: Agent, register: Callable[..., object]) -> list[str]:
     """Returns a list of the names that hooks are called with, which grows as they are."""
@@ -41,7 +43,6 @@ def call(
         return rpc.rpc_sync(to, function, args)
 
 
-@pytest.mark.system
 def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     """It gets the first free rank."""
     first, second = elastic.join_all(2)
@@ -57,7 +58,6 @@ def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     until(lambda: joined == ["w1", "late"], "the hook is called")
 
 
-@pytest.mark.system
 def test_many_join_at_once(elastic: Elastic) -> None:
     """One of them has chosen its rank."""
     chosen = elastic.join("w3", 3)
@@ -69,7 +69,6 @@ def test_many_join_at_once(elastic: Elastic) -> None:
         assert sorted(info.name for info in infos) == [f"w{i}" for i in range(8)]
 
 
-@pytest.mark.system
 def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     steady = elastic.join_all(2)
     stop = threading.Event()
@@ -104,7 +103,6 @@ def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     assert call(steady[0], "w1") == 2
 
 
-@pytest.mark.system
 @pytest.mark.skipif(not supports_curve(), reason="needs CURVE")
 def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     elastic.options["transport"] = "tcp"
@@ -119,7 +117,6 @@ def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     assert (call(first, "third"), call(third, "first")) == (2, 2)
 
 
-@pytest.mark.system
 def test_workers_without_a_shared_directory_use_the_named_interface(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +170,6 @@ def test_a_worker_that_does_not_fit(elastic: Elastic) -> None:
         elastic.join("w1", 1, secret=ClusterSecret("another" * 8))
 
 
-@pytest.mark.system
 def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     first = elastic.join("first", 0)
     with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
@@ -182,7 +178,6 @@ def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     assert elastic.join("second", 1).worker_info.name == "second"
 
 
-@pytest.mark.system
 def test_a_worker_that_a_member_does_not_trust(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +198,6 @@ def test_a_worker_that_a_member_does_not_trust(
         rpc.rpc_sync("second", max, (1, 2))
 
 
-@pytest.mark.system
 def test_a_join_times_out_if_a_member_does_not_answer(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +218,6 @@ def test_entries_of_a_dead_mesh_are_ignored(elastic: Elastic) -> None:
     assert {agent.worker_info.incarnation for agent in new} == {1}
 
 
-@pytest.mark.system
 def test_the_mesh_goes_on_without_its_store(
     elastic: Elastic, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,7 +234,6 @@ def test_the_mesh_goes_on_without_its_store(
         rpc.rpc_sync("w0", max, (1, 2))
 
 
-@pytest.mark.system
 def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
     elastic: Elastic,
 ) -> None:

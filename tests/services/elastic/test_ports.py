@@ -18,6 +18,8 @@ from zrpc.transport.address import host_key
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
 
+pytestmark = pytest.mark.system
+
 
 @pytest.fixture
 def port(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -34,7 +36,6 @@ def call(agent: Agent, to: str) -> int:
         return rpc.rpc_sync(to, max, (1, 2))
 
 
-@pytest.mark.system
 def test_a_worker_that_comes_back_alone_at_its_port(elastic: Elastic, port: str) -> None:
     """It does not take itself for the one that had its name."""
     elastic.crash(elastic.join("worker", options={"port_range": port}))
@@ -42,7 +43,6 @@ def test_a_worker_that_comes_back_alone_at_its_port(elastic: Elastic, port: str)
     assert call(again, "worker") == 2
 
 
-@pytest.mark.system
 def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     elastic: Elastic, port: str
 ) -> None:

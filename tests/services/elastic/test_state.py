@@ -258,24 +258,3 @@ def test_a_text_that_is_not_a_snapshot() -> None:
     ):
         with pytest.raises(ValueError, match="expected a snapshot"):
             MembershipState.parse(text)
-
-
-def test_256_members_come_and_go(state: MembershipState) -> None:
-    """Each event makes one change at most, so the changes grow with the number of members."""
-    records = [record(rank, size=256) for rank in range(256)]
-    joined = apply(state, *map(join, records))
-    assert joined == [(ChangeKind.INTRODUCED, rank, None) for rank in range(256)]
-    assert state.missing == list(range(256))
-    assert len(apply(state, *map(come_in, records))) == 256
-    assert state.missing == []
-    copy = MembershipState()
-    assert len(copy.apply(MembershipState.parse(state.dump()))) == 2 * 256
-    assert copy.members == state.members
-    again = [record(rank, 1, size=256, restarts=1) for rank in range(128)]  # a host of 128
-    assert [kind for kind, _, _ in apply(state, *map(join, again))] == [
-        ChangeKind.LOST,
-        ChangeKind.INTRODUCED,
-    ] * 128
-    assert state.missing == list(range(128))
-    assert len(apply(state, *map(gone, again + records))) == 256
-    assert state.members == {}
