@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zrpc.agent.dispatcher import Dispatcher
-from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Shutdown
 from zrpc.errors import ProtocolError
 from zrpc.membership.failure_detector import Loss, Reason
@@ -24,7 +25,7 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse
 
-__all__ = ["Peers"]
+__all__ = ["LeaveMessage", "Peers"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,45 @@ _TELL_DEAD_SECONDS = 1.0
 _SEND_SECONDS = 10.0
 # These losses are known to the lost worker.
 _SAID_BY_ITSELF = (Reason.LEFT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
+_LEAVE = struct.Struct("<?Q")  # and then the address that was tried
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveMessage:
+    """The body of a LEAVE.
+
+    Attributes:
+        declared_dead: the sender has declared the receiver dead. Else the sender leaves by itself.
+        sent: how many counted messages the sender has sent to the receiver, if it leaves with
+            nothing left to do; else 0.
+        tried: the receiver's address if the sender could never connect to it; else empty.
+
+    Example:
+        >>> LeaveMessage.parse(LeaveMessage(sent=3).pack().body)
+        LeaveMessage(declared_dead=False, sent=3, tried='')
+    """
+
+    declared_dead: bool = False
+    sent: int = 0
+    tried: str = ""
+
+    def pack(self) -> Message:
+        """Returns the message."""
+        body = _LEAVE.pack(self.declared_dead, self.sent) + self.tried.encode()
+        return Message(Kind.LEAVE, body=body)
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray | memoryview) -> LeaveMessage:
+        """Reads the body of a LEAVE.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        try:
+            declared_dead, sent = _LEAVE.unpack_from(body)
+            return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ProtocolError(f"expected the body of a LEAVE: {error}") from error
 
 
 class Peers:

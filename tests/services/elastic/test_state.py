@@ -13,7 +13,7 @@ from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import ChangeKind, MembershipState
+from zrpc.services.elastic.state import MembershipState
 from zrpc.wire.member_id import RANKS, incarnation_of, member_id_of, rank_of
 
 
@@ -39,8 +39,8 @@ def gone(record: PeerRecord, why: Reason = Reason.LEFT) -> MembershipEvent:
 
 def apply(
     state: MembershipState, *events: MembershipEvent | None
-) -> list[tuple[ChangeKind, int, Reason | None]]:
-    return [(c.kind, c.record.member_id, c.why) for event in events for c in state.apply(event)]
+) -> list[tuple[Verb, int, Reason | None]]:
+    return [(c.verb, c.record.member_id, c.why) for event in events for c in state.apply(event)]
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def state() -> MembershipState:
 
 def test_a_worker_joins_and_leaves(state: MembershipState) -> None:
     one = record(1)
-    assert apply(state, join(one)) == [(ChangeKind.INTRODUCED, 1, None)]
+    assert apply(state, join(one)) == [(Verb.JOIN, 1, None)]
     assert (state.member_of(one.token), state.joined_at(one.token)) == (1, 1)
     assert state.admitted == set()
-    assert apply(state, come_in(one), come_in(one)) == [(ChangeKind.ADMITTED, 1, None)]
+    assert apply(state, come_in(one), come_in(one)) == [(Verb.IN, 1, None)]
     assert state.admitted == {1}
-    assert apply(state, gone(one), gone(one)) == [(ChangeKind.LOST, 1, Reason.LEFT)]
+    assert apply(state, gone(one), gone(one)) == [(Verb.GONE, 1, Reason.LEFT)]
     assert (state.members, state.admitted) == ({}, set())
     assert apply(state, come_in(one)) == []  # too late
     assert state.departed == {1: (one, Reason.LEFT)}
@@ -66,7 +66,7 @@ def test_a_rank_is_used_again_but_never_an_old_record(state: MembershipState) ->
     records = [record(1), record(1, 1), record(1, 2, name="another")]
     for incarnation, one in enumerate(records):
         member = member_id_of(1, incarnation)
-        assert apply(state, join(one)) == [(ChangeKind.INTRODUCED, member, None)]
+        assert apply(state, join(one)) == [(Verb.JOIN, member, None)]
         assert state.member_of(one.token) == member
         assert state.members == {member: replace(one, incarnation=incarnation)}
         for old in records[:incarnation]:
@@ -93,7 +93,7 @@ def test_a_worker_that_is_refused_may_ask_again(state: MembershipState) -> None:
         assert list(state.members) == [1]
         assert apply(state, come_in(other), gone(other)) == []
     apply(state, gone(mine, Reason.ENDED))
-    assert apply(state, join(other)) == [(ChangeKind.INTRODUCED, member_id_of(1, 1), None)]
+    assert apply(state, join(other)) == [(Verb.JOIN, member_id_of(1, 1), None)]
     assert state.refusal(other.token) is None
 
 
@@ -102,8 +102,8 @@ def test_a_restarted_worker_replaces_its_predecessor(state: MembershipState) -> 
     apply(state, join(old), come_in(old))
     assert state.obstacle(new) is None
     assert apply(state, join(new)) == [
-        (ChangeKind.LOST, 1, Reason.REPLACED),
-        (ChangeKind.INTRODUCED, member_id_of(1, 1), None),
+        (Verb.GONE, 1, Reason.REPLACED),
+        (Verb.JOIN, member_id_of(1, 1), None),
     ]
     # A worker that was restarted later, and whose event comes sooner, is not replaced.
     late = record(1, 2, restarts=1)
@@ -143,7 +143,7 @@ def test_workers_that_left_while_another_was_restarted(state: MembershipState) -
 
 
 def test_an_unreadable_entry_counts_as_an_event(state: MembershipState) -> None:
-    assert apply(state, None, join(record(1))) == [(ChangeKind.INTRODUCED, 1, None)]
+    assert apply(state, None, join(record(1))) == [(Verb.JOIN, 1, None)]
     assert state.position == 2
 
 
@@ -196,7 +196,7 @@ def test_no_worker_is_taken_for_another_whatever_the_events(
         for change in state.apply(event):
             number, token = change.record.member_id, change.record.token
             assert numbers.setdefault(number, token) == token
-            if change.kind is ChangeKind.INTRODUCED:
+            if change.verb is Verb.JOIN:
                 assert number not in known
                 known.add(number)
         members = list(state.members.values())
@@ -222,12 +222,12 @@ def test_a_snapshot_replaces_all_earlier_events(
     known = set(frozen.members)
     for reader, had in ((late, set()), (frozen, known)):
         changes = [
-            (change.kind, change.record.member_id)
+            (change.verb, change.record.member_id)
             for change in reader.apply(MembershipState.parse(snapshot))
         ]
         assert reader.dump() == snapshot
-        lost = {number for what, number in changes if what is ChangeKind.LOST}
-        introduced = {number for what, number in changes if what is ChangeKind.INTRODUCED}
+        lost = {number for what, number in changes if what is Verb.GONE}
+        introduced = {number for what, number in changes if what is Verb.JOIN}
         assert (had - lost) | introduced == set(state.members)
         assert len(changes) == len(set(changes))
     for event in log[half:]:
@@ -248,7 +248,7 @@ def test_the_state_does_not_grow_as_workers_come_and_go(state: MembershipState) 
     # The member ids of all of them are known.
     assert sum(state.starts.values()) == 400
     again = record(7, 9)
-    assert apply(state, join(again)) == [(ChangeKind.INTRODUCED, member_id_of(7, 1), None)]
+    assert apply(state, join(again)) == [(Verb.JOIN, member_id_of(7, 1), None)]
 
 
 def test_a_text_that_is_not_a_snapshot() -> None:

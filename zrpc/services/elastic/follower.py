@@ -31,7 +31,7 @@ from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
+from zrpc.services.elastic.state import Change, MembershipState
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["ElasticMembership"]
@@ -160,9 +160,9 @@ class LogFollower(threading.Thread):
         self._closing = False
         self._wake = threading.Event()
 
-    def report_loss(self, member: MemberId, why: Reason) -> None:
-        """Queues a loss to report in the log. From any thread."""
-        self._losses.append((member, why, ""))
+    def report_end(self, member: MemberId) -> None:
+        """Queues the end of a worker's process to report in the log. From any thread."""
+        self._losses.append((member, Reason.ENDED, ""))
         self._wake.set()
 
     def close(self) -> None:
@@ -235,7 +235,7 @@ class LogFollower(threading.Thread):
             if change.record.member_id == self._record.member_id:
                 self._on_own_change(change)
                 continue
-            introduced = change.kind is ChangeKind.INTRODUCED
+            introduced = change.verb is Verb.JOIN
             endpoint = self._endpoint_of(change.record) if introduced else ""
             with_endpoints.append((change, endpoint))
         done = threading.Event()
@@ -265,9 +265,9 @@ class LogFollower(threading.Thread):
         peers = self._agent.peers
         for change, endpoint in changes:
             member = change.record.member_id
-            if change.kind is ChangeKind.INTRODUCED:
+            if change.verb is Verb.JOIN:
                 peers.introduce(change.record, endpoint)
-            elif change.kind is ChangeKind.ADMITTED:
+            elif change.verb is Verb.IN:
                 peers.admit(member)
             else:
                 assert change.why is not None
@@ -290,7 +290,7 @@ class LogFollower(threading.Thread):
             return ""
 
     def _on_own_change(self, change: Change) -> None:
-        if change.kind is not ChangeKind.LOST or self._closing:
+        if change.verb is not Verb.GONE or self._closing:
             return
         text = change.text or f"others report: {(change.why or Reason.ENDED).value}"
         trouble = f"{self._record.info} is no longer a member of its mesh: {text}"
@@ -354,12 +354,11 @@ class ElasticMembership(Service):
     @override
     def on_member_lost(self, member: MemberId) -> None:
         """Reports the loss of a peer in the log, if this worker has seen its process end."""
-        reason = self.agent.liveness.reason(member)
         self.agent.joined.forget(member)
         if not self.agent.liveness.may_live(member):
             self.agent.network.dismiss(member)
-        if reason is Reason.ENDED:
-            self.follower.report_loss(member, Reason.ENDED)
+        if self.agent.liveness.reason(member) is Reason.ENDED:
+            self.follower.report_end(member)
 
     @override
     def close(self) -> None:

@@ -30,7 +30,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 from zrpc.membership.failure_detector import Reason
@@ -40,24 +39,17 @@ from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.wire.member_id import INCARNATIONS, NOBODY, RANKS, MemberId, member_id_of
 
-__all__ = ["Change", "ChangeKind", "MembershipState"]
-
-
-class ChangeKind(Enum):
-    """What has happened to a worker."""
-
-    INTRODUCED = "introduced"
-    ADMITTED = "admitted"
-    LOST = "lost"
+__all__ = ["Change", "MembershipState"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of the view that all workers share."""
 
-    kind: ChangeKind
+    # JOIN: the worker is introduced. IN: it can be found. GONE: it is lost.
+    verb: Verb
     record: PeerRecord  # with its incarnation
-    # For LOST, with details for the readers of a log file.
+    # For GONE, with details for the readers of a log file.
     why: Reason | None = None
     text: str = ""
 
@@ -100,7 +92,7 @@ class MembershipState:
         if member in self.admitted:
             return []
         self.admitted.add(member)
-        return [Change(ChangeKind.ADMITTED, self.members[member])]
+        return [Change(Verb.IN, self.members[member])]
 
     def dump(self) -> str:
         """Returns a snapshot of this state, as text.
@@ -210,7 +202,7 @@ class MembershipState:
         self.starts[record.rank] += 1
         self.members[record.member_id] = record
         self._joined[record.token] = (record.member_id, self.position)
-        yield Change(ChangeKind.INTRODUCED, record)
+        yield Change(Verb.JOIN, record)
 
     def _objection(self, record: PeerRecord) -> str | None:
         """Returns why a worker can't be accepted now; None if it can."""
@@ -241,7 +233,7 @@ class MembershipState:
         self.departed[member] = (record, why)
         if not record.world_size:  # else the number of restarts limits it
             self._shorten(self.departed)
-        return Change(ChangeKind.LOST, record, why, text)
+        return Change(Verb.GONE, record, why, text)
 
     def _skip_to(self, snapshot: MembershipState) -> Iterator[Change]:
         """Takes over a snapshot; the events before it need not be read."""
@@ -252,12 +244,12 @@ class MembershipState:
         for member, record in members.items():
             if member not in self.members:
                 _, why = self.departed.get(member, (record, Reason.LEFT))
-                yield Change(ChangeKind.LOST, record, why)
+                yield Change(Verb.GONE, record, why)
         for member, record in self.members.items():
             if member not in members:
-                yield Change(ChangeKind.INTRODUCED, record)
+                yield Change(Verb.JOIN, record)
             if member in self.admitted - admitted:
-                yield Change(ChangeKind.ADMITTED, record)
+                yield Change(Verb.IN, record)
 
     def _shorten(self, remembered: dict[Any, Any]) -> None:
         """Keeps the last entries."""
