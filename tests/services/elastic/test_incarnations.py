@@ -138,22 +138,6 @@ def test_ids_of_two_incarnations_differ(
     assert old[1] >> 48 == new[1] >> 48 == 1
 
 
-def test_what_the_old_incarnation_held_is_dropped(
-    workers: list[Agent], restart: Callable[..., Agent]
-) -> None:
-    values, contexts = (workers[0].service(each) for each in (RRefService, AutogradService))
-    with workers[1].as_current():
-        held = rpc.remote("w0", dict)
-        assert held.to_here() == {}
-        with dist_autograd.context():
-            rpc.rpc_sync("w0", torch.mul, (torch.ones(2, requires_grad=True), 2))
-            assert (values.stats()["rrefs_owned"], len(contexts)) == (1, 1)
-            restart()
-            until(lambda: not values.stats()["rrefs_owned"], "the value is free")
-            until(lambda: len(contexts) == 0, "the context is forgotten")
-    del held
-
-
 def test_messages_of_the_old_process_are_dropped(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:

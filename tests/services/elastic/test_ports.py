@@ -50,7 +50,7 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     dead = elastic.join("dead", options={"port_range": port})
     assert call(first, "dead") == call(dead, "first") == 2
     number = dead.membership.own_id
-    until(lambda: first.liveness._detector.reached(number), "its heartbeats are answered")
+    until(lambda: first.liveness.silence(number) == 0.0, "its heartbeats are answered")
     # The first worker is held up while the second one ends and the third one comes.
     held_up = threading.Event()
     tick = first.liveness.tick
@@ -64,7 +64,7 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     until(lambda: number in first.membership.lost, "the second one's end is noticed")
     assert first.liveness.reason(number) is Reason.ENDED
     third = next_one.membership.own_id
-    until(lambda: first.liveness._detector.reached(third), "its heartbeats are answered")
+    until(lambda: first.liveness.silence(third) == 0.0, "its heartbeats are answered")
     assert call(first, "next") == 2
     elastic.crash(next_one)
     until(lambda: third in first.membership.lost, "the third one's end is noticed")
