@@ -444,9 +444,12 @@ def test_a_worker_stops_waiting_for_others_when_the_launcher_stops_all(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
+    note = tmp_path / "launch-stops"
+    note.touch()  # it is being written
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, connect(), record(0, 2), 60.0)
-        (tmp_path / "launch-stops").write_text("rank 1 failed (exit code 3)")
+        assert not wait([waiting], 0.1).done
+        note.write_text("rank 1 failed (exit code 3)")
         with pytest.raises(
             RendezvousError, match=r"stops all workers: rank 1 failed \(exit code 3"
         ):

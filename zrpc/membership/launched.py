@@ -90,9 +90,11 @@ def stop_error() -> RendezvousError | None:
         return None
     try:
         with open(os.path.join(directory, _STOP_NOTE)) as file:
-            return RendezvousError(f"the launcher stops all workers: {file.read()}")
+            reason = file.read()
     except OSError:
         return None
+    # It is empty while it is being written.
+    return RendezvousError(f"the launcher stops all workers: {reason}") if reason else None
 
 
 def _host(name: str) -> str:

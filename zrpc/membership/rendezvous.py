@@ -80,6 +80,10 @@ class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
 
 
+class _Changed(Exception):
+    """A record was replaced, or others have abandoned the records."""
+
+
 def meet(
     store: Store,
     record: PeerRecord,
@@ -176,19 +180,24 @@ class _Rendezvous:
         while True:
             records = self._gather()
             digest = digest_of(records)
-            if self._confirmed(digest, records):
-                try:
-                    _check(records, self._record)
-                    if self._failure is not None:
-                        raise self._failure
-                    found = [self._with_endpoint(digest, record) for record in records]
-                    check(found)
-                except RpcError:
-                    self._shorten_deadline(self._timing.failure_read_seconds)
-                    self._await_readers(digest)
-                    raise
-                return found
-            self._await_change(records)
+            try:
+                self._confirm(digest, records)
+                break
+            except _Changed:
+                self._await_change(records)
+        try:
+            _check(records, self._record)
+            if self._failure is not None:
+                raise self._failure
+            found = [self._with_endpoint(digest, record) for record in records]
+            check(found)
+        except RpcError:
+            self._deadline = min(
+                self._deadline, time.monotonic() + self._timing.failure_read_seconds
+            )
+            self._await_readers(digest)
+            raise
+        return found
 
     def _with_endpoint(self, digest: str, record: PeerRecord) -> PeerRecord:
         text = self._confirmations[f"{digest}/{record.rank}"]
@@ -243,19 +252,18 @@ class _Rendezvous:
         self._next_read = time.monotonic() + pause
         return True
 
-    def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
+    def _confirm(self, digest: str, records: list[PeerRecord]) -> None:
         """Confirms these records after rank 0, and waits until all have.
 
-        Returns False if a record was replaced, or others have abandoned the records.
-
         Raises:
+            _Changed: a record was replaced, or others have abandoned the records.
             RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
         """
         self._confirmations, self._failure = {}, None
         keys = {f"{digest}/{record.rank}": record for record in records}
         first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
-        if mine != first and not self._all_see({first: keys.pop(first)}, records):
-            return False
+        if mine != first:
+            self._await_all({first: keys.pop(first)}, records)
         try:
             own = f"{_LISTENS}{self._listen(records)}"
         except RpcError as error:
@@ -264,33 +272,29 @@ class _Rendezvous:
             self._entries.set(mine, own)
             self._confirmations[mine] = own
             del keys[mine]
-            return self._all_go_on(digest, keys, records)
+            self._agree(digest, keys, records)
         except DistNetworkError as error:
             if mine == first:
                 raise
             raise _host_ended(records, error) from error
 
-    def _all_go_on(
-        self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]
-    ) -> bool:
+    def _agree(self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
         """Waits until the others have confirmed, and agrees with all on whether they have met.
 
-        Raises as `_all_see`, unless another worker saw in time that all had confirmed.
+        Raises as `_await_all`, unless another worker saw in time that all had confirmed.
         """
         outcome = f"{digest}/outcome"
         try:
-            # Of one worker nobody else has to confirm.
-            met = not keys or self._all_see(keys, records)
-        except (RendezvousError, AuthenticationError) as error:
+            if keys:  # of one worker nobody else has to confirm
+                self._await_all(keys, records)
+        except (_Changed, RendezvousError, AuthenticationError) as error:
             agreed = self._entries.get_or_set(outcome, _ABANDONED)
             if agreed == _ABANDONED or isinstance(error, AuthenticationError):
                 raise
-            met = False
-        if self._entries.get_or_set(outcome, _MET if met else _ABANDONED) == _ABANDONED:
-            return False
-        if not met:
             self._read_confirmations(keys)  # another worker has seen all of them
-        return True
+        else:
+            if self._entries.get_or_set(outcome, _MET) == _ABANDONED:
+                raise _Changed
 
     def _await_change(self, records: list[PeerRecord]) -> None:
         """Waits until a record is replaced, after others have abandoned these."""
@@ -300,21 +304,19 @@ class _Rendezvous:
                 f"{self._maybe_another_mesh}: start them again"
             )
 
-    def _all_see(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> bool:
-        """Waits until some workers have confirmed the records; returns False if one changed."""
-        replaced = False
+    def _await_all(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
+        """Waits until some workers have confirmed the records, and reads that."""
 
         def seen() -> bool:
-            nonlocal replaced
             if self._entries.check(list(keys)):
                 return True
-            replaced = self._may_read() and self._reader.all() != records
-            return replaced
+            if self._may_read() and self._reader.all() != records:
+                raise _Changed
+            return False
 
         if self._wait_for(seen):
-            if not replaced:
-                self._read_confirmations(keys)
-            return not replaced
+            self._read_confirmations(keys)
+            return
         _check(records, self._record)
         late = [record.info for key, record in keys.items() if not self._entries.check([key])]
         raise RendezvousError(
@@ -354,9 +356,6 @@ class _Rendezvous:
         keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
         own = keys[self._record.rank]
         announce(self._entries, own, () if self._record.rank else keys, self._deadline)
-
-    def _shorten_deadline(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _wait_for(self, done: Callable[[], bool]) -> bool:
         return wait_for(done, self._deadline)
