@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from zrpc.errors import RendezvousError
 from zrpc.launch import Task
 from zrpc.membership.rendezvous import meet
 from zrpc.membership.signed_store import SignedStore
+from zrpc.membership.store_request import ask
 from zrpc.testing.procfs import state_of
 from zrpc.testing.server import warm_server
 
@@ -82,3 +85,28 @@ def test_ctrl_c_ends_the_wait(hosted: HostedStore) -> None:
         meet(hosted.store, peer_record(0, 2), 60)
     assert time.monotonic() - began < SOON
     interrupt.join()
+
+
+def test_an_answer_is_not_kept() -> None:
+    class Answer:
+        pass
+
+    answer = weakref.ref(ask(Answer, time.monotonic() + SOON))
+    gc.collect()
+    assert answer() is None
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_request_without_an_answer_holds_up_no_other() -> None:
+    answer, threads = threading.Event(), []
+
+    def silent() -> None:
+        threads.append(threading.current_thread())
+        answer.wait()
+
+    with pytest.raises(RendezvousError, match="found no answer for"):
+        ask(silent, time.monotonic())
+    assert ask(int, time.monotonic() + SOON) == 0
+    answer.set()  # then its thread ends, too
+    threads[0].join(SOON)
+    assert not threads[0].is_alive()

@@ -15,6 +15,7 @@ from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
+from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import MembershipState
@@ -235,3 +236,21 @@ def test_ranks_start_over_when_all_were_given(store: dist.Store) -> None:
     assert log_in(store).next_rank() == RANKS - 3
     assert take_ranks(entries, 4) == 2  # one after the other
     assert log_in(store).next_rank() == 6
+
+
+def test_which_member_writes_a_snapshot_and_when() -> None:
+    bounds = LogBounds(1, 0, 0, 100)
+    due = [line for line in range(4) if bounds.due(137, 2, line)]
+    assert due == [0, 1]
+    assert not bounds.due(137, 10, 0)  # the more members, the longer
+
+
+def test_bounds_as_text() -> None:
+    bounds = LogBounds(3, 10, 20, 20)
+    assert LogBounds.parse(bounds.dump()) == bounds
+    for text in (
+        *("", "[]", "1", "{}", "[" * 10_000, "[1, 0, 0]", "[1, 0, 0, 1.5]", "[1, 0, 0, true]"),
+        *("[0, 0, 0, 0]", "[1, 2, 1, 3]", "[1, -1, 1, 3]"),
+    ):
+        with pytest.raises(ValueError, match="expected the bounds"):
+            LogBounds.parse(text)
