@@ -75,7 +75,7 @@ _SURFACE = {
     "zrpc.wire": "cut exceptions graph_capture kind member_id message pickling unpickling",
     "zrpc.transport": "address chunks curve identity listener_probe network",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
-        launch_stop liveness missing_ranks peer_record rendezvous secret signed_store store view
+        launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",
     "zrpc.calls": """call_counters callee caller cancel_scope codec execution function_names future
         future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
@@ -280,7 +280,6 @@ FORBIDDEN = {
     "zrpc.agent.termination": IO,
     "zrpc.services.inspection.listener": {"zmq", "threading", "torch", "pickle"},
     "zrpc.membership.cluster_environment": {"zmq", "socket", "os", "threading", "torch"},
-    "zrpc.membership.node_list": {"zmq", "socket", "os", "threading", "torch"},
     "zrpc.wire.message": {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"},
     "zrpc.errors": {"zmq", "torch"},
     "zrpc.membership.secret": {"zmq", "torch"},

@@ -49,7 +49,6 @@ from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
 from zrpc.transport.address import host_key, network_key, supports_ipc
-from zrpc.transport.curve import KeyPair
 from zrpc.transport.network import Network
 
 __all__ = ["join_by_init_method", "join_mesh"]
@@ -159,12 +158,13 @@ def join_mesh(
     options = options or ZmqRpcBackendOptions()
     # Raises an error for a wrong range also if no port is needed.
     ports = options.port_range
-    meeting = Meeting(store, init_method, secret or find_secret(), options, ports)
-    keys = make_keys(meeting)
+    secret = secret or find_secret()
+    keys = make_keys(options.security, secret)
     WorkerInfo(name, rank or 0)  # checks the name
     ipc = supports_ipc() and options.transport != "tcp"
     token = secrets.token_hex(16)
     network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
+    meeting = Meeting(store, init_method, secret, options, ports, keys, network)
     try:
         record = PeerRecord(
             name=name,
@@ -184,20 +184,16 @@ def join_mesh(
             local_world_size=local_world_size(world_size, init_method),
         )
         if world_size is None or restarts is not None:
-            record = replace(record, endpoint=listen(network, meeting, keys))
-            return join_running(record, network, meeting, services, elastic_limits)
-        return _join_fixed(record, network, meeting, keys, services)
+            record = replace(record, endpoint=listen(meeting))
+            return join_running(record, meeting, services, elastic_limits)
+        return _join_fixed(record, meeting, services)
     except BaseException:
         network.close(linger=0, lost=())
         raise
 
 
 def _join_fixed(
-    record: PeerRecord,
-    network: Network,
-    meeting: Meeting,
-    keys: KeyPair | None,
-    services: Sequence[Callable[[Agent], Service]],
+    record: PeerRecord, meeting: Meeting, services: Sequence[Callable[[Agent], Service]]
 ) -> Agent:
     """Meets all workers of a mesh of a fixed size; returns this worker's agent."""
     records = meet(
@@ -205,15 +201,15 @@ def _join_fixed(
         record,
         meeting.options.init_timeout,
         meeting.secret,
-        listen=partial(listen_if_needed, own=record, network=network, meeting=meeting, keys=keys),
+        listen=partial(listen_if_needed, meeting, record),
         check=check_reachable,
     )
     own = records[record.rank]
     if own.endpoint:
-        announce_endpoint(own.info, own.endpoint, keys is not None)
-    network.connect([address_of(each, own) for each in records])
+        announce_endpoint(own.info, own.endpoint, meeting.keys is not None)
+    meeting.network.connect([address_of(each, own) for each in records])
     membership = Membership(records, own.member_id)
-    agent = Agent(network, membership, meeting.options, meeting.store)
+    agent = Agent(meeting.network, membership, meeting.options, meeting.store)
     try:
         agent.serve(services)
     except BaseException:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.records import peer_record
 from zrpc.agent import shutdown
 from zrpc.agent.shutdown import Phase, ShutdownTiming, SoloShutdown
+from zrpc.membership.view import Membership
 
 
 @pytest.fixture
@@ -25,8 +27,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock
 
 
+def solo(work: Any) -> SoloShutdown:
+    posted: Any = None  # nothing is
+    return SoloShutdown(Membership([peer_record(0)], 0), posted, ShutdownTiming(), work)
+
+
 def test_it_waits_for_silence(clock: Any) -> None:
-    leaving = SoloShutdown(set, ShutdownTiming())
+    leaving = solo(set)
     assert not leaving.in_progress
     leaving.begin()
     assert leaving.asked
@@ -44,7 +51,7 @@ def test_it_waits_for_silence(clock: Any) -> None:
 
 def test_work_in_progress_at_first_is_waited_for_and_nothing_else(clock: Any) -> None:
     in_progress = {"first", "other"}
-    leaving = SoloShutdown(lambda: set(in_progress), ShutdownTiming())
+    leaving = solo(lambda: set(in_progress))
     leaving.begin()
     in_progress.add("later")
     in_progress.discard("other")
@@ -59,7 +66,7 @@ def test_work_in_progress_at_first_is_waited_for_and_nothing_else(clock: Any) ->
 
 
 def test_it_leaves_when_it_is_told_to(clock: Any) -> None:
-    leaving = SoloShutdown(lambda: {"endless"}, ShutdownTiming())
+    leaving = solo(lambda: {"endless"})
     leaving.begin()
     leaving.leave_anyway()
     assert leaving.wait(0)

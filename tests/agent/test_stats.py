@@ -322,8 +322,7 @@ def test_names_without_end_are_counted_together() -> None:
 def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     # The first connection is no reconnect.
-    detector = mesh.agent(0).liveness._detector
-    until(lambda: detector.reached(MemberId(1)), "the first heartbeat")
+    until(lambda: mesh.agent(0).liveness.silence(MemberId(1)) == 0.0, "the first heartbeat")
     assert rpc_stats_of(mesh, 0).heartbeats_missed == 0
     with faults.cut(mesh, 0, 1):
         until(lambda: rpc_stats_of(mesh, 0).heartbeats_missed, "a missed heartbeat")

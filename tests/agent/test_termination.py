@@ -321,26 +321,6 @@ def test_a_broken_protocol_is_detected(mutant: Any, steps: Any) -> None:
 # -- single steps --------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_alone_leaves_in_two_rounds() -> None:
-    alone = Termination(0, [0])
-    assert alone.begin() == []
-    assert not alone.done
-    for _ in range(2):
-        assert alone.asked
-        assert alone.idle(0, 0) == []
-    assert alone.done
-
-
-def test_a_join_goes_to_the_leader_and_to_its_successor() -> None:
-    member = Termination(2, [0, 1, 2])
-    join = TerminationMessage(Step.JOIN)
-    assert member.begin() == [(0, join)]
-    assert member.on_member_lost(0) == [(1, join)]
-    assert member.on_member_lost(1) == []
-    assert member.asked  # it leads itself
-    assert Termination(2, [0, 1, 2]).on_member_lost(0) == []  # not begun yet
-
-
 def test_the_leader_knows_which_ranks_are_missing() -> None:
     leader = Termination(0, range(4))
     leader.begin()
@@ -360,16 +340,6 @@ def test_what_does_not_count() -> None:
     assert leader.waits_for_all
     assert leader.missing == [1]
     assert Termination(1, [0, 1]).idle(3, 3) == []
-
-
-def test_counts_of_an_earlier_round_do_not_count() -> None:
-    leader = Termination(0, [0, 1])
-    leader.begin()
-    leader.receive(1, TerminationMessage(Step.JOIN))
-    leader.receive(1, TerminationMessage(Step.COUNTS, 0, 0, 0))
-    leader.idle(0, 0)
-    assert not leader.done
-    assert not leader.asked  # it waits for the counts of this round
 
 
 @pytest.mark.system
@@ -413,18 +383,6 @@ def test_a_worker_that_comes_while_the_others_are_asked_is_waited_for() -> None:
     assert probes == [(rank, TerminationMessage(Step.PROBE, 3)) for rank in (1, 2)]
 
 
-def test_a_worker_that_counts_more_than_its_leader_joins_another_one() -> None:
-    """0 and 1 have lost each other; 2 talks to both."""
-    member, join = Termination(2, [0, 1, 2]), TerminationMessage(Step.JOIN)
-    assert member.begin() == [(0, join)]
-    member.receive(0, TerminationMessage(Step.PROBE, 1, lost=(1,)))
-    member.receive(0, TerminationMessage(Step.PROCEED, lost=(1,)))
-    assert not member.done
-    assert member.remind() == [(1, join)]
-    member.receive(1, TerminationMessage(Step.PROCEED, lost=(0,)))
-    assert member.done
-
-
 def test_a_member_knows_that_all_have_begun_when_leaders_ask_that_count_them() -> None:
     member, leader = Termination(2, [0, 1, 2]), Termination(0, [0, 1, 2])
     member.begin()
@@ -441,21 +399,6 @@ def test_a_member_knows_that_all_have_begun_when_leaders_ask_that_count_them() -
     assert member.all_begun
     member.admit(3)
     assert not member.all_begun
-
-
-def test_a_leader_invites_those_that_may_follow_another_one() -> None:
-    leader = Termination(1, [0, 1, 2, 3])
-    leader.begin()
-    leader.on_member_lost(0)
-    leader.receive(3, TerminationMessage(Step.JOIN))
-    invite = TerminationMessage(Step.INVITE, lost=(0,))
-    assert leader.remind() == [(2, invite)]
-    follower = Termination(2, [0, 1, 2, 3])
-    assert follower.receive(1, invite) == []  # not before it shuts down itself
-    join = TerminationMessage(Step.JOIN)
-    assert follower.begin() == [(1, join)]
-    follower.receive(1, TerminationMessage(Step.PROBE, 1, lost=(0,)))
-    assert follower.remind() == [(1, join), (0, join)]
 
 
 # -- many members --------------------------------------------------------------------------
@@ -519,18 +462,3 @@ def test_a_leader_of_256_members_asks_once_for_each_round_though_half_are_lost_i
     # The first round, which is void, then two rounds and the word to leave for those that live.
     assert mesh.sent[0] <= 255 + 3 * 127
     assert max(mesh.sent[rank] for rank in range(1, 128)) <= 4
-
-
-@pytest.mark.system
-def test_256_members_leave_though_the_first_half_is_lost() -> None:
-    mesh = ManyMembers(256)
-    mesh.begin()
-    mesh.lose(range(128))  # among them all members that they would have joined
-    mesh.run()
-    for _ in range(2):  # what was sent to a new leader before that knew that it leads
-        for rank, machine in mesh.machines.items():
-            mesh.post(rank, machine.remind())
-        mesh.run()
-    assert all(machine.done for machine in mesh.machines.values())
-    assert mesh.sent[128] <= 10 * 128
-    assert max(mesh.sent[rank] for rank in range(129, 256)) <= 128 + 10

@@ -11,6 +11,7 @@ from zrpc.membership.cluster_environment import (
     FULL_HOST_NAME,
     SETTINGS,
     find_settings,
+    first_host,
     looked_for,
 )
 
@@ -189,3 +190,26 @@ def test_an_error_says_which_variables_were_looked_for_and_found() -> None:
 
 def test_each_engine_but_torchs_has_a_mark() -> None:
     assert [engine.name for engine in ENGINES if not engine.marks] == ["torch"]
+
+
+# -- lists of hosts ------------------------------------------------------------------------
+
+
+def test_lists_of_hosts_as_slurm_writes_them() -> None:
+    for text, host in (
+        ("vm", "vm"),
+        ("n[1-2]", "n1"),
+        ("gpu[003-005,9],login1", "gpu003"),
+        ("rack[1-2]node[07,09]-x[3],b[4]", "rack1node07-x3"),
+        ("a.cluster.example,b", "a.cluster.example"),
+        (" n1\n", "n1"),
+    ):
+        assert first_host(text) == host
+    for text in ("", ",n1", "n[", "n[]", "n[1-", "n[a]", "n[1-2]]", "(null)"):
+        assert first_host(text) is None
+
+
+@given(st.text(alphabet="n1[],- x\n", max_size=12))
+def test_any_text_gives_a_host_name_or_nothing(text: str) -> None:
+    host = first_host(text)
+    assert host is None or (host and not set(host) & set("[], \n"))

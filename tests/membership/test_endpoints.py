@@ -313,14 +313,11 @@ def test_a_worker_listens_once_though_a_record_is_replaced() -> None:
         for rank, start in ((0, 0), (1, 0), (1, 1))
     )
     network = Network(own.identity, 0, 2, ipc=False)
-    meeting = Meeting(HashStore(), "", SECRET, ZmqRpcBackendOptions(), None)
+    meeting = Meeting(HashStore(), "", SECRET, ZmqRpcBackendOptions(), None, keys, network)
     before = listeners()
     with contextlib.ExitStack() as stack:
         stack.callback(network.close, linger=0, lost=())
-        found = {
-            listen_if_needed([own, other], own=own, network=network, meeting=meeting, keys=keys)
-            for other in (stale, new)
-        }
+        found = {listen_if_needed(meeting, own, [own, other]) for other in (stale, new)}
         assert found == {network.tcp_endpoint}
         assert len(listeners() - before) == 1
 
@@ -333,15 +330,8 @@ def test_a_directory_of_another_user_is_not_connected_to(tmp_path: Path) -> None
     tmp_path.chmod(0o700)
     own, other = (peer_record(rank, 2, directory=str(tmp_path)) for rank in (0, 1))
     network: Any = None
-    options = ZmqRpcBackendOptions()
-    listen = partial(
-        listen_if_needed,
-        [own, other],
-        own=own,
-        network=network,
-        meeting=Meeting(HashStore(), "", None, options, None),
-        keys=None,
-    )
+    meeting = Meeting(HashStore(), "", None, ZmqRpcBackendOptions(), None, None, network)
+    listen = partial(listen_if_needed, meeting, own, [own, other])
     assert listen() == ""
     os.chown(tmp_path, 12345, 12345)
     with pytest.raises(AuthenticationError, match="found one of user 12345 with mode 0700"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +20,7 @@ from zrpc.errors import RendezvousError
 from zrpc.launch import Task
 from zrpc.membership.rendezvous import meet
 from zrpc.membership.signed_store import SignedStore
-from zrpc.services.elastic.join import claim
-from zrpc.services.elastic.limits import DEFAULT_LIMITS
-from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.state import MembershipState
+from zrpc.membership.store_request import ask
 from zrpc.testing.procfs import state_of
 from zrpc.testing.server import warm_server
 
@@ -32,7 +31,6 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 signal.pause()
 """
-TIMEOUT = 1.0
 
 pytestmark = pytest.mark.system
 
@@ -69,50 +67,13 @@ def hosted(tmp_path: Path) -> Iterator[HostedStore]:
     hosted.close()
 
 
-def run(function: object, *arguments: object) -> object:
-    """Returns what a function returns or raises, within a time."""
-    outcome: list[object] = []
-
-    def target() -> None:
-        try:
-            outcome.append(function(*arguments))  # type: ignore[operator]
-        except Exception as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=target, daemon=True)
-    thread.start()
-    thread.join(SOON)
-    assert outcome, "it waits without limit"
-    return outcome[0]
-
-
-def check_silent(error: object) -> None:
-    assert isinstance(error, RendezvousError)
-    assert "found no answer" in str(error)
-    assert "is stopped, or the network to it is cut" in str(error)
-
-
-def test_a_rendezvous_ends_at_its_deadline(hosted: HostedStore) -> None:
-    hosted.stop()
-    check_silent(run(meet, hosted.store, peer_record(0, 2), TIMEOUT))
-
-
 def test_a_rendezvous_whose_store_falls_silent_ends_at_its_deadline(hosted: HostedStore) -> None:
     entries = SignedStore(hosted.connect(), None)
     stopper = threading.Thread(target=lambda: (entries.get("record/1"), hosted.stop()))
     stopper.start()  # it waits for the record
-    check_silent(run(meet, hosted.store, peer_record(1, 2), 3 * TIMEOUT))
+    with pytest.raises(RendezvousError, match=r"found no answer .* or the network to it is cut"):
+        meet(hosted.store, peer_record(1, 2), 3.0)
     stopper.join()
-
-
-def test_a_claim_ends_at_its_deadline(hosted: HostedStore) -> None:
-    def join() -> None:
-        deadline = time.monotonic() + TIMEOUT
-        log = MembershipLog(SignedStore(hosted.store, None, deadline))
-        hosted.stop()
-        claim(log, MembershipState(DEFAULT_LIMITS), peer_record(0, 0), deadline)
-
-    check_silent(run(join))
 
 
 def test_ctrl_c_ends_the_wait(hosted: HostedStore) -> None:
@@ -124,3 +85,28 @@ def test_ctrl_c_ends_the_wait(hosted: HostedStore) -> None:
         meet(hosted.store, peer_record(0, 2), 60)
     assert time.monotonic() - began < SOON
     interrupt.join()
+
+
+def test_an_answer_is_not_kept() -> None:
+    class Answer:
+        pass
+
+    answer = weakref.ref(ask(Answer, time.monotonic() + SOON))
+    gc.collect()
+    assert answer() is None
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_request_without_an_answer_holds_up_no_other() -> None:
+    answer, threads = threading.Event(), []
+
+    def silent() -> None:
+        threads.append(threading.current_thread())
+        answer.wait()
+
+    with pytest.raises(RendezvousError, match="found no answer for"):
+        ask(silent, time.monotonic())
+    assert ask(int, time.monotonic() + SOON) == 0
+    answer.set()  # then its thread ends, too
+    threads[0].join(SOON)
+    assert not threads[0].is_alive()

@@ -29,7 +29,12 @@ def gather(*args: Any, **kwargs: Any) -> Any:
 
 
 def left(mesh: Mesh) -> list[int]:
-    return [len(mesh.agent(name).service(Collectives)._collected) for name in mesh]
+    """How many gatherings each worker collects."""
+    return [sum(len(team.collected) for team in teams(mesh, name).values()) for name in mesh]
+
+
+def teams(mesh: Mesh, worker: Any) -> Any:
+    return mesh.agent(worker).service(Collectives)._teams
 
 
 def test_every_worker_gets_what_every_worker_gives(mesh: Mesh) -> None:
@@ -121,9 +126,7 @@ def test_one_that_comes_too_late(mesh: Mesh) -> None:
 
     def late() -> dict[str, object]:
         # They have come to the next one: only then is it known that they gave this one up.
-        layer = mesh.agent(0).service(Collectives)
-        names = frozenset(NAMES)
-        until(lambda: list(layer._oldest.get(names, {}).values()) == [1, 1], within=SOON)
+        until(lambda: list(teams(mesh, 0)[frozenset(NAMES)].oldest.values()) == [1, 1], within=SOON)
         with pytest.raises(rpc.RpcError, match="worker0 has gone on to a later one"):
             gather("late")
         return gather("again")
@@ -166,8 +169,7 @@ def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
     """Those that wait are told, and those that come later; a barrier only logs it."""
     there = [rank for rank in range(3) if rank != gone]
     waiting = mesh.submit(there[0], gather, "value")
-    layer = mesh.agent(0).service(Collectives)
-    until(lambda: layer._collected)
+    until(lambda: left(mesh)[0])
     mesh.run(gone, rpc.shutdown, graceful=False)
     with pytest.raises(rpc.WorkerDied):
         waiting.result(SOON)
@@ -175,8 +177,7 @@ def test_one_that_is_gone(mesh: Mesh, gone: int) -> None:
         mesh.run(there[1], gather, "value", NAMES)
     mesh.run(there[1], rpc.api._barrier, NAMES)
     # Should another worker come under that name, all begin with it at the same number.
-    layers = [mesh.agent(rank).service(Collectives) for rank in there]
-    until(lambda: not any(layer._begun or layer._oldest for layer in layers))
+    until(lambda: not any(t.begun or t.oldest for r in there for t in teams(mesh, r).values()))
 
 
 @pytest.mark.system

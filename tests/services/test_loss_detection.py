@@ -132,23 +132,6 @@ def test_what_takes_long_is_not_lost(caller: Mesh) -> None:
             assert future.wait() in (SMALL, LARGE)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["question", "answer"])
-def test_a_question_that_is_lost_is_asked_again(caller: Mesh, way: tuple[int, int]) -> None:
-    """Or else a call that is lost later would not be found."""
-    first = zrpc.rpc_async(1, wait, timeout=0)
-    assert entered.wait(SOON)
-    with faults.drop(caller, *way) as fault:
-        until(lambda: fault.happened == 1)
-    with unasked(caller), faults.drop(caller, 0, 1) as fault:
-        lost = zrpc.rpc_async(1, echo, (1,), timeout=0)
-        until(lambda: fault.happened == 1)
-    with pytest.raises(zrpc.RpcError, match="is lost"):
-        lost.wait()
-    gate.set()
-    assert first.wait() == "done"
-
-
 @contextlib.contextmanager
 def no_descriptors(mesh: Mesh, sender: int, receiver: int) -> Iterator[threading.Event]:
     """Refuses to send from a worker to another; the event is set when it has."""

@@ -37,7 +37,7 @@ from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.peers import Peers
 from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
-from zrpc.agent.shutdown import CollectiveShutdown, Shutdown, ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Shutdown, ShutdownTiming, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
 from zrpc.calls.caller import Caller
@@ -118,9 +118,10 @@ class Agent:
         self.switch_interval = SwitchInterval(options.switch_interval)
         self.joined = Hooks(self.completions.submit)
         self.lost = Hooks(self.completions.submit)
-        shutdown: Shutdown = SoloShutdown(partial(work_in_progress, self), ShutdownTiming())
-        if not elastic:
-            shutdown = CollectiveShutdown(membership, self._post_termination, ShutdownTiming())
+        shutdown = Shutdown(membership, self._post_termination, ShutdownTiming())
+        if elastic:
+            work = partial(work_in_progress, self)
+            shutdown = SoloShutdown(membership, self._post_termination, ShutdownTiming(), work)
         self.graceful_shutdown = shutdown
         self.receiver = Receiver(
             self.worker_info, self.context, network, self.pool, self.completions, shutdown

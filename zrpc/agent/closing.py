@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from zrpc.agent.leave_message import LeaveMessage
+from zrpc.agent.peers import LeaveMessage
 from zrpc.agent.shutdown import Phase, Quiescence, Shutdown
 from zrpc.calls.last_calls import LastCalls
 from zrpc.errors import RpcError, RpcTimeoutError

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
+import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zrpc.agent.dispatcher import Dispatcher
-from zrpc.agent.leave_message import LeaveMessage
 from zrpc.agent.shutdown import Shutdown
 from zrpc.errors import ProtocolError
 from zrpc.membership.failure_detector import Loss, Reason
@@ -23,7 +25,7 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse
 
-__all__ = ["Peers"]
+__all__ = ["LeaveMessage", "Peers"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,45 @@ _TELL_DEAD_SECONDS = 1.0
 _SEND_SECONDS = 10.0
 # These losses are known to the lost worker.
 _SAID_BY_ITSELF = (Reason.LEFT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
+_LEAVE = struct.Struct("<?Q")  # and then the address that was tried
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveMessage:
+    """The body of a LEAVE.
+
+    Attributes:
+        declared_dead: the sender has declared the receiver dead. Else the sender leaves by itself.
+        sent: how many counted messages the sender has sent to the receiver, if it leaves with
+            nothing left to do; else 0.
+        tried: the receiver's address if the sender could never connect to it; else empty.
+
+    Example:
+        >>> LeaveMessage.parse(LeaveMessage(sent=3).pack().body)
+        LeaveMessage(declared_dead=False, sent=3, tried='')
+    """
+
+    declared_dead: bool = False
+    sent: int = 0
+    tried: str = ""
+
+    def pack(self) -> Message:
+        """Returns the message."""
+        body = _LEAVE.pack(self.declared_dead, self.sent) + self.tried.encode()
+        return Message(Kind.LEAVE, body=body)
+
+    @classmethod
+    def parse(cls, body: bytes | bytearray | memoryview) -> LeaveMessage:
+        """Reads the body of a LEAVE.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        try:
+            declared_dead, sent = _LEAVE.unpack_from(body)
+            return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
+        except (struct.error, UnicodeDecodeError) as error:
+            raise ProtocolError(f"expected the body of a LEAVE: {error}") from error
 
 
 class Peers:
@@ -83,10 +124,6 @@ class Peers:
         """For error messages: which worker is gone, why, and when it was last heard. Any thread."""
         return self._liveness.describe_loss(member) + self._explain(member)
 
-    def silence(self, member: MemberId) -> float | None:
-        """Returns the seconds since a member's last sign of life; None without one. Any thread."""
-        return self._liveness.silence(member)
-
     def tick(self) -> None:
         """Finds out which members are lost; to be called often."""
         for peer, first in self._network.heartbeats.notices():
@@ -115,9 +152,14 @@ class Peers:
             self._shutdown.admit(member)
             self._joined.notify(self._membership.infos[member])
 
-    def remove(self, member: MemberId, reason: Reason) -> None:
-        """Drops a member that is gone, as other members say."""
-        loss = self._liveness.leave(member, reason)
+    def remove(self, member: MemberId, reason: Reason, patience: float = 0.0) -> None:
+        """Drops a member that is gone, as other members say.
+
+        With patience, that waits until the member has announced it itself, after the last of its
+        messages, but for no more seconds than that.
+        """
+        sent = math.inf if patience else 0
+        loss = self._liveness.leave(member, reason, sent, within=patience)
         if loss is not None:
             self._drop(loss)
 
@@ -133,10 +175,6 @@ class Peers:
         self.introduce(record, "")
         self.remove(member, Reason.LEFT)
 
-    def expect(self, members: Collection[MemberId]) -> None:
-        """Watches these members also if nothing was exchanged with them, and no others."""
-        self._liveness.expected = set(members)
-
     # -- messages --------------------------------------------------------------------------
 
     def on_outsider(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
@@ -150,13 +188,13 @@ class Peers:
             self._heartbeats[watcher] = identity
             self._on_greeting(watcher)
             return
-        member = self._membership.lost_member_of(identity)
+        member = self._membership.introduced_as(identity)
         if member is None:
+            return
+        if member in self._membership.awaited:
             # A worker that sends has joined, even if this one has yet to hear of that.
-            awaited = self._membership.awaited_member_of(identity)
-            if awaited is not None:
-                self.admit(awaited)
-                self._dispatcher.dispatch(identity, first, buffers)
+            self.admit(member)
+            self._dispatcher.dispatch(identity, first, buffers)
             return
         if first[:1] == BEGINS_CHUNK:
             return

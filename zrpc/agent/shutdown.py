@@ -1,8 +1,8 @@
 """Graceful shutdown: how a worker waits until it may leave its mesh.
 
 In a mesh of a fixed size all workers leave together, when none of them has anything left to do:
-`CollectiveShutdown`, the I/O around `zrpc.agent.termination`. In an elastic mesh a worker leaves by
-itself, when it has nothing left to do: `SoloShutdown`.
+`Shutdown`, the I/O around `zrpc.agent.termination`. In an elastic mesh a worker leaves by itself,
+when it has nothing left to do: `SoloShutdown`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import MemberId, rank_of
 
 __all__ = [
-    "CollectiveShutdown",
     "Phase",
     "Quiescence",
     "Shutdown",
@@ -76,12 +75,13 @@ class Phase(IntEnum):
 
 
 class Shutdown:
-    """One worker's wait until it may leave. Subclasses override what they need.
+    """One worker's wait until it may leave: here, when the whole mesh has nothing left to do.
 
     Only the I/O thread calls its methods, except that any thread may call `wait` and
     `leave_anyway`, and read the properties.
 
     Args:
+        post: sends a termination message to a member.
         timing: how long its steps take.
 
     Attributes:
@@ -89,10 +89,18 @@ class Shutdown:
         done: whether the whole mesh has nothing left to do.
     """
 
-    def __init__(self, timing: ShutdownTiming) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        post: Callable[[MemberId, TerminationMessage], None],
+        timing: ShutdownTiming,
+    ) -> None:
         self.timing = timing
         self.phase = Phase.RUNNING
         self.done = False
+        self._post = post
+        self._termination = Termination(membership.own_id, membership.living)
+        self._next_reminder = 0.0
         # Open once this worker may leave. Not an event: its lock might be held by a thread that a
         # signal handler interrupts, and the I/O thread would wait for that.
         self._gate = threading.Lock()
@@ -107,21 +115,24 @@ class Shutdown:
     @property
     def waits_for_all(self) -> bool:
         """Whether this worker leads, and all others must tell it that they have begun."""
-        return False
+        return self._termination.waits_for_all
 
     @property
     def asked(self) -> bool:
         """Whether `idle` must be called as soon as this worker is idle."""
-        return False
+        return self._termination.asked
 
     @property
     def all_begun(self) -> bool:
         """Whether all workers have begun to shut down; false if each leaves by itself."""
-        return False
+        return self._termination.all_begun
 
     def obstacles(self) -> str:
         """Returns what other workers are waited for, as far as is known here: "; ..." or ""."""
-        return ""
+        missing = [rank_of(member) for member in self._termination.missing]
+        unfinished = [rank_of(member) for member in self._termination.unfinished]
+        text = f"; ranks {missing} have not begun to shut down" if missing else ""
+        return text + (f"; calls are still in progress on ranks {unfinished}" if unfinished else "")
 
     def wait(self, timeout: float) -> bool:
         """Waits until this worker may leave; False if that took longer.
@@ -139,9 +150,15 @@ class Shutdown:
     def begin(self) -> None:
         """Begins the shutdown of this worker."""
         self._advance(Phase.BEGUN)
+        self._next_reminder = time.monotonic() + self.timing.remind
+        self._send(self._termination.begin())
 
     def look(self) -> None:
         """Does what is due; must be called often while a shutdown is in progress."""
+        now = time.monotonic()
+        if now >= self._next_reminder:
+            self._next_reminder = now + self.timing.remind
+            self._send(self._termination.remind())
 
     def idle(self, sent: int, received: int) -> None:
         """Notes that this worker has nothing to do; must be called while `asked`.
@@ -150,6 +167,7 @@ class Shutdown:
             sent: counted messages that it ever sent to the members that live.
             received: counted messages that it ever received from them.
         """
+        self._send(self._termination.idle(sent, received))
 
     def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
         """Handles a termination message.
@@ -157,88 +175,15 @@ class Shutdown:
         Raises:
             ProtocolError: it is none.
         """
-
-    def admit(self, member: MemberId) -> None:
-        """Notes that a member has joined."""
-
-    def on_member_lost(self, member: MemberId) -> None:
-        """Notes that a member is lost."""
-
-    def _advance(self, phase: Phase) -> None:
-        self.phase = max(self.phase, phase)
-        if self.phase >= Phase.SETTLED:
-            self.leave_anyway()
-
-
-class CollectiveShutdown(Shutdown):
-    """A `Shutdown` of all workers together, when the whole mesh has nothing left to do.
-
-    Args:
-        post: sends a termination message to a member.
-        timing: how often to repeat what may have been lost.
-    """
-
-    def __init__(
-        self,
-        membership: Membership,
-        post: Callable[[MemberId, TerminationMessage], None],
-        timing: ShutdownTiming,
-    ) -> None:
-        super().__init__(timing)
-        self._post = post
-        self._termination = Termination(membership.own_id, membership.living)
-        self._next_reminder = 0.0
-
-    @property
-    @override
-    def waits_for_all(self) -> bool:
-        return self._termination.waits_for_all
-
-    @property
-    @override
-    def asked(self) -> bool:
-        return self._termination.asked
-
-    @property
-    @override
-    def all_begun(self) -> bool:
-        return self._termination.all_begun
-
-    @override
-    def obstacles(self) -> str:
-        missing = [rank_of(member) for member in self._termination.missing]
-        unfinished = [rank_of(member) for member in self._termination.unfinished]
-        text = f"; ranks {missing} have not begun to shut down" if missing else ""
-        return text + (f"; calls are still in progress on ranks {unfinished}" if unfinished else "")
-
-    @override
-    def begin(self) -> None:
-        super().begin()
-        self._next_reminder = time.monotonic() + self.timing.remind
-        self._send(self._termination.begin())
-
-    @override
-    def look(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_reminder:
-            self._next_reminder = now + self.timing.remind
-            self._send(self._termination.remind())
-
-    @override
-    def idle(self, sent: int, received: int) -> None:
-        self._send(self._termination.idle(sent, received))
-
-    @override
-    def receive(self, sender: MemberId, body: bytes | bytearray | memoryview) -> None:
         self._advance(Phase.BEGUN_ELSEWHERE)
         self._send(self._termination.receive(sender, TerminationMessage.parse(body)))
 
-    @override
     def admit(self, member: MemberId) -> None:
+        """Notes that a member has joined."""
         self._termination.admit(member)
 
-    @override
     def on_member_lost(self, member: MemberId) -> None:
+        """Notes that a member is lost."""
         self._send(self._termination.on_member_lost(member))
 
     def _send(self, outgoing: Outgoing) -> None:
@@ -248,21 +193,31 @@ class CollectiveShutdown(Shutdown):
             self._post(member, message)
         self._advance(Phase.SETTLED if self.done else self.phase)
 
+    def _advance(self, phase: Phase) -> None:
+        self.phase = max(self.phase, phase)
+        if self.phase >= Phase.SETTLED:
+            self.leave_anyway()
+
 
 class SoloShutdown(Shutdown):
     """A `Shutdown` of one worker, whose mesh goes on without it.
 
     It waits for the worker's own calls, for the handlers that run here, and for the answers of the
-    reference count; not for what the other workers do among themselves. It never finds out whether
-    the whole mesh is done.
+    reference count; not for what the other workers do among themselves. So it sends no termination
+    messages, and never finds out whether the whole mesh is done.
 
     Args:
         work: returns what this worker is doing: its calls and its handlers.
-        timing: for how long work that begins after `begin` is waited for too.
     """
 
-    def __init__(self, work: Callable[[], set[Hashable]], timing: ShutdownTiming) -> None:
-        super().__init__(timing)
+    def __init__(
+        self,
+        membership: Membership,
+        post: Callable[[MemberId, TerminationMessage], None],
+        timing: ShutdownTiming,
+        work: Callable[[], set[Hashable]],
+    ) -> None:
+        super().__init__(membership, post, timing)
         self._work = work
         self._first: set[Hashable] = set()
         self._new_work_until = float("inf")
@@ -275,7 +230,7 @@ class SoloShutdown(Shutdown):
 
     @override
     def begin(self) -> None:
-        super().begin()
+        self._advance(Phase.BEGUN)
         self._first = self._work()
         self._new_work_until = time.monotonic() + self.timing.new_work
 

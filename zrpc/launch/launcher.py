@@ -34,7 +34,7 @@ from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker,
 _TIMED_OUT_CODE = 124  # the same as coreutils' timeout
 _OUTPUT_CLOSED_CODE = 128 + 13  # the same as a program killed by SIGPIPE
 _ECHO_SECONDS = 0.3  # within this time a second signal is the first one, repeated by a parent
-_STOP_NOTE = "launch-stops"  # read by zrpc.membership.launch_stop
+_STOP_NOTE = "launch-stops"  # read by zrpc.membership.launched
 _MAX_SELECT_SECONDS = 86400.0  # the system has a limit of some weeks
 _DRAIN_SECONDS = 2.0  # for a process that outlived all workers and writes all the time
 _WAITING = "zrpc launch: a worker reads the terminal; it waits until you continue this by fg"

@@ -18,14 +18,21 @@ No I/O.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zrpc.membership.node_list import first_host
-
-__all__ = ["ENGINES", "FULL_HOST_NAME", "SETTINGS", "Setting", "find_settings", "looked_for"]
+__all__ = [
+    "ENGINES",
+    "FULL_HOST_NAME",
+    "SETTINGS",
+    "Setting",
+    "find_settings",
+    "first_host",
+    "looked_for",
+]
 
 SETTINGS = ("rank", "world_size", "local_rank", "master_addr", "master_port")
 # Not a variable: the caller adds this host's name with its domain to the variables under this key.
@@ -40,6 +47,10 @@ _FIRST_PORT, _PORTS = 20_000, 12_000
 # How far the ports of two consecutive jobs are apart, so that they have room for steps. Shares no
 # factor with the number of ports.
 _PORTS_BETWEEN_JOBS = 97
+# A list of hosts as Slurm writes it, such as ``gpu[03-05,09],login1``.
+_RANGES = r"\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]"
+_HOSTS = re.compile(rf"(?:[A-Za-z0-9_.-]|{_RANGES})+(?=,|$)", re.ASCII)
+_FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
 
 
 class Setting(NamedTuple):
@@ -115,6 +126,19 @@ def _same_size_as_pmi(variables: Mapping[str, str]) -> bool:
         variables.get("SLURM_STEP_NUM_TASKS"),
         variables.get("SLURM_NTASKS"),
     )
+
+
+def first_host(node_list: str) -> str | None:
+    """Returns the first host of a list of Slurm's; None if it isn't such a list.
+
+    A name may have several ranges in brackets, and text after them. Leading zeros are kept.
+
+    Example:
+        >>> first_host("gpu[03-05,09],login1")
+        'gpu03'
+    """
+    hosts = _HOSTS.match(node_list.strip())
+    return None if hosts is None else _FIRST_NUMBER.sub(r"\1", hosts.group())
 
 
 # mpirun within a job of Slurm has workers on all of the job's hosts.

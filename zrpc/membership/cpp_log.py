@@ -11,14 +11,13 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["without_errors", "without_warnings"]
+__all__ = ["without_warnings"]
 
 _ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
 
@@ -42,21 +41,15 @@ def _find_level() -> ctypes.c_int | None:
 _level = _find_level()
 
 
-def without_warnings() -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_warnings(errors: bool = False) -> Iterator[None]:
     """Hides C++ warnings of this process during a block, unless ``TORCH_CPP_LOG_LEVEL`` is set.
 
     Any thread may enter it; the last one that leaves shows warnings again.
+
+    Args:
+        errors: hides C++ errors too.
     """
-    return _from(_ERROR)
-
-
-def without_errors() -> AbstractContextManager[None]:
-    """Hides C++ errors too: see `without_warnings`."""
-    return _from(_FATAL)
-
-
-@contextlib.contextmanager
-def _from(level: int) -> Iterator[None]:
     if _level is None:
         yield
         return
@@ -64,7 +57,7 @@ def _from(level: int) -> Iterator[None]:
     with _lock:
         if not _users:
             _before = _level.value
-        _level.value = max(_level.value, level)
+        _level.value = max(_level.value, _FATAL if errors else _ERROR)
         _users += 1
     try:
         yield

@@ -69,23 +69,29 @@ class Meeting:
     secret: ClusterSecret | None
     options: ZmqRpcBackendOptions  # this worker's
     ports: range | None  # that this worker may listen on; None for all
+    keys: KeyPair | None  # this worker's; None if it must not encrypt
+    network: Network  # this worker's
+
+    def listen_at(self, interface: str) -> str:
+        """Listens on a network interface; returns the endpoint, or raises an RpcError."""
+        curve = None if self.keys is None else Curve(self.keys, [])
+        return listen_on(self.network, interface, curve, self.ports)
 
 
-def make_keys(meeting: Meeting) -> KeyPair | None:
+def make_keys(security: str, secret: ClusterSecret | None) -> KeyPair | None:
     """Returns new keys for this worker; None if it must not encrypt (logged as a warning).
 
     Raises:
         AuthenticationError: there is no secret, though the options require one; libzmq can't
             encrypt.
     """
-    security = meeting.options.security
     if security == "none":
         logger.warning(
             "security='none': traffic between hosts is neither encrypted nor authenticated. Anyone "
             "who can reach a worker's port can run any code there"
         )
         return None
-    if security == "required" and meeting.secret is None:
+    if security == "required" and secret is None:
         raise AuthenticationError(f"security='required' needs a cluster secret: {MAKE_A_SECRET}")
     check_curve()
     return KeyPair.new()
@@ -100,14 +106,7 @@ def check_curve() -> None:
         )
 
 
-def listen_if_needed(
-    records: list[PeerRecord],
-    *,
-    own: PeerRecord,
-    network: Network,
-    meeting: Meeting,
-    keys: KeyPair | None,
-) -> str:
+def listen_if_needed(meeting: Meeting, own: PeerRecord, records: list[PeerRecord]) -> str:
     """Listens on tcp for the workers that meet, if any two need that; returns the endpoint, or "".
 
     May be called again with other records.
@@ -131,13 +130,12 @@ def listen_if_needed(
             "transport='ipc' needs all workers on one host with one directory for sockets, "
             f"but they are on {_hosts(records)} hosts, or see different ones"
         )
-    curve = None if keys is None else Curve(keys, [])
-    endpoint = network.tcp_endpoint or listen_on(
-        network, choose_interface(meeting.init_method), curve, meeting.ports
-    )
+    if not meeting.network.tcp_endpoint:
+        meeting.listen_at(choose_interface(meeting.init_method))
     for record in records:
-        network.introduce(record.rank, "", PeerKey(record.public_key, record.identity))
-    return endpoint
+        key = PeerKey(record.public_key, record.identity)
+        meeting.network.introduce(record.rank, "", key)
+    return meeting.network.tcp_endpoint
 
 
 def _check_security(records: list[PeerRecord], meeting: Meeting) -> None:
@@ -166,7 +164,7 @@ def check_reachable(records: Sequence[PeerRecord]) -> None:
             )
 
 
-def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
+def listen(meeting: Meeting) -> str:
     """Listens on tcp if workers of other hosts may join; returns the endpoint, or "" if not.
 
     For a worker that does not know yet which others it will meet. They may be on other hosts if the
@@ -184,14 +182,13 @@ def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
     elsewhere = named or not (interface.startswith("127.") or interface == "::1")
     if transport == "ipc" or (transport == "auto" and not elsewhere):
         return ""
-    if keys is not None and meeting.secret is None:
+    if meeting.keys is not None and meeting.secret is None:
         raise AuthenticationError(
             "expected a cluster secret, found none. Workers of other hosts can join this mesh by "
             f"{interface}, and without one can't be told from strangers: {MAKE_A_SECRET}. "
             "For workers of one host only, let them meet at 127.0.0.1"
         )
-    curve = None if keys is None else Curve(keys, [])
-    return listen_on(network, interface, curve, meeting.ports)
+    return meeting.listen_at(interface)
 
 
 def endpoint_of(membership: Membership, record: PeerRecord) -> str:

@@ -74,30 +74,19 @@ class Loss:
     unreached: bool = False
 
 
+@dataclass(slots=True)
 class _Peer:
     """What is known of one peer."""
 
-    __slots__ = (
-        "alive_at",
-        "asked_at",
-        "connected",
-        "dead_checks",
-        "heard",
-        "monitored",
-        "reached_at",
-        "since",
-    )
-
-    def __init__(self) -> None:
-        self.heard: float | None = None
-        self.monitored = False
-        self.connected = False
-        self.asked_at = 0.0  # when it was first monitored
-        self.reached_at: float | None = None  # when it was first connected
-        self.since = 0.0  # start of the silence of a monitored peer that is not connected
-        # When a check found it alive, or its connection broke, as its exit breaks it.
-        self.alive_at: float | None = None
-        self.dead_checks = 0
+    heard: float | None = None
+    monitored: bool = False
+    connected: bool = False
+    asked_at: float = 0.0  # when it was first monitored
+    reached_at: float | None = None  # when it was first connected
+    since: float = 0.0  # start of the silence of a monitored peer that is not connected
+    # When a check found it alive, or its connection broke, as its exit breaks it.
+    alive_at: float | None = None
+    dead_checks: int = 0
 
     @property
     def silent_since(self) -> float:

@@ -3,7 +3,7 @@
 Processes inherit the variables of a worker. Most of these are the worker itself, such as a program
 that a shell script has started. But a worker may also start others: another launcher, or the
 workers of a mesh of their own. So `zrpc launch` says in one variable what it has set. What is still
-as it was set counts only for the rank and the mesh that it was made for. No I/O.
+as it was set counts only for the rank and the mesh that it was made for.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["LAUNCHED", "Launched", "launched"]
+from zrpc.errors import RendezvousError
+
+__all__ = ["LAUNCHED", "Launched", "launched", "stop_error"]
 
 # Holds all variables that the launcher has set for a worker, as JSON.
 LAUNCHED = "ZRPC_LAUNCHED"
 # torchrun sets this variable, and `zrpc launch` doesn't.
 _TORCHRUNS = "TORCHELASTIC_RUN_ID"
 _LOOPBACK = ("localhost", "127.0.0.1")
+_RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
+_STOP_NOTE = "launch-stops"  # written there by zrpc.launch.launcher
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,24 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched:
     except ValueError:
         made = {}
     return Launched(variables, made)
+
+
+def stop_error() -> RendezvousError | None:
+    """Returns why the launcher stops all workers; None if none does.
+
+    For workers that still wait to meet the others: one that handles SIGTERM would otherwise wait
+    for workers that have exited.
+    """
+    directory = os.environ.get(_RUNTIME_DIRECTORY)
+    if not directory:
+        return None
+    try:
+        with open(os.path.join(directory, _STOP_NOTE)) as file:
+            reason = file.read()
+    except OSError:
+        return None
+    # It is empty while it is being written.
+    return RendezvousError(f"the launcher stops all workers: {reason}") if reason else None
 
 
 def _host(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,8 +87,9 @@ class LivenessMonitor:
         self._tried_in_vain: dict[MemberId, str] = {}
         # The members that have connected to this worker to see whether it lives.
         self._greeted: set[MemberId] = set()
-        # Departed workers whose messages are still arriving: the reason, and how many they sent.
-        self._deferred_leaves: dict[MemberId, tuple[Reason, int]] = {}
+        # Departed workers whose messages are still arriving: the reason, how many they sent, and
+        # until when to wait for them.
+        self._deferred_leaves: dict[MemberId, tuple[Reason, float, float]] = {}
         network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
 
     def add(self, member: MemberId) -> None:
@@ -151,7 +153,12 @@ class LivenessMonitor:
         return ""
 
     def leave(
-        self, member: MemberId, reason: Reason, sent: int = 0, tried: str = ""
+        self,
+        member: MemberId,
+        reason: Reason,
+        sent: float = 0,
+        tried: str = "",
+        within: float = math.inf,
     ) -> Loss | None:
         """Notes that a peer has announced that it is gone; returns None if that was known.
 
@@ -161,13 +168,16 @@ class LivenessMonitor:
         Args:
             member: the peer.
             reason: why it is gone.
-            sent: how many messages it has sent here.
+            sent: how many messages it has sent here; infinite if that is not known.
             tried: the address of this worker if the peer could never connect to it.
+            within: how long to wait for these messages at most, in seconds.
         """
+        now = time.monotonic()
         if self._received.get(member, sent) < sent:
-            self._deferred_leaves[member] = (reason, sent)
+            _, known, until = self._deferred_leaves.get(member, (reason, sent, math.inf))
+            self._deferred_leaves[member] = reason, min(sent, known), min(now + within, until)
             return None
-        loss = self._detector.declare_lost(member, reason, time.monotonic())
+        loss = self._detector.declare_lost(member, reason, now)
         if loss is not None:
             self._record_loss(loss, tried)
         elif self.may_live(member) and reason in _FINAL:
@@ -179,9 +189,11 @@ class LivenessMonitor:
         return self.reason(member) in _MAY_LIVE
 
     def _complete_leaves(self, now: float) -> list[Loss]:
-        """Declares workers lost that have left and whose messages are all in."""
+        """Declares workers lost that have left, and whose messages are all in or late."""
         complete = [
-            m for m, (_, sent) in self._deferred_leaves.items() if self._received[m] >= sent
+            m
+            for m, (_, sent, until) in self._deferred_leaves.items()
+            if self._received[m] >= sent or now > until
         ]
         found = [
             self._detector.declare_lost(member, self._deferred_leaves.pop(member)[0], now)

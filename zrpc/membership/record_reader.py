@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.membership.launch_stop import stop_error
-from zrpc.membership.missing_ranks import describe_places, rank_ranges
+from zrpc.membership.launched import stop_error
+from zrpc.membership.missing_ranks import describe_missing, describe_places, rank_ranges
 from zrpc.membership.peer_record import PeerRecord, is_token
 from zrpc.membership.signed_store import SignedStore
 
@@ -18,6 +18,7 @@ __all__ = ["RecordReader", "announce", "wait_for"]
 
 logger = logging.getLogger(__name__)
 
+_SAME_RANK = "same rank"
 # The store is polled with a pause that grows from the first number to the second. Its own wait()
 # would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
 # network error, and FileStore's polls once a second.
@@ -46,6 +47,9 @@ class RecordReader:
         self._deadline = deadline
         self._protest_seconds = protest_seconds
         self._keys = [f"record/{rank}" for rank in range(own.world_size)]
+        # The records of two workers that were given one rank. One of them must still be in its
+        # place, or they are of an earlier run.
+        self._twice: tuple[PeerRecord, PeerRecord] | None = None
 
     def write_own(self) -> None:
         """Writes this worker's record."""
@@ -84,6 +88,38 @@ class RecordReader:
         entries = self._entries.get_all_raw([self._keys[rank] for rank in there])
         found = [self._read(*pair) for pair in zip(there, entries, strict=True)]
         return [record for record in found if record is not None]
+
+    def look_for_same_rank(self) -> None:
+        """Looks for two workers with one rank, which is done while others are missing.
+
+        The record of the second one replaces that of the first. Only the first can distinguish this
+        from the record of an earlier run, which it would replace itself. So it writes down both.
+        """
+        for record in self.present([self._own.rank]):
+            if record != self._own and self._twice != (self._own, record):
+                self._twice = (self._own, record)
+                self._entries.set(_SAME_RANK, json.dumps([each.dump() for each in self._twice]))
+                return
+        self._twice = self._written_twice()
+
+    def _written_twice(self) -> tuple[PeerRecord, PeerRecord] | None:
+        if not self._entries.check([_SAME_RANK]):
+            return None
+        try:
+            first, second = map(PeerRecord.parse, json.loads(self._entries.get(_SAME_RANK)))
+        except (AuthenticationError, ValueError, TypeError):
+            return None
+        if not 0 <= first.rank < self._own.world_size:
+            return None
+        is_now = any(each in (first, second) for each in self.present([first.rank]))
+        return (first, second) if is_now else None
+
+    def describe_missing(self, missing: Iterable[int]) -> str:
+        """Returns which ranks are missing, what to do, and which rank came twice, if one did."""
+        text = describe_missing(missing)
+        if (twice := self._twice) is None:
+            return text
+        return f"rank {twice[0].rank} came twice, from {describe_places(twice)}, and {text}"
 
     def refusal(self, note: str) -> str:
         """Returns which records were refused, with a note, and why the first of them was."""

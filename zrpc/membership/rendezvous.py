@@ -39,7 +39,6 @@ from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.missing_ranks import describe_hosts
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.record_reader import RecordReader, announce, wait_for
-from zrpc.membership.same_rank import SameRank
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -81,6 +80,10 @@ class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
 
 
+class _Changed(Exception):
+    """A record was replaced, or others have abandoned the records."""
+
+
 def meet(
     store: Store,
     record: PeerRecord,
@@ -111,7 +114,8 @@ def meet(
             store is not from one of them.
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    with SignedStore(store, secret, time.monotonic() + timeout) as entries, store_errors():
+    entries = SignedStore(store, secret, time.monotonic() + timeout)
+    with store_errors():
         return _Rendezvous(entries, record, timeout, timing, place, listen).run(check)
 
 
@@ -164,10 +168,8 @@ class _Rendezvous:
         self._timing = timing
         self._reader = RecordReader(entries, record, self._deadline, timing.failure_read_seconds)
         self._next_read = 0.0
-        self._came: set[int] = set()  # ranks whose records were found while others were missing
-        # What is wrong with a record that was found meanwhile; it may be of an earlier run.
-        self._mismatch: str | None = None
-        self._same_rank = SameRank(entries, record, self._reader.present)
+        # By rank, found while others were missing; some may be of an earlier run.
+        self._came: dict[int, PeerRecord] = {}
         self._listen = listen
         # The confirmations of the present records by their keys, and why this worker can't listen.
         self._confirmations: dict[str, str] = {}
@@ -178,19 +180,24 @@ class _Rendezvous:
         while True:
             records = self._gather()
             digest = digest_of(records)
-            if self._confirmed(digest, records):
-                try:
-                    _check(records, self._record)
-                    if self._failure is not None:
-                        raise self._failure
-                    found = [self._with_endpoint(digest, record) for record in records]
-                    check(found)
-                except RpcError:
-                    self._shorten_deadline(self._timing.failure_read_seconds)
-                    self._await_readers(digest)
-                    raise
-                return found
-            self._await_change(records)
+            try:
+                self._confirm(digest, records)
+                break
+            except _Changed:
+                self._await_change(records)
+        try:
+            _check(records, self._record)
+            if self._failure is not None:
+                raise self._failure
+            found = [self._with_endpoint(digest, record) for record in records]
+            check(found)
+        except RpcError:
+            self._deadline = min(
+                self._deadline, time.monotonic() + self._timing.failure_read_seconds
+            )
+            self._await_readers(digest)
+            raise
+        return found
 
     def _with_endpoint(self, digest: str, record: PeerRecord) -> PeerRecord:
         text = self._confirmations[f"{digest}/{record.rank}"]
@@ -211,28 +218,25 @@ class _Rendezvous:
             if not absent or (self._reader.exist(absent[:1]) and self._reader.exist(absent)):
                 records[:] = self._reader.all()
             elif self._may_read(self._timing.present_check_seconds):
-                present = self._reader.present(absent)
-                self._came |= {record.rank for record in present}
-                mismatches = (record.size_mismatch(self._record) for record in present)
-                self._mismatch = next(filter(None, mismatches), self._mismatch)
-                self._same_rank.look()
+                self._came |= {record.rank: record for record in self._reader.present(absent)}
+                self._reader.look_for_same_rank()
             return len(records) == self._record.world_size
 
         try:
             if not self._wait_for(complete):
                 raise self._incomplete()
         except DistNetworkError as error:
-            why = self._mismatch
             # Its host may have waited in vain for the same ranks, and for less time.
             missing = set(self._absent).difference(self._reader.refused)
+            why = self._mismatch(self._came.values())
             if why is None and self._came and missing:
-                why = f"{self._expected} but {self._same_rank.describe(missing)}"
+                why = f"{self._expected} but {self._reader.describe_missing(missing)}"
             if why is None and self._reader.refused:
                 why = self._refusal
             if why is None:
                 raise
             raise StoreLost(f"{why}; then the store was lost: {error}") from error
-        self._mismatch = None
+        self._came = {record.rank: record for record in records}
         return records
 
     @property
@@ -248,19 +252,18 @@ class _Rendezvous:
         self._next_read = time.monotonic() + pause
         return True
 
-    def _confirmed(self, digest: str, records: list[PeerRecord]) -> bool:
+    def _confirm(self, digest: str, records: list[PeerRecord]) -> None:
         """Confirms these records after rank 0, and waits until all have.
 
-        Returns False if a record was replaced, or others have abandoned the records.
-
         Raises:
+            _Changed: a record was replaced, or others have abandoned the records.
             RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
         """
         self._confirmations, self._failure = {}, None
         keys = {f"{digest}/{record.rank}": record for record in records}
         first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
-        if mine != first and not self._all_see({first: keys.pop(first)}, records):
-            return False
+        if mine != first:
+            self._await_all({first: keys.pop(first)}, records)
         try:
             own = f"{_LISTENS}{self._listen(records)}"
         except RpcError as error:
@@ -269,33 +272,29 @@ class _Rendezvous:
             self._entries.set(mine, own)
             self._confirmations[mine] = own
             del keys[mine]
-            return self._all_go_on(digest, keys, records)
+            self._agree(digest, keys, records)
         except DistNetworkError as error:
             if mine == first:
                 raise
             raise _host_ended(records, error) from error
 
-    def _all_go_on(
-        self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]
-    ) -> bool:
+    def _agree(self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
         """Waits until the others have confirmed, and agrees with all on whether they have met.
 
-        Raises as `_all_see`, unless another worker saw in time that all had confirmed.
+        Raises as `_await_all`, unless another worker saw in time that all had confirmed.
         """
         outcome = f"{digest}/outcome"
         try:
-            # Of one worker nobody else has to confirm.
-            met = not keys or self._all_see(keys, records)
-        except (RendezvousError, AuthenticationError) as error:
+            if keys:  # of one worker nobody else has to confirm
+                self._await_all(keys, records)
+        except (_Changed, RendezvousError, AuthenticationError) as error:
             agreed = self._entries.get_or_set(outcome, _ABANDONED)
             if agreed == _ABANDONED or isinstance(error, AuthenticationError):
                 raise
-            met = False
-        if self._entries.get_or_set(outcome, _MET if met else _ABANDONED) == _ABANDONED:
-            return False
-        if not met:
             self._read_confirmations(keys)  # another worker has seen all of them
-        return True
+        else:
+            if self._entries.get_or_set(outcome, _MET) == _ABANDONED:
+                raise _Changed
 
     def _await_change(self, records: list[PeerRecord]) -> None:
         """Waits until a record is replaced, after others have abandoned these."""
@@ -305,21 +304,19 @@ class _Rendezvous:
                 f"{self._maybe_another_mesh}: start them again"
             )
 
-    def _all_see(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> bool:
-        """Waits until some workers have confirmed the records; returns False if one changed."""
-        replaced = False
+    def _await_all(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
+        """Waits until some workers have confirmed the records, and reads that."""
 
         def seen() -> bool:
-            nonlocal replaced
             if self._entries.check(list(keys)):
                 return True
-            replaced = self._may_read() and self._reader.all() != records
-            return replaced
+            if self._may_read() and self._reader.all() != records:
+                raise _Changed
+            return False
 
         if self._wait_for(seen):
-            if not replaced:
-                self._read_confirmations(keys)
-            return not replaced
+            self._read_confirmations(keys)
+            return
         _check(records, self._record)
         late = [record.info for key, record in keys.items() if not self._entries.check([key])]
         raise RendezvousError(
@@ -334,16 +331,18 @@ class _Rendezvous:
 
     def _incomplete(self) -> RendezvousError | AuthenticationError:
         records = self._reader.present(range(self._record.world_size))
-        for record in records:
-            if (mismatch := record.size_mismatch(self._record)) is not None:
-                return RendezvousError(mismatch)
+        if (mismatch := self._mismatch(records)) is not None:
+            return RendezvousError(mismatch)
         if self._reader.refused:
             return AuthenticationError(self._refusal)
         missing = set(range(self._record.world_size)) - {record.rank for record in records}
-        self._same_rank.look()
-        return RendezvousError(
-            f"{self._expected} but {self._same_rank.describe(missing)}; {describe_hosts(records)}"
-        )
+        self._reader.look_for_same_rank()
+        why = self._reader.describe_missing(missing)
+        return RendezvousError(f"{self._expected} but {why}; {describe_hosts(records)}")
+
+    def _mismatch(self, records: Iterable[PeerRecord]) -> str | None:
+        """Returns what is wrong with the first record that does not fit this worker's."""
+        return next(filter(None, (each.size_mismatch(self._record) for each in records)), None)
 
     @property
     def _refusal(self) -> str:
@@ -357,9 +356,6 @@ class _Rendezvous:
         keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
         own = keys[self._record.rank]
         announce(self._entries, own, () if self._record.rank else keys, self._deadline)
-
-    def _shorten_deadline(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _wait_for(self, done: Callable[[], bool]) -> bool:
         return wait_for(done, self._deadline)

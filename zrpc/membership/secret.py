@@ -122,7 +122,7 @@ def find_secret(environment: Mapping[str, str] = os.environ) -> ClusterSecret | 
 def _read(path: Path) -> ClusterSecret:
     try:
         # O_NONBLOCK: does not wait for a writer if the path is that of a pipe.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
@@ -165,8 +165,6 @@ def _check_file(path: Path, status: os.stat_result) -> None:
             f"expected a file with the cluster secret, found {path}, which is none: make one with "
             "`zrpc secret FILE`"
         )
-    if not hasattr(os, "geteuid"):
-        return
     if status.st_uid not in (os.geteuid(), _ROOT):
         raise AuthenticationError(
             f"expected {path} to belong to this user ({os.geteuid()}) or to root, found "

@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore, Store
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.secret import ClusterSecret
-from zrpc.membership.store_request import StoreThread
+from zrpc.membership.store_request import ask
 from zrpc.wire.member_id import RANKS
 
 __all__ = ["SignedStore", "take_ranks"]
@@ -43,8 +43,6 @@ class SignedStore:
         deadline: until when to wait for the store's answers, on the clock of ``time.monotonic``;
             None for no limit, in a thread for which nobody waits. It may be changed at any time.
 
-    Close it, or use it as a context manager, if it has a deadline; it may be used again then.
-
     Raises:
         RendezvousError: the store does not answer in time. Any method may raise it.
     """
@@ -55,18 +53,7 @@ class SignedStore:
         self._store = PrefixStore(_PREFIX, store)
         self._secret = secret
         self.deadline = deadline
-        self._thread = StoreThread()  # makes the requests that have a deadline
         self._can_delete: bool | None = None  # not known yet
-
-    def __enter__(self) -> SignedStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends the thread that makes the requests."""
-        self._thread.close()
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
@@ -198,7 +185,7 @@ class SignedStore:
             with without_warnings():
                 return method(*arguments)
 
-        return request() if self.deadline is None else self._thread.request(request, self.deadline)
+        return request() if self.deadline is None else ask(request, self.deadline)
 
 
 def take_ranks(entries: SignedStore, count: int) -> int:

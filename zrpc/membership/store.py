@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 import socket
-import threading
 import time
 from datetime import timedelta
 from socket import SOCK_STREAM
@@ -19,8 +18,9 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
-from zrpc.membership.cpp_log import without_errors
+from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.init_method import agent_store, master, private_file
+from zrpc.membership.store_request import ask
 
 __all__ = ["connect_store", "tcp_store"]
 
@@ -114,27 +114,22 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
     if not hosts:
         _await_listener((host, port), deadline, timeout)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    made: list[TCPStore | BaseException] = []
 
-    def connect() -> None:
-        try:
-            # Entered here: the thread may log after nobody waits for it any longer.
-            with without_errors():
-                store = _make_store(host, port, hosts, left)
-        except BaseException as error:
-            made.append(error)
-        else:
-            made.append(store)
+    def connect() -> TCPStore:
+        # Entered here: the thread may log after nobody waits for it any longer.
+        with without_warnings(errors=True):
+            return _make_store(host, port, hosts, left)
 
-    # In a thread of its own: if something else listens at that address, TCPStore waits for an
-    # answer without limit, and neither a timeout nor Ctrl-C ends that.
-    thread = threading.Thread(target=connect, name="zrpc-rendezvous", daemon=True)
-    thread.start()
-    thread.join(max(1.0, deadline - time.monotonic()) + 1.0)
-    error = made[0] if made else None
-    if isinstance(error, Store):
-        return error
-    raise _failure(host, port, hosts, timeout, error) from error
+    try:
+        # If something else listens at that address, TCPStore waits for an answer without limit.
+        return ask(connect, time.monotonic() + left.total_seconds() + 1.0)
+    except RendezvousError as error:
+        raise _failure(host, port, hosts, timeout, "") from error
+    except RuntimeError as error:  # a DistNetworkError; torch 2.6 raises plain ones too
+        text = str(error).partition("\n")[0]
+        raise _failure(host, port, hosts, timeout, f" ({text})") from error
+    except socket.gaierror as error:
+        raise _unknown_host(host, port, timeout, error) from error
 
 
 def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPStore:
@@ -184,34 +179,25 @@ def _check_reach(host: str, port: int, listens: bool, timeout: float) -> None:
             raise RuntimeError(str(error.__cause__)) from error
 
 
-def _failure(
-    host: str, port: int, hosts: bool, timeout: float, error: BaseException | None
-) -> BaseException:
-    """Returns the error for a store that can't be used; None stands for no answer in time."""
-    text = "" if error is None else str(error).partition("\n")[0]
-    # A DistNetworkError; torch 2.6 raises plain ones too.
-    if error is None or isinstance(error, RuntimeError):
-        found = f" ({text})" if text else ""
-        if not hosts:
-            return RendezvousError(
-                f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found "
-                f"something that does not answer as one{found}: another program has that port, "
-                f"or the host is stopped. {_NAME_ANOTHER}"
-            )
-        if "EADDRINUSE" not in text:
-            return RendezvousError(
-                f"expected to host the store of the workers at {host}:{port}, and to reach it "
-                f"there within {timeout:g} s, found that this worker does not{found}: MASTER_ADDR "
-                "must be an address of the host of rank 0, which no firewall keeps from itself"
-            )
+def _failure(host: str, port: int, hosts: bool, timeout: float, found: str) -> RendezvousError:
+    """Returns the error for a store that can't be used, with what TCPStore says, if anything."""
+    if not hosts:
         return RendezvousError(
-            f"expected to host the store of the workers at {host}:{port}, found that address in "
-            "use: by another program, by another mesh, or by another worker of rank 0. "
-            f"{_NAME_ANOTHER}, and give each worker a rank of its own"
+            f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found "
+            f"something that does not answer as one{found}: another program has that port, "
+            f"or the host is stopped. {_NAME_ANOTHER}"
         )
-    if isinstance(error, socket.gaierror):
-        return _unknown_host(host, port, timeout, error)
-    return error
+    if "EADDRINUSE" not in found:
+        return RendezvousError(
+            f"expected to host the store of the workers at {host}:{port}, and to reach it "
+            f"there within {timeout:g} s, found that this worker does not{found}: MASTER_ADDR "
+            "must be an address of the host of rank 0, which no firewall keeps from itself"
+        )
+    return RendezvousError(
+        f"expected to host the store of the workers at {host}:{port}, found that address in "
+        "use: by another program, by another mesh, or by another worker of rank 0. "
+        f"{_NAME_ANOTHER}, and give each worker a rank of its own"
+    )
 
 
 def _listen(host: str, port: int) -> int | None:

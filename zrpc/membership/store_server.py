@@ -27,8 +27,7 @@ def serve(host: str, port: int, hosts: bool, nprocs: int, report: int) -> None:
         timeout = ZmqRpcBackendOptions().init_timeout
         deadline = time.monotonic() + timeout
         store = tcp_store(host, port, hosts, deadline, timeout)
-        with SignedStore(store, None, deadline) as entries:
-            first = take_ranks(entries, nprocs)
+        first = take_ranks(SignedStore(store, None, deadline), nprocs)
     except (RpcError, RuntimeError, OSError) as error:
         raise SystemExit(f"zrpc launch: {error}") from error
     os.write(report, _FIRST.pack(first))

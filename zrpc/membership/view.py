@@ -39,19 +39,21 @@ class Membership:
         self.lost: set[MemberId] = set()
         # How many members each rank had before this worker joined. Some of them may be gone without
         # ever having been announced to it.
-        self._starts: Mapping[int, int] = {}
+        self.starts: Mapping[int, int] = {}
         self._found: set[MemberId] = set()  # could be found at some time
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_rank: dict[int, WorkerInfo] = {}
         # Whether a name in ``__main__`` means the same at this worker and at that one.
         self.same_main: dict[MemberId, bool] = {}
-        # By routing id.
+        # By routing id: current members, and all workers that were ever introduced.
         self._members: dict[bytes, MemberId] = {}
+        self._introduced: dict[bytes, MemberId] = {}
         # Returns the member with this routing id, or None if the sender isn't a current member.
         # Without the cost of another call, as it is asked for each message.
         self.member_of: Callable[[bytes], MemberId | None] = self._members.get
-        self._awaited_members: dict[bytes, MemberId] = {}
-        self._lost_members: dict[bytes, MemberId] = {}
+        # Returns the worker with this routing id, which may be lost, or introduced and not
+        # admitted.
+        self.introduced_as: Callable[[bytes], MemberId | None] = self._introduced.get
         self._watchers: dict[bytes, MemberId] = {}  # by the identity of their heartbeats
         for record in list(self.records.values()):
             self.introduce(record)
@@ -74,8 +76,7 @@ class Membership:
         self.records[member] = record
         self.awaited.add(member)
         self._watchers[heartbeat_identity(record.identity)] = member
-        for identity in _identities(record):
-            self._awaited_members[identity] = member
+        self._introduced |= dict.fromkeys(_identities(record), member)
         self.infos[member] = record.info
 
     def admit(self, member: MemberId) -> bool:
@@ -83,9 +84,7 @@ class Membership:
         if member not in self.awaited:
             return False
         info = self.infos[member]
-        for identity in _identities(self.records[member]):
-            del self._awaited_members[identity]
-            self._members[identity] = member
+        self._members |= dict.fromkeys(_identities(self.records[member]), member)
         self.awaited.discard(member)
         self._found.add(member)
         self._by_rank[info.id] = info
@@ -135,14 +134,6 @@ class Membership:
             return f"{text}; others may still join, since no world size was set"
         return text
 
-    def awaited_member_of(self, identity: bytes) -> MemberId | None:
-        """Returns the worker with this routing id if it is introduced and not admitted."""
-        return self._awaited_members.get(identity)
-
-    def lost_member_of(self, identity: bytes) -> MemberId | None:
-        """Returns the worker with this routing id if it is lost."""
-        return self._lost_members.get(identity)
-
     def watcher_of(self, routing_id: bytes) -> MemberId | None:
         """Returns the worker, lost or not, whose heartbeats have this routing id."""
         return self._watchers.get(identity_of(routing_id))
@@ -150,15 +141,9 @@ class Membership:
     def mark_lost(self, member: MemberId) -> None:
         """Marks a worker as gone, forever: even if it is heard again, it is no longer a member."""
         for identity in _identities(self.records[member]):
-            self._lost_members[identity] = member
             self._members.pop(identity, None)
-            self._awaited_members.pop(identity, None)
         self.lost.add(member)
         self.awaited.discard(member)
-
-    def set_starts(self, starts: Mapping[int, int]) -> None:
-        """Sets how many members each rank had before this worker joined."""
-        self._starts = starts
 
     def departed_record(self, member: MemberId) -> PeerRecord | None:
         """Returns a stand-in for the record of a worker that was gone before this one joined.
@@ -166,7 +151,7 @@ class Membership:
         Others may still refer to that worker. Returns None if there was no such worker.
         """
         rank, incarnation = rank_of(member), incarnation_of(member)
-        if member in self.records or incarnation >= self._starts.get(rank, 0):
+        if member in self.records or incarnation >= self.starts.get(rank, 0):
             return None
         token = f"{member:032x}"  # no worker draws it
         return PeerRecord("departed", rank, 0, token, "", "", "", incarnation=incarnation)

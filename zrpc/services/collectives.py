@@ -12,7 +12,7 @@ workers" includes one that was declared dead and whose process may still run.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,58 @@ class _Gathering:
             answer.set_exception(error)
 
 
+@dataclass(slots=True)
+class _Team:
+    """What is known of the gatherings of one set of workers, which are numbered.
+
+    Attributes:
+        begun: how many this worker has begun.
+        waiting: those that this worker waits for: several threads may gather at once.
+        collected: at the worker that collects, those in progress.
+        oldest: also there, the oldest number that each worker still waits for, as far as is known.
+        declined: also there, the workers that take no part, and why.
+        skipped: also there, the last one that failed, and the worker that had gone on without it.
+    """
+
+    begun: int = 0
+    waiting: set[int] = field(default_factory=set)
+    collected: dict[int, _Gathering] = field(default_factory=dict)
+    oldest: dict[str, int] = field(default_factory=dict)
+    declined: dict[str, str] = field(default_factory=dict)
+    skipped: tuple[int, str] = (-1, "")
+
+    def take_all(self) -> list[_Gathering]:
+        """Takes out the gatherings in progress."""
+        taken, self.collected = self.collected, {}
+        return list(taken.values())
+
+    def take_ended(self, names: Names) -> list[tuple[_Gathering, str]]:
+        """Takes out the gatherings for which nothing more can come.
+
+        Returns each with a worker whose value will never come, if there is one: it has gone on to
+        a later gathering, since its value could not be sent or it timed out.
+        """
+        ended = []
+        for number, gathering in list(self.collected.items()):
+            beyond = {name for name, oldest in self.oldest.items() if oldest > number}
+            for name in beyond & gathering.answers.keys():
+                del gathering.answers[name]  # it has timed out, and no longer waits
+            missing = names - gathering.values.keys()
+            if not missing or missing & beyond or not gathering.answers:
+                del self.collected[number]
+                ended.append((gathering, self._ahead(number, missing & beyond)))
+        return ended
+
+    def _ahead(self, number: int, beyond: Names) -> str:
+        """Returns the worker that a failed gathering is blamed on; "" if all values have come.
+
+        A worker that comes late finds that others have gone on too, since they were told.
+        """
+        if beyond and self.skipped[0] != number:
+            self.skipped = number, min(beyond)
+        return self.skipped[1] if beyond else ""
+
+
 class Collectives(Service):
     """The gatherings that a worker takes part in, and those that it collects."""
 
@@ -57,17 +109,7 @@ class Collectives(Service):
         super().__init__(agent)
         # Guards what follows; no other lock is taken with it.
         self._lock = UninterruptedLock()
-        self._begun: Counter[Names] = Counter()
-        # The gatherings that this worker waits for: several threads may gather at once.
-        self._waiting: dict[object, tuple[Names, int]] = {}
-        # At the worker that collects: the gatherings in progress, by their workers and number, and
-        # the oldest number that each worker still waits for, as far as is known.
-        self._collected: dict[tuple[Names, int], _Gathering] = {}
-        self._oldest: dict[Names, dict[str, int]] = {}
-        # Also there: the workers that take no part, and why.
-        self._declined: dict[Names, dict[str, str]] = {}
-        # Also there: the last gathering that failed, and the worker that had gone on without it.
-        self._skipped: dict[Names, tuple[int, str]] = {}
+        self._teams: defaultdict[Names, _Team] = defaultdict(_Team)
 
     def gather(self, value: Any, workers: Iterable[str] | None, timeout: float) -> dict[str, Any]:
         """Contributes ``value``, and waits for the values of all others.
@@ -99,18 +141,17 @@ class Collectives(Service):
                 with contextlib.suppress(RpcError):  # the collector is lost, or its answer
                     self.agent.caller.call(collector, Kind.CALL, body, timeout)
             raise WorkerDied(_EXPECTED.format(why=f"{min(gone)} is gone"))
-        call = object()
         with self._lock:
-            number = self._begun[names]
-            self._begun[names] += 1
-            self._waiting[call] = names, number
-            oldest = min(other for waits, other in self._waiting.values() if waits == names)
+            team = self._teams[names]
+            number, team.begun = team.begun, team.begun + 1
+            team.waiting.add(number)
+            oldest = min(team.waiting)
         try:
             body = (all_gather, (names, number, oldest, own, value), {})
             return self.agent.caller.call(collector, Kind.CALL, body, timeout)  # type: ignore[no-any-return]
         finally:
             with self._lock:
-                self._waiting.pop(call, None)
+                team.waiting.discard(number)
 
     def contribute(
         self, names: Names, number: int, oldest: int, name: str, value: Any
@@ -124,14 +165,18 @@ class Collectives(Service):
         with self._lock:
             # Under the lock, which `on_member_lost` takes after the membership has changed.
             gone = names - self._living()
-            why = f"{min(gone)} is gone" if gone else self._why_declined(names, name)
+            if gone:
+                why = f"{min(gone)} is gone"
+            else:
+                team = self._teams[names]
+                team.declined.pop(name, None)  # it takes part again
+                why = next(iter(team.declined.values()), "")
             if not why:
-                known = self._oldest.setdefault(names, {})
-                known[name] = max(oldest, known.get(name, 0))
-                gathering = self._collected.setdefault((names, number), _Gathering())
+                team.oldest[name] = max(oldest, team.oldest.get(name, 0))
+                gathering = team.collected.setdefault(number, _Gathering())
                 gathering.values[name] = value
                 gathering.answers[name] = answer
-                ended = self._take_ended(names)
+                ended = team.take_ended(names)
         if why:
             answer.set_exception(WorkerDied(_EXPECTED.format(why=why)))
         for gathering, ahead in ended:
@@ -147,49 +192,11 @@ class Collectives(Service):
     def decline(self, names: Names, name: str, why: str) -> None:
         """Notes, at the worker that collects, that a worker takes no part for now."""
         with self._lock:
-            self._declined.setdefault(names, {})[name] = why
-            keys = [key for key in self._collected if key[0] == names]
-            failed = [self._collected.pop(key) for key in keys]
+            team = self._teams[names]
+            team.declined[name] = why
+            failed = team.take_all()
         for gathering in failed:
             gathering.fail(WorkerDied(_EXPECTED.format(why=why)))
-
-    def _why_declined(self, names: Names, name: str) -> str:
-        """Returns why others take no part in the gatherings of these workers; "" if all do."""
-        declined = self._declined.get(names, {})
-        declined.pop(name, None)  # it takes part again
-        return next(iter(declined.values()), "")
-
-    def _take_ended(self, names: Names) -> list[tuple[_Gathering, str]]:
-        """Takes out the gatherings of these workers for which nothing more can come.
-
-        Returns each with a worker whose value will never come, if there is one: it has gone on to
-        a later gathering, since its value could not be sent or it timed out.
-        """
-        oldest = self._oldest[names]
-        ended = []
-        for key in [key for key in self._collected if key[0] == names]:
-            gathering = self._collected[key]
-            beyond = {name for name, number in oldest.items() if number > key[1]}
-            for name in beyond & gathering.answers.keys():
-                del gathering.answers[name]  # it has timed out, and no longer waits
-            missing = names - gathering.values.keys()
-            if not missing or missing & beyond or not gathering.answers:
-                del self._collected[key]
-                ended.append((gathering, self._ahead(names, key[1], missing & beyond)))
-        return ended
-
-    def _ahead(self, names: Names, number: int, beyond: Names) -> str:
-        """Returns the worker that a failed gathering is blamed on; "" if all values have come.
-
-        A worker that comes late finds that others have gone on too, since they were told.
-        """
-        if not beyond:
-            return ""
-        failed, ahead = self._skipped.get(names, (-1, ""))
-        if failed != number:
-            ahead = min(beyond)
-            self._skipped[names] = number, ahead
-        return ahead
 
     def _living(self) -> Names:
         membership = self.agent.membership
@@ -209,13 +216,8 @@ class Collectives(Service):
         """
         name = self.agent.membership.infos[member].name
         with self._lock:
-            keys = [key for key in self._collected if name in key[0]]
-            failed = [self._collected.pop(key) for key in keys]
-            for counts in (self._begun, self._oldest, self._declined, self._skipped):
-                for names in [names for names in counts if name in names]:
-                    del counts[names]
-            for call in [call for call, (names, _) in self._waiting.items() if name in names]:
-                del self._waiting[call]
+            teams = [self._teams.pop(names) for names in list(self._teams) if name in names]
+            failed = [gathering for team in teams for gathering in team.take_all()]
         error = WorkerDied(_EXPECTED.format(why=f"{name} is gone"))
         for gathering in failed:
             self.agent.completions.submit(partial(gathering.fail, error))
@@ -223,8 +225,7 @@ class Collectives(Service):
     @override
     def close(self) -> None:
         with self._lock:
-            self._collected.clear()
-            self._declined.clear()
+            self._teams.clear()
 
 
 # A call that times out is known by the function's name: so this has the one that programs use.

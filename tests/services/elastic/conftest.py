@@ -14,8 +14,8 @@ from zrpc.agent.agent import Agent
 from zrpc.bootstrap import join_mesh
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.services.elastic.follower import ElasticMembership
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.service import ElasticMembership
 
 
 class Elastic:

@@ -19,12 +19,15 @@ from zrpc.agent import peers
 from zrpc.agent.agent import Agent
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.secret import ClusterSecret, new_secret
+from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.shm.service import SharedMemoryService, SharedMemoryTiming
 from zrpc.testing.leaks import Resources
 from zrpc.transport.address import PrivateDirectory, private_directories
 
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
+
+pytestmark = pytest.mark.system
 
 # The first ones are there for what is opened once.
 FIRST, GUESTS = 2, 6
@@ -33,6 +36,8 @@ ELEMENTS = 1 << 17
 # Shared memory is kept for later, and the check that finds it idle is never far away.
 KEPT = SharedMemoryTiming(check_seconds=0.0)
 LATE = 60.0  # for a process on a busy machine
+# In the store: single entries, two snapshots and the events from the last but one on, notes.
+MAX_ENTRIES = 20
 
 SCRIPT = """
 import os, sys, time
@@ -88,11 +93,12 @@ def check(agents: list[Agent], have_guest: Callable[[str], None]) -> None:
     assert before.left_behind(within=LATE) == []
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("graceful", [True, False], ids=["gracefully", "at once"])
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_guests_that_leave(elastic: Elastic, transport: str, graceful: bool) -> None:
+    """Nor do they leave much in the store: a few events, and no note of what each has read."""
     elastic.options["transport"] = transport
+    elastic.limits = ElasticLimits(snapshot_events=2, snapshot_events_per_member=0)
     agents = elastic.join_all(2)
 
     def have_guest(name: str) -> None:
@@ -104,6 +110,7 @@ def test_guests_that_leave(elastic: Elastic, transport: str, graceful: bool) -> 
         guest.shutdown(graceful=graceful)
 
     check(agents, have_guest)
+    assert elastic.store.num_keys() <= MAX_ENTRIES
 
 
 @pytest.fixture
@@ -113,7 +120,6 @@ def forked() -> Iterator[Forked]:
     made.kill()
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_guests_that_are_killed(
     elastic: Elastic, forked: Forked, tmp_path: Path, transport: str
@@ -150,7 +156,6 @@ def test_guests_that_are_killed(
     PrivateDirectory().remove()
 
 
-@pytest.mark.system
 def test_the_mailbox_by_which_a_worker_is_told_that_it_was_declared_dead_is_closed(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,8 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
 
+pytestmark = pytest.mark.system
+
 SIZE = 3
 
 
@@ -47,7 +49,6 @@ def restart(elastic: Elastic, workers: list[Agent]) -> Callable[..., Agent]:
     return restart
 
 
-@pytest.mark.system
 def test_a_restarted_worker_can_be_called_at_once_by_all(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -73,7 +74,6 @@ def test_a_restarted_worker_can_be_called_at_once_by_all(
             assert rpc.rpc_sync("w1", lambda: rpc.get_worker_info().incarnation) == count
 
 
-@pytest.mark.system
 def test_an_outstanding_call_fails(workers: list[Agent], restart: Callable[..., Agent]) -> None:
 
     with workers[0].as_current():
@@ -85,7 +85,6 @@ def test_an_outstanding_call_fails(workers: list[Agent], restart: Callable[..., 
     finish.set()
 
 
-@pytest.mark.system
 def test_references_of_two_incarnations_differ(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -123,7 +122,6 @@ def test_references_of_two_incarnations_differ(
         assert "created_on=1, incarnation=1, local_id=0" in repr(theirs[0])
 
 
-@pytest.mark.system
 def test_ids_of_two_incarnations_differ(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -140,24 +138,6 @@ def test_ids_of_two_incarnations_differ(
     assert old[1] >> 48 == new[1] >> 48 == 1
 
 
-@pytest.mark.system
-def test_what_the_old_incarnation_held_is_dropped(
-    workers: list[Agent], restart: Callable[..., Agent]
-) -> None:
-    values, contexts = (workers[0].service(each) for each in (RRefService, AutogradService))
-    with workers[1].as_current():
-        held = rpc.remote("w0", dict)
-        assert held.to_here() == {}
-        with dist_autograd.context():
-            rpc.rpc_sync("w0", torch.mul, (torch.ones(2, requires_grad=True), 2))
-            assert (values.stats()["rrefs_owned"], len(contexts)) == (1, 1)
-            restart()
-            until(lambda: not values.stats()["rrefs_owned"], "the value is free")
-            until(lambda: len(contexts) == 0, "the context is forgotten")
-    del held
-
-
-@pytest.mark.system
 def test_messages_of_the_old_process_are_dropped(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -182,7 +162,6 @@ def test_messages_of_the_old_process_are_dropped(
     call.fail(RuntimeError("the test ends"))
 
 
-@pytest.mark.system
 def test_a_context_with_the_old_incarnation_fails_and_new_ones_do_not(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -203,7 +182,6 @@ def test_a_context_with_the_old_incarnation_fails_and_new_ones_do_not(
         assert len(agent.service(AutogradService)) == 0
 
 
-@pytest.mark.system
 def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
     elastic: Elastic, workers: list[Agent]
 ) -> None:
@@ -223,7 +201,6 @@ def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
         assert not thread.is_alive()
 
 
-@pytest.mark.system
 def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> None:
     elastic.world_size = 2
     with pytest.raises(rpc.RendezvousError, match="rank 0 is missing"):
@@ -236,7 +213,6 @@ def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> No
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
 
 
-@pytest.mark.system
 def test_a_worker_that_comes_back_after_the_others_have_left(
     elastic: Elastic, workers: list[Agent]
 ) -> None:

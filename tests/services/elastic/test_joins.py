@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -14,15 +16,18 @@ import torch.distributed as dist
 import zrpc as rpc
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
+
+pytestmark = pytest.mark.system
 
 
 def names_of(agent: Agent, register: Callable[..., object]) -> list[str]:
@@ -40,7 +45,6 @@ def call(
         return rpc.rpc_sync(to, function, args)
 
 
-@pytest.mark.system
 def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     """It gets the first free rank."""
     first, second = elastic.join_all(2)
@@ -56,7 +60,6 @@ def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     until(lambda: joined == ["w1", "late"], "the hook is called")
 
 
-@pytest.mark.system
 def test_many_join_at_once(elastic: Elastic) -> None:
     """One of them has chosen its rank."""
     chosen = elastic.join("w3", 3)
@@ -68,7 +71,6 @@ def test_many_join_at_once(elastic: Elastic) -> None:
         assert sorted(info.name for info in infos) == [f"w{i}" for i in range(8)]
 
 
-@pytest.mark.system
 def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     steady = elastic.join_all(2)
     stop = threading.Event()
@@ -103,7 +105,6 @@ def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     assert call(steady[0], "w1") == 2
 
 
-@pytest.mark.system
 @pytest.mark.skipif(not supports_curve(), reason="needs CURVE")
 def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     elastic.options["transport"] = "tcp"
@@ -118,7 +119,6 @@ def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     assert (call(first, "third"), call(third, "first")) == (2, 2)
 
 
-@pytest.mark.system
 def test_workers_without_a_shared_directory_use_the_named_interface(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,6 @@ def test_a_worker_that_does_not_fit(elastic: Elastic) -> None:
         elastic.join("w1", 1, secret=ClusterSecret("another" * 8))
 
 
-@pytest.mark.system
 def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     first = elastic.join("first", 0)
     with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
@@ -181,7 +180,6 @@ def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
     assert elastic.join("second", 1).worker_info.name == "second"
 
 
-@pytest.mark.system
 def test_a_worker_that_a_member_does_not_trust(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,9 +189,7 @@ def test_a_worker_that_a_member_does_not_trust(
 
     def refuse(record: PeerRecord) -> str:
         follower._log.append(
-            MembershipEvent(
-                Verb.GONE, record.token, why=Departure.REFUSED, text="an open directory"
-            )
+            MembershipEvent(Verb.GONE, record.token, why=Reason.REFUSED, text="an open directory")
         )
         return ""
 
@@ -204,7 +200,6 @@ def test_a_worker_that_a_member_does_not_trust(
         rpc.rpc_sync("second", max, (1, 2))
 
 
-@pytest.mark.system
 def test_a_join_times_out_if_a_member_does_not_answer(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +220,6 @@ def test_entries_of_a_dead_mesh_are_ignored(elastic: Elastic) -> None:
     assert {agent.worker_info.incarnation for agent in new} == {1}
 
 
-@pytest.mark.system
 def test_the_mesh_goes_on_without_its_store(
     elastic: Elastic, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -242,7 +236,6 @@ def test_the_mesh_goes_on_without_its_store(
         rpc.rpc_sync("w0", max, (1, 2))
 
 
-@pytest.mark.system
 def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
     elastic: Elastic,
 ) -> None:
@@ -269,3 +262,50 @@ def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
         with pytest.raises(rpc.ProtocolError, match="expected the id of a member, found 77"):
             rpc.rpc_sync("late", id, (kept,))
         assert rpc.rpc_sync("late", max, (1, 2)) == 2
+
+
+# -- at the port of a worker that has died --------------------------------------------------------
+
+
+@pytest.fixture
+def port(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A port; all workers use tcp, and none sees another's directory: each is in a container."""
+    numbers = itertools.count()
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key()}/{next(numbers)}")
+    elastic.options |= {"transport": "tcp", "heartbeat_timeout": 2.0}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def test_a_worker_that_comes_back_alone_at_its_port(elastic: Elastic, port: str) -> None:
+    """It does not take itself for the one that had its name."""
+    elastic.crash(elastic.join("worker", options={"port_range": port}))
+    again = elastic.join("worker", options={"port_range": port})
+    assert call(again, "worker") == 2
+
+
+def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
+    elastic: Elastic, port: str
+) -> None:
+    first = elastic.join("first")
+    dead = elastic.join("dead", options={"port_range": port})
+    assert call(first, "dead") == call(dead, "first") == 2
+    number = dead.membership.own_id
+    until(lambda: first.liveness.silence(number) == 0.0, "its heartbeats are answered")
+    # The first worker is held up while the second one ends and the third one comes.
+    held_up = threading.Event()
+    tick = first.liveness.tick
+    first.liveness.tick = lambda leading: [] if held_up.is_set() else tick(leading)
+    held_up.set()
+    elastic.crash(dead)
+    next_one = elastic.join("next", options={"port_range": port})
+    assert next_one.network.tcp_endpoint.endswith(f":{port}")
+    held_up.clear()
+    assert call(first, "next") == call(next_one, "first") == 2
+    until(lambda: number in first.membership.lost, "the second one's end is noticed")
+    assert first.liveness.reason(number) is Reason.ENDED
+    third = next_one.membership.own_id
+    until(lambda: first.liveness.silence(third) == 0.0, "its heartbeats are answered")
+    assert call(first, "next") == 2
+    elastic.crash(next_one)
+    until(lambda: third in first.membership.lost, "the third one's end is noticed")

@@ -22,6 +22,8 @@ from zrpc.services.shm.service import SharedMemoryService
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
 
+pytestmark = pytest.mark.system
+
 # For a busy machine.
 SLACK_SECONDS = 4.0
 # Elements of a tensor that is sent by shared memory.
@@ -46,7 +48,6 @@ def gone(agent: Agent, name: str) -> bool:
         return error_of(lambda: rpc.rpc_sync(name, max, (1, 2))) is rpc.WorkerDied
 
 
-@pytest.mark.system
 @pytest.mark.skipif(not supports_segments(), reason="needs memfds")
 def test_a_leaving_worker_waits_until_its_shared_memory_is_opened(elastic: Elastic) -> None:
     """Its answer is in shared memory, and lost if it leaves before the caller has opened that."""
@@ -80,7 +81,6 @@ def test_a_leaving_worker_waits_until_its_shared_memory_is_opened(elastic: Elast
     assert not leaves.is_alive()
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("graceful", [True, False])
 def test_all_see_that_a_worker_has_left(elastic: Elastic, graceful: bool) -> None:
     first, second, third = elastic.join_all(3)
@@ -115,7 +115,6 @@ def test_rank_0_leaves_with_references_and_gradients_in_use_by_the_others(elasti
             of_first.to_here()
 
 
-@pytest.mark.system
 def test_a_leaving_worker_waits_for_its_own_calls_and_handlers(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
     answers = []
@@ -134,7 +133,6 @@ def test_a_leaving_worker_waits_for_its_own_calls_and_handlers(elastic: Elastic)
     assert future.wait() == "done"
 
 
-@pytest.mark.system
 def test_a_leaving_worker_may_limit_the_wait(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
 
@@ -147,7 +145,6 @@ def test_a_leaving_worker_may_limit_the_wait(elastic: Elastic) -> None:
     assert error_of(future.wait) is rpc.WorkerDied
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("elements", [10, 4_000_000])
 def test_the_last_answer_is_not_overtaken_by_the_leave_message(
     elastic: Elastic, elements: int
@@ -162,7 +159,6 @@ def test_the_last_answer_is_not_overtaken_by_the_leave_message(
         assert future.wait().sum() == elements
 
 
-@pytest.mark.system
 def test_a_flood_of_calls_does_not_keep_a_worker(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
     stop = threading.Event()
@@ -186,7 +182,6 @@ def test_a_flood_of_calls_does_not_keep_a_worker(elastic: Elastic) -> None:
             thread.join(PATIENCE)
 
 
-@pytest.mark.system
 def test_a_fixed_mesh_with_restarts_shuts_down_together(elastic: Elastic) -> None:
     elastic.world_size = 2
     agents = elastic.join_all(2, restarts=0)

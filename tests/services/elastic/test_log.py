@@ -11,11 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
+from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import MembershipState
 from zrpc.wire.member_id import RANKS
 
@@ -104,7 +106,7 @@ def visit(log: MembershipLog, state: MembershipState, number: int, shorten: bool
     """A worker joins and leaves, and the reader of this log applies that."""
     record = PeerRecord(f"w{number}", number, 0, f"{number:032x}", "", "", "")
     log.note_position(record.token, 0)
-    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Departure.LEFT})):
+    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Reason.LEFT})):
         assert log.append(MembershipEvent(verb, record.token, **fields))
         for found in log.read():
             state.apply(found)
@@ -134,12 +136,12 @@ def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store
     assert counts[-1] < 3 * 40 + 10
     late = log_in(open_store())
     [snapshot, *rest] = late.read()
-    assert isinstance(snapshot, StateSnapshot)
+    assert isinstance(snapshot, MembershipState)
     assert len(rest) < 40
     for _ in range(5):  # it checks only now and then whether its place is still there
         for found in frozen.read():
             early.apply(found)
-    assert early.snapshot() == state.snapshot() == read_by(log_in(open_store())).snapshot()
+    assert early.dump() == state.dump() == read_by(log_in(open_store())).dump()
     assert frozen.append(event("a"))
     assert [reader.read() for reader in (late, steady)] == [[event("a")]] * 2
 
@@ -208,7 +210,7 @@ def test_a_forged_snapshot_stops_compaction(
     for number in range(40):
         visit(log, state, number)
     assert caplog.text.count("the mesh's log is not compacted: the entry") == 1
-    assert read_by(log_in(store)).snapshot() == state.snapshot()
+    assert read_by(log_in(store)).dump() == state.dump()
 
 
 def test_old_bounds_are_ignored(store: dist.Store) -> None:
@@ -234,3 +236,21 @@ def test_ranks_start_over_when_all_were_given(store: dist.Store) -> None:
     assert log_in(store).next_rank() == RANKS - 3
     assert take_ranks(entries, 4) == 2  # one after the other
     assert log_in(store).next_rank() == 6
+
+
+def test_which_member_writes_a_snapshot_and_when() -> None:
+    bounds = LogBounds(1, 0, 0, 100)
+    due = [line for line in range(4) if bounds.due(137, 2, line)]
+    assert due == [0, 1]
+    assert not bounds.due(137, 10, 0)  # the more members, the longer
+
+
+def test_bounds_as_text() -> None:
+    bounds = LogBounds(3, 10, 20, 20)
+    assert LogBounds.parse(bounds.dump()) == bounds
+    for text in (
+        *("", "[]", "1", "{}", "[" * 10_000, "[1, 0, 0]", "[1, 0, 0, 1.5]", "[1, 0, 0, true]"),
+        *("[0, 0, 0, 0]", "[1, 2, 1, 3]", "[1, -1, 1, 3]"),
+    ):
+        with pytest.raises(ValueError, match="expected the bounds"):
+            LogBounds.parse(text)

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zrpc.errors import RendezvousError
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.signed_store import SignedStore
 from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.join import claim
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import MembershipState
 
 TIMEOUT_SECONDS = 20.0
@@ -64,7 +65,7 @@ class World:
         self.names = map("w{}".format, itertools.count())
         self.gone = set()  # tokens of workers that are reported to have ended
         self.events = []
-        self.known = [MembershipState().snapshot()]
+        self.known = [MembershipState().dump()]
         self._state = MembershipState()
 
     def append(self, compare_set: Callable[..., bytes], arguments: tuple[Any, ...]) -> bytes:
@@ -77,12 +78,11 @@ class World:
         if missing and place == len(self.events):  # else another one was deleted there
             self.events.append(MembershipEvent.parse(entry.partition(" ")[2]))
             self._state.apply(self.events[-1])
-            self.known.append(self._state.snapshot())
+            self.known.append(self._state.dump())
         return found
 
     def check(self, state: MembershipState) -> None:
-        snapshot = state.snapshot()
-        assert snapshot == self.known[snapshot.position]
+        assert state.dump() == self.known[state.position]
 
     def bounds(self) -> LogBounds:
         entries = SignedStore(self.store, None)
@@ -92,7 +92,7 @@ class World:
     def surplus(self) -> int:
         """Counts the entries that are neither events nor notes of members."""
         events = len(self.events) - self.bounds().swept
-        return self.store.num_keys() - events - len(self.known[-1].members)
+        return self.store.num_keys() - events - len(self._state.members)
 
     def snapshots(self) -> list[int]:
         entries, last = SignedStore(self.store, None), self.bounds().generation + 1
@@ -102,8 +102,9 @@ class World:
     def write_to_deleted_places(self) -> None:
         """Writes to all places that were deleted, as writers that were frozen may do."""
         entries = SignedStore(self.store, None)
-        [member, *_] = [*self.known[-1].members.values(), *self.known[1].members.values()]
-        lie = MembershipEvent(Verb.GONE, member.token, why=Departure.ENDED).dump()
+        first = MembershipState.parse(self.known[1])
+        [member, *_] = [*self._state.members.values(), *first.members.values()]
+        lie = MembershipEvent(Verb.GONE, member.token, why=Reason.ENDED).dump()
         for place in range(self.bounds().floor):
             entries.claim(f"log/{entries.get('mesh')}/{place}", lie)
 
@@ -187,7 +188,7 @@ class Worker(threading.Thread):
             if not self.follow():
                 return
             said = said or self.append(MembershipEvent(Verb.IN, self.token))
-        while not self.append(MembershipEvent(Verb.GONE, self.token, why=Departure.LEFT)):
+        while not self.append(MembershipEvent(Verb.GONE, self.token, why=Reason.LEFT)):
             if not self.follow():
                 return
 
@@ -203,7 +204,7 @@ class Worker(threading.Thread):
         self.world.check(self.state)
         for record in list(self.state.members.values()):
             if record.token in self.world.gone:
-                self.append(MembershipEvent(Verb.GONE, record.token, why=Departure.ENDED))
+                self.append(MembershipEvent(Verb.GONE, record.token, why=Reason.ENDED))
         if self.number not in self.state.members:
             self.log.withdraw_position(self.token)
             return False

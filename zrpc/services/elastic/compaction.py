@@ -2,7 +2,7 @@
 
 A worker that reads the log knows which workers are in the mesh, and old events serve no other
 purpose. So now and then a member writes that down, in a *snapshot*
-(``zrpc.services.elastic.records``), and the events before it are deleted. A worker that joins then
+(``zrpc.services.elastic.state``), and the events before it are deleted. A worker that joins then
 reads the newest snapshot, and the events after it::
 
                 swept         floor          base            the end

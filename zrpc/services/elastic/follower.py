@@ -1,4 +1,14 @@
-"""The thread that follows the log of a mesh: reads it, and appends what this worker must report."""
+"""How a worker joins and leaves a mesh that runs, and learns of others that do.
+
+First it *claims* its name and its rank, in the log (``zrpc.services.elastic.log``, whose rules are
+those of ``zrpc.services.elastic.state``). With the member id that it then has, its agent starts,
+and all members introduce it as they read the log. Once all have noted that, it announces that it is
+in. Once all have noted that too, it can be found everywhere.
+
+One thread of each worker reads the log, several times a second, since not every store has an event
+for a new entry. It uses the store alone, and appends what this worker must report. Changes to the
+agent are made in the agent's I/O thread.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +16,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.service import Service
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
-from zrpc.membership.launch_stop import stop_error
+from zrpc.membership.failure_detector import Reason
+from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
-from zrpc.services.elastic.state import Change, ChangeKind, MembershipState
+from zrpc.services.elastic.records import MembershipEvent, Verb
+from zrpc.services.elastic.state import Change, MembershipState
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["LogFollower"]
+__all__ = ["ElasticMembership"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +56,12 @@ class _Admission:
         self._noted_positions: dict[MemberId, int] = {}  # of the others, as read last
         self._return_until = time.monotonic() + state.limits.return_seconds
         self._check_after = time.monotonic() + state.limits.check_after_seconds
-        self._settled = threading.Event()
-        self._failure: RpcError | None = None  # written before the event is set
+        self._outcome: Future[None] = Future()
 
     @property
     def settled(self) -> bool:
         """Whether this worker is in, or has failed to come in."""
-        return self._settled.is_set()
+        return self._outcome.done()
 
     def wait(self, deadline: float, timeout: float) -> None:
         """Waits until this worker is in, and in a mesh of a fixed size all are.
@@ -58,16 +70,15 @@ class _Admission:
             RendezvousError: it took longer; the store failed.
             AuthenticationError: a member does not trust this worker.
         """
-        if not self._settled.wait(max(0.0, deadline - time.monotonic())):
-            raise RendezvousError(self._too_late(timeout))
-        if self._failure is not None:
-            raise self._failure
+        try:
+            self._outcome.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            raise RendezvousError(self._too_late(timeout)) from None
 
     def fail(self, error: RpcError) -> None:
         """Ends the admission with an error, unless it is settled."""
         if not self.settled:
-            self._failure = error
-            self._settled.set()
+            self._outcome.set_exception(error)
 
     def next_pause(self) -> float:
         """Returns how long to wait before the next `advance`, in seconds."""
@@ -85,8 +96,8 @@ class _Admission:
         elif self._record.member_id in self._state.admitted and not self._state.missing:
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
-                self._agent.peers.expect(())
-                self._settled.set()
+                self._agent.liveness.expected = set()
+                self._outcome.set_result(None)
         elif time.monotonic() > self._return_until:
             # The others may have finished before this worker came back.
             left = self._state.left_during_restart(self._record)
@@ -112,7 +123,7 @@ class _Admission:
                 if not check:
                     break  # the others can be asked when this one has read it
         if late and check:
-            self._agent.peers.expect(late)  # has the failure detector check whether they are alive
+            self._agent.liveness.expected = set(late)  # are they alive?
         return not late
 
     def _too_late(self, timeout: float) -> str:
@@ -132,38 +143,26 @@ class _Admission:
 
 
 class LogFollower(threading.Thread):
-    """The thread: it alone uses the log and changes the state, in its private methods.
+    """The thread that reads the log: it alone uses that, and changes the state."""
 
-    It has ``apply_changes`` called in the I/O thread: with changes to make to the agent, each with
-    the endpoint of a worker that was introduced, and with the new `Membership.starts`, if workers
-    have come and gone that the changes do not contain.
-    """
-
-    def __init__(
-        self,
-        agent: Agent,
-        log: MembershipLog,
-        state: MembershipState,
-        apply_changes: Callable[[Sequence[tuple[Change, str]], Mapping[int, int] | None], None],
-    ) -> None:
+    def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
         self._record = agent.membership.records[agent.membership.own_id]
         super().__init__(name=f"zrpc-{self._record.name}-log", daemon=True)
         self._agent = agent
         self._log = log
         self._state = state
         self.admission = _Admission(agent, state)
-        self._apply_changes = apply_changes
         # Losses to report in the log, why, and details: appended in this thread and in the I/O
         # thread, taken in this one.
-        self._losses: deque[tuple[MemberId, Departure, str]] = deque()
+        self._losses: deque[tuple[MemberId, Reason, str]] = deque()
         self._noted = -1
         self._awaiting_until = 0.0
         self._closing = False
         self._wake = threading.Event()
 
-    def report_loss(self, member: MemberId, why: Departure) -> None:
-        """Queues a loss to report in the log. From any thread."""
-        self._losses.append((member, why, ""))
+    def report_end(self, member: MemberId) -> None:
+        """Queues the end of a worker's process to report in the log. From any thread."""
+        self._losses.append((member, Reason.ENDED, ""))
         self._wake.set()
 
     def close(self) -> None:
@@ -199,8 +198,7 @@ class LogFollower(threading.Thread):
         """Reads what is new, and appends what this worker must report."""
         entries = self._log.read()
         changes = [change for entry in entries for change in self._state.apply(entry)]
-        skipped = any(isinstance(entry, StateSnapshot) for entry in entries)
-        if (changes or skipped) and not self._hand_over(changes, skipped):
+        if entries and not self._hand_over(changes):
             return  # the agent closes
         if not self._append_losses():
             return  # not before the log is read again
@@ -229,18 +227,15 @@ class LogFollower(threading.Thread):
             self._losses.popleft()
         return True
 
-    def _hand_over(self, changes: list[Change], skipped: bool) -> bool:
-        """Makes changes in the I/O thread, and waits for that; returns False if the agent closes.
-
-        If events were skipped, workers may have come and gone that the log no longer mentions.
-        """
-        starts = dict(self._state.starts) if skipped else None
+    def _hand_over(self, changes: list[Change]) -> bool:
+        """Makes changes in the I/O thread and waits for that; returns False if the agent closes."""
+        starts = dict(self._state.starts)
         with_endpoints: list[tuple[Change, str]] = []
         for change in changes:
             if change.record.member_id == self._record.member_id:
                 self._on_own_change(change)
                 continue
-            introduced = change.kind is ChangeKind.INTRODUCED
+            introduced = change.verb is Verb.JOIN
             endpoint = self._endpoint_of(change.record) if introduced else ""
             with_endpoints.append((change, endpoint))
         done = threading.Event()
@@ -257,6 +252,30 @@ class LogFollower(threading.Thread):
                 return False
         return True
 
+    def _apply_changes(
+        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int]
+    ) -> None:
+        """Makes changes to the agent, in the I/O thread.
+
+        Args:
+            changes: each with the endpoint of a worker that was introduced.
+            starts: how many members each rank has had then. Workers may have come and gone that
+                the changes do not contain.
+        """
+        peers = self._agent.peers
+        for change, endpoint in changes:
+            member = change.record.member_id
+            if change.verb is Verb.JOIN:
+                peers.introduce(change.record, endpoint)
+            elif change.verb is Verb.IN:
+                peers.admit(member)
+            else:
+                assert change.why is not None
+                heard = change.why is Reason.LEFT and self._agent.dispatcher.received.get(member)
+                patience = self._state.limits.last_message_seconds if heard else 0.0
+                peers.remove(member, change.why, patience)
+        self._agent.membership.starts = starts
+
     def _endpoint_of(self, record: PeerRecord) -> str:
         """Returns where a worker that is about to join can be reached; empty if it is refused."""
         self._awaiting_until = time.monotonic() + self._state.limits.awaiting_seconds
@@ -265,23 +284,23 @@ class LogFollower(threading.Thread):
         except RpcError as error:
             if self._record.member_id in self._state.admitted:
                 logger.warning("%s refuses %s: %s", self._record.info, record.info, error)
-                self._losses.append((record.member_id, Departure.REFUSED, str(error)))
+                self._losses.append((record.member_id, Reason.REFUSED, str(error)))
             else:
                 self.admission.fail(error)  # the newer of the two has to fit
             return ""
 
     def _on_own_change(self, change: Change) -> None:
-        if change.kind is not ChangeKind.LOST or self._closing:
+        if change.verb is not Verb.GONE or self._closing:
             return
-        text = change.text or f"others report: {(change.why or Departure.ENDED).reason.value}"
+        text = change.text or f"others report: {(change.why or Reason.ENDED).value}"
         trouble = f"{self._record.info} is no longer a member of its mesh: {text}"
-        refused = change.why is Departure.REFUSED
+        refused = change.why is Reason.REFUSED
         self.admission.fail(AuthenticationError(trouble) if refused else RendezvousError(trouble))
         logger.error(trouble)
 
     def _announce_leave(self) -> None:
         own_id = self._record.member_id
-        gone = MembershipEvent(Verb.GONE, self._record.token, why=Departure.LEFT)
+        gone = MembershipEvent(Verb.GONE, self._record.token, why=Reason.LEFT)
         while own_id in self._state.members and not self._log.append(gone):
             self._log.catch_up(self._state)
         if own_id not in self._state.members or not self._agent.graceful_shutdown.done:
@@ -305,3 +324,42 @@ class LogFollower(threading.Thread):
                 self._record.info,
                 trouble,
             )
+
+
+class ElasticMembership(Service):
+    """Keeps an agent's view of its mesh as the log says.
+
+    Its methods run in the I/O thread, but for `close`. At first the agent
+    knows no other worker, and the state is that in which its worker was accepted.
+
+    Attributes:
+        follower: reads the log; must be started when the agent serves.
+    """
+
+    def __init__(self, agent: Agent, log: MembershipLog, state: MembershipState) -> None:
+        super().__init__(agent)
+        self.follower = LogFollower(agent, log, state)
+        agent.membership.starts = dict(state.starts)
+        for record, why in state.departed.values():
+            # Others may still pass on references that it owned.
+            agent.peers.introduce(record, "")
+            agent.peers.remove(record.member_id, why)
+        for member, record in state.members.items():
+            if member == agent.membership.own_id:
+                continue
+            agent.peers.introduce(record, endpoint_of(agent.membership, record))
+            if member in state.admitted:
+                agent.peers.admit(member)
+
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
+        """Reports the loss of a peer in the log, if this worker has seen its process end."""
+        self.agent.joined.forget(member)
+        if not self.agent.liveness.may_live(member):
+            self.agent.network.dismiss(member)
+        if self.agent.liveness.reason(member) is Reason.ENDED:
+            self.follower.report_end(member)
+
+    @override
+    def close(self) -> None:
+        self.follower.close()

@@ -12,25 +12,24 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
 from zrpc.membership.endpoints import Meeting, announce_endpoint, is_loopback
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import store_errors
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.view import Membership
+from zrpc.services.elastic.follower import ElasticMembership
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import Departure, MembershipEvent, Verb
-from zrpc.services.elastic.service import ElasticMembership
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.services.elastic.state import MembershipState
 from zrpc.transport.address import is_alive
 from zrpc.transport.listener_probe import ListenerProbe
-from zrpc.transport.network import Network
 
 __all__ = ["claim", "join_running"]
 
 
 def join_running(
     record: PeerRecord,
-    network: Network,
     meeting: Meeting,
     services: Sequence[Callable[[Agent], Service]],
     limits: ElasticLimits,
@@ -41,27 +40,28 @@ def join_running(
     """
     deadline = time.monotonic() + meeting.options.init_timeout
     state = MembershipState(limits)
-    with SignedStore(meeting.store, meeting.secret, deadline) as entries:
-        with store_errors():
-            log = MembershipLog(entries)
-            record = claim(log, state, record, deadline)
-        network.connect_itself(record.member_id)
-        if record.endpoint:
-            announce_endpoint(record.info, record.endpoint, bool(record.public_key))
-        membership = Membership([record], record.member_id)
-        agent = Agent(network, membership, meeting.options, meeting.store, not record.world_size)
-        try:
-            agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
-            service = agent.service(ElasticMembership)
-            entries.deadline = None  # the follower may wait
-            service.follower.start()
-            service.follower.admission.wait(deadline, meeting.options.init_timeout)
-        except BaseException:
-            agent.close()
-            entries.deadline = time.monotonic()
-            with contextlib.suppress(RuntimeError, OSError):
-                log.append(MembershipEvent(Verb.GONE, record.token, why=Departure.LEFT))
-            raise
+    entries = SignedStore(meeting.store, meeting.secret, deadline)
+    with store_errors():
+        log = MembershipLog(entries)
+        record = claim(log, state, record, deadline)
+    meeting.network.connect_itself(record.member_id)
+    if record.endpoint:
+        announce_endpoint(record.info, record.endpoint, bool(record.public_key))
+    membership = Membership([record], record.member_id)
+    elastic = not record.world_size
+    agent = Agent(meeting.network, membership, meeting.options, meeting.store, elastic)
+    try:
+        agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
+        service = agent.service(ElasticMembership)
+        entries.deadline = None  # the follower may wait
+        service.follower.start()
+        service.follower.admission.wait(deadline, meeting.options.init_timeout)
+    except BaseException:
+        agent.close()
+        entries.deadline = time.monotonic()
+        with contextlib.suppress(RuntimeError, OSError):
+            log.append(MembershipEvent(Verb.GONE, record.token, why=Reason.LEFT))
+        raise
     return agent
 
 
@@ -118,7 +118,7 @@ def _wait_for_end(
     """
     alive = _is_alive(other, record, limits)
     if alive is False:
-        log.append(MembershipEvent(Verb.GONE, other.token, why=Departure.ENDED))
+        log.append(MembershipEvent(Verb.GONE, other.token, why=Reason.ENDED))
     elif alive or time.monotonic() > until:
         what = f"rank {record.rank}" if other.rank == record.rank else f"worker name {record.name}"
         raise RendezvousError(

@@ -19,7 +19,7 @@ import secrets
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
-from zrpc.services.elastic.records import MembershipEvent, StateSnapshot
+from zrpc.services.elastic.records import MembershipEvent
 from zrpc.services.elastic.state import MembershipState
 
 __all__ = ["MembershipLog"]
@@ -67,7 +67,7 @@ class MembershipLog:
         self._entries.delete(self._key(place))
         return False
 
-    def read(self) -> list[MembershipEvent | StateSnapshot | None]:
+    def read(self) -> list[MembershipEvent | MembershipState | None]:
         """Returns what was appended since the last call; None for an event that is refused.
 
         It begins with a snapshot of all earlier events in the first call, and also if so much was
@@ -110,8 +110,8 @@ class MembershipLog:
         self._delete_dead(now, state)
         key = self._snapshot_key(now.generation + 1)
         try:
-            text = self._entries.get_or_set(key, state.snapshot().dump(), _MAX_SNAPSHOT_BYTES)
-            moved = now.moved(StateSnapshot.parse(text).position)
+            text = self._entries.get_or_set(key, state.dump(), _MAX_SNAPSHOT_BYTES)
+            moved = now.moved(MembershipState.parse(text).position)
         except (AuthenticationError, ValueError) as error:
             logger.warning("the mesh's log is not compacted: %s", error)
             self._compacts = False
@@ -169,7 +169,7 @@ class MembershipLog:
             self._position += 1
         return events
 
-    def _read_from_snapshot(self) -> list[MembershipEvent | StateSnapshot | None]:
+    def _read_from_snapshot(self) -> list[MembershipEvent | MembershipState | None]:
         """Returns the newest snapshot, and the events after it."""
         while True:
             snapshot = self._read_snapshot()
@@ -179,7 +179,7 @@ class MembershipLog:
             if self._bounds.floor <= snapshot.position:
                 return [snapshot, *events]
 
-    def _read_snapshot(self) -> StateSnapshot:
+    def _read_snapshot(self) -> MembershipState:
         while (entry := self._entries.peek(self._snapshot_key(self._bounds.generation))) is None:
             generation = self._bounds.generation
             self._read_bounds()
@@ -190,7 +190,7 @@ class MembershipLog:
                 )
         key = self._snapshot_key(self._bounds.generation)
         try:
-            return StateSnapshot.parse(self._entries.verified(key, entry, _MAX_SNAPSHOT_BYTES))
+            return MembershipState.parse(self._entries.verified(key, entry, _MAX_SNAPSHOT_BYTES))
         except ValueError as error:
             raise RendezvousError(f"the log of the mesh can't be read: {error}") from error
 

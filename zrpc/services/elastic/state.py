@@ -20,43 +20,37 @@ GONE    any worker         that worker has left, or its process has ended
   an old incarnation is never taken for a new one's.
 
 Only the last members that are gone are remembered, and of all others how many there were of each
-rank. So the state does not grow as workers come and go, and it fits into a snapshot
-(``zrpc.services.elastic.records``): a reader of that knows what all earlier events said.
+rank. So the state does not grow as workers come and go, and it fits into one entry,
+a snapshot: a reader of that knows what all earlier events said.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
+from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
-from zrpc.services.elastic.records import Departure, MembershipEvent, StateSnapshot, Verb
+from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.wire.member_id import INCARNATIONS, NOBODY, RANKS, MemberId, member_id_of
 
-__all__ = ["Change", "ChangeKind", "MembershipState"]
-
-
-class ChangeKind(Enum):
-    """What has happened to a worker."""
-
-    INTRODUCED = "introduced"
-    ADMITTED = "admitted"
-    LOST = "lost"
+__all__ = ["Change", "MembershipState"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of the view that all workers share."""
 
-    kind: ChangeKind
+    # JOIN: the worker is introduced. IN: it can be found. GONE: it is lost.
+    verb: Verb
     record: PeerRecord  # with its incarnation
-    # For LOST, with details for the readers of a log file.
-    why: Departure | None = None
+    # For GONE, with details for the readers of a log file.
+    why: Reason | None = None
     text: str = ""
 
 
@@ -70,19 +64,19 @@ class MembershipState:
         self.members: dict[MemberId, PeerRecord] = {}
         self.admitted: set[MemberId] = set()
         # The last members that are gone, and why; in a mesh of a fixed size, all of them.
-        self.departed: dict[MemberId, tuple[PeerRecord, Departure]] = {}
+        self.departed: dict[MemberId, tuple[PeerRecord, Reason]] = {}
         self.starts: Counter[int] = Counter()  # how many members each rank has had
         # The tokens of members that are gone, by the position of the event that said so.
         self.lost: dict[int, str] = {}
         self._joined: dict[str, tuple[MemberId, int]] = {}  # by token: the member, the position
         self._refused: dict[str, str] = {}
 
-    def apply(self, entry: MembershipEvent | StateSnapshot | None) -> list[Change]:
+    def apply(self, entry: MembershipEvent | MembershipState | None) -> list[Change]:
         """Applies the next event, or a snapshot in place of all events up to its position.
 
         Returns the changes, in order. None stands for an event that could not be read.
         """
-        if isinstance(entry, StateSnapshot):
+        if isinstance(entry, MembershipState):
             return list(self._skip_to(entry))
         self.position += 1
         if entry is None:
@@ -98,20 +92,48 @@ class MembershipState:
         if member in self.admitted:
             return []
         self.admitted.add(member)
-        return [Change(ChangeKind.ADMITTED, self.members[member])]
+        return [Change(Verb.IN, self.members[member])]
 
-    def snapshot(self) -> StateSnapshot:
-        """Returns a snapshot of this state."""
-        return StateSnapshot(
-            position=self.position,
-            members=dict(self.members),
-            joined={
-                member: self._joined[record.token][1] for member, record in self.members.items()
-            },
-            admitted=frozenset(self.admitted),
-            departed=dict(self.departed),
-            starts=dict(self.starts),
-        )
+    def dump(self) -> str:
+        """Returns a snapshot of this state, as text.
+
+        It is as long as the mesh is large. It counts all members there ever were, but in runs:
+        ranks that are given one after the other take one entry.
+        """
+        members = [
+            [record.dump(), self._joined[record.token][1], member in self.admitted]
+            for member, record in self.members.items()
+        ]
+        departed = [[record.dump(), why.name] for record, why in self.departed.values()]
+        return json.dumps([self.position, members, departed, _runs(self.starts)])
+
+    @classmethod
+    def parse(cls, text: str) -> MembershipState:
+        """Reads a snapshot that was written by `dump`.
+
+        Raises:
+            ValueError: it isn't a snapshot of this version of zrpc.
+        """
+        state = cls()
+        try:
+            position, members, departed, runs = json.loads(text)
+            state.position = int(position)
+            for dumped, at, is_in in members:
+                record = PeerRecord.parse(dumped)
+                state.members[record.member_id] = record
+                state._joined[record.token] = record.member_id, int(at)
+                if is_in:
+                    state.admitted.add(record.member_id)
+            for dumped, why in departed:
+                record = PeerRecord.parse(dumped)
+                state.departed[record.member_id] = record, Reason[why]
+            for first, end, count in runs:
+                if not 0 <= first < end <= RANKS:
+                    raise ValueError(f"ranks from {first} to {end}")
+                state.starts.update(dict.fromkeys(range(first, end), int(count)))
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ValueError(f"expected a snapshot of a mesh's state: {error}") from None
+        return state
 
     def forget_lost(self, position: int) -> None:
         """Forgets the tokens in `lost` from events up to a position."""
@@ -156,11 +178,11 @@ class MembershipState:
         """
         predecessor = member_id_of(record.rank, record.incarnation - 1)
         _, why = self.departed.get(predecessor, (record, None))
-        if why in (None, Departure.LEFT):
+        if why in (None, Reason.LEFT):
             return []
         last = [member_id_of(rank, self.starts[rank] - 1) for rank in self.missing]
         found = [self.departed[member] for member in last if member in self.departed]
-        return [record.info for record, why in found if why is Departure.LEFT]
+        return [record.info for record, why in found if why is Reason.LEFT]
 
     def _join(self, record: PeerRecord) -> Iterator[Change]:
         if record.token in self._joined or any(
@@ -175,12 +197,12 @@ class MembershipState:
         self._refused.pop(record.token, None)
         for member, other in list(self.members.items()):
             if other.rank == record.rank:
-                yield self._lose(member, Departure.REPLACED)
+                yield self._lose(member, Reason.REPLACED)
         record = replace(record, incarnation=self.starts[record.rank])
         self.starts[record.rank] += 1
         self.members[record.member_id] = record
         self._joined[record.token] = (record.member_id, self.position)
-        yield Change(ChangeKind.INTRODUCED, record)
+        yield Change(Verb.JOIN, record)
 
     def _objection(self, record: PeerRecord) -> str | None:
         """Returns why a worker can't be accepted now; None if it can."""
@@ -203,7 +225,7 @@ class MembershipState:
             "ask for it"
         )
 
-    def _lose(self, member: MemberId, why: Departure, text: str = "") -> Change:
+    def _lose(self, member: MemberId, why: Reason, text: str = "") -> Change:
         record = self.members.pop(member)
         self.admitted.discard(member)
         del self._joined[record.token]
@@ -211,32 +233,36 @@ class MembershipState:
         self.departed[member] = (record, why)
         if not record.world_size:  # else the number of restarts limits it
             self._shorten(self.departed)
-        return Change(ChangeKind.LOST, record, why, text)
+        return Change(Verb.GONE, record, why, text)
 
-    def _skip_to(self, snapshot: StateSnapshot) -> Iterator[Change]:
+    def _skip_to(self, snapshot: MembershipState) -> Iterator[Change]:
         """Takes over a snapshot; the events before it need not be read."""
         members, admitted = self.members, self.admitted
-        self.position = snapshot.position
-        self.members = dict(snapshot.members)
-        self.admitted = set(snapshot.admitted)
-        self.departed = dict(snapshot.departed)
-        self.starts = Counter(snapshot.starts)
-        self.lost = {}
-        self._joined = {
-            record.token: (member, snapshot.joined[member])
-            for member, record in self.members.items()
-        }
+        self.position, self.starts = snapshot.position, snapshot.starts
+        self.members, self.admitted = snapshot.members, snapshot.admitted
+        self.departed, self.lost, self._joined = snapshot.departed, {}, snapshot._joined
         for member, record in members.items():
             if member not in self.members:
-                _, why = self.departed.get(member, (record, Departure.LEFT))
-                yield Change(ChangeKind.LOST, record, why)
+                _, why = self.departed.get(member, (record, Reason.LEFT))
+                yield Change(Verb.GONE, record, why)
         for member, record in self.members.items():
             if member not in members:
-                yield Change(ChangeKind.INTRODUCED, record)
+                yield Change(Verb.JOIN, record)
             if member in self.admitted - admitted:
-                yield Change(ChangeKind.ADMITTED, record)
+                yield Change(Verb.IN, record)
 
     def _shorten(self, remembered: dict[Any, Any]) -> None:
         """Keeps the last entries."""
         while len(remembered) > self.limits.remembered:
             del remembered[next(iter(remembered))]
+
+
+def _runs(counts: Mapping[int, int]) -> list[list[int]]:
+    """Returns counts by rank as runs of equal ones: first rank, rank after the last, count."""
+    runs: list[list[int]] = []
+    for rank, count in sorted(counts.items()):
+        if runs and runs[-1][1:] == [rank, count]:
+            runs[-1][1] = rank + 1
+        else:
+            runs.append([rank, rank + 1, count])
+    return runs

@@ -80,7 +80,7 @@ def _members(agent: Agent) -> list[Member]:
             directory=membership.records[member].directory,
             same_host=membership.shares_host(member),
             lost=agent.why_gone(member) if member in membership.lost else "",
-            silence=agent.peers.silence(member),
+            silence=agent.liveness.silence(member),
         )
         for member, info in sorted(membership.infos.items())
         if membership.was_found(member)
