@@ -25,8 +25,8 @@ from zrpc.membership.init_method import master_host, own_settings
 from zrpc.membership.secret import FILE_VARIABLE, VARIABLE, find_secret
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.services.shm.segments import Segment, supports_segments
-from zrpc.transport.address import preferred_parent, supports_ipc
+from zrpc.services.shm.segments import Segment
+from zrpc.transport.address import preferred_parent
 from zrpc.transport.curve import Curve, KeyPair
 from zrpc.transport.network import Network
 
@@ -52,7 +52,7 @@ def check_worker(world_size: int | None) -> Iterator[Finding]:
     yield _check_memory()
     network: Network | None = None
     try:
-        network = Network(b"zrpc-doctor", 0, 1, supports_ipc())
+        network = Network(b"zrpc-doctor", 0, 1, ipc=True)
         yield _directory_of(network)
     except RpcError as error:
         yield Finding.of_error("directory", error)
@@ -77,7 +77,7 @@ def _check_curve() -> Finding:
 
 def _check_memory() -> Finding:
     step = "without it, large tensors between workers of this host are sent by sockets, slower"
-    if not supports_segments():
+    if not os.path.isdir("/proc/self/fd"):
         found = "this system has no memfds, or /proc isn't mounted"
         return Finding("memfd", "warning", found, f"mount /proc: {step}")
     try:
@@ -90,9 +90,6 @@ def _check_memory() -> Finding:
 
 
 def _directory_of(network: Network) -> Finding:
-    if network.directory is None:
-        step = "expect TCP between all workers, which needs a secret"
-        return Finding("directory", "warning", "this system has no Unix sockets", step)
     found, wanted = str(network.directory.path.parent), str(preferred_parent())
     if found != wanted:
         found = f"{found}, since {wanted} is too long for the path of a socket, or others can write"

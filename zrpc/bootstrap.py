@@ -49,7 +49,7 @@ from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
-from zrpc.transport.address import host_key, network_key, supports_ipc
+from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import KeyPair
 from zrpc.transport.network import Network
 
@@ -164,7 +164,7 @@ def join_mesh(
     meeting = Meeting(store, init_method, secret or find_secret(), options, ports)
     keys = make_keys(meeting)
     WorkerInfo(name, rank or 0)  # checks the name
-    ipc = supports_ipc() and options.transport != "tcp"
+    ipc = options.transport != "tcp"
     token = secrets.token_hex(16)
     network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
     try:
@@ -200,7 +200,7 @@ def _own_record(
         network_key=network_key(),
         host=socket.gethostname(),
         pid=os.getpid(),
-        directory=str(network.directory.path) if network.directory else "",
+        directory=str(network.directory.path),
         ipc=ipc,
         main=_main_key(),
         main_digest=_main_digest(),

@@ -18,10 +18,8 @@ import pytest
 
 from tests.support.waiting import SOON
 from zrpc.transport.gil_held_socket import GilHeldSocket, ReceiveBuffer
-from zrpc.transport.poller import supports_polling
 
 pytestmark = [pytest.mark.usefixtures("no_leaks")]
-linux_only = pytest.mark.skipif(not supports_polling(), reason="these sockets are for Linux")
 
 SIZE = 1 << 16
 
@@ -53,7 +51,6 @@ def fill(end: GilHeldSocket, data: bytes) -> bytes:
     return sent
 
 
-@linux_only
 def test_sent_bytes_are_received(ends: list[GilHeldSocket], memory: ReceiveBuffer) -> None:
     here, there = ends
     for data in (b"x", b"\0", b"a\0b\0\0c\0", bytes(range(256)) * 16):
@@ -67,7 +64,6 @@ def test_sent_bytes_are_received(ends: list[GilHeldSocket], memory: ReceiveBuffe
     assert received(small, there) == b"456"
 
 
-@linux_only
 def test_sending_to_a_full_socket_and_receiving_from_an_empty_one_would_block(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
@@ -86,7 +82,6 @@ def test_sending_to_a_full_socket_and_receiving_from_an_empty_one_would_block(
     assert here.send(b"again") == 5
 
 
-@linux_only
 def test_receiving_at_the_end_of_the_stream_returns_zero(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
@@ -98,7 +93,6 @@ def test_receiving_at_the_end_of_the_stream_returns_zero(
     assert memory.receive(there) == 0
 
 
-@linux_only
 def test_sending_to_a_closed_peer_fails(ends: list[GilHeldSocket]) -> None:
     here, there = ends
     there.close()
@@ -106,7 +100,6 @@ def test_sending_to_a_closed_peer_fails(ends: list[GilHeldSocket]) -> None:
         here.send(b"x")
 
 
-@linux_only
 def test_receiving_and_sending_after_a_reset_fail(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
@@ -137,7 +130,6 @@ except BrokenPipeError:
 
 
 @pytest.mark.system
-@linux_only
 @pytest.mark.parametrize(
     ("send", "code", "output"),
     [
@@ -155,7 +147,6 @@ def test_sending_to_a_closed_peer_raises_no_signal(send: str, code: int, output:
     assert (done.returncode, done.stdout) == (code, output), done.stderr
 
 
-@linux_only
 def test_a_closed_socket_never_uses_its_reused_descriptor(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
 ) -> None:
@@ -226,7 +217,6 @@ def turns_meanwhile(waiter: Waiter, exchange: Callable[[], object], seconds: flo
 
 
 @pytest.mark.system
-@linux_only
 @pytest.mark.usefixtures("nobody_has_to_give_up_the_lock")
 def test_the_lock_is_held_while_sending_and_receiving(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
@@ -247,7 +237,6 @@ def test_the_lock_is_held_while_sending_and_receiving(
         assert not turns_meanwhile(waiter, exchange, 0.1)
 
 
-@linux_only
 @pytest.mark.usefixtures("nobody_has_to_give_up_the_lock")
 def test_the_lock_is_held_if_the_call_would_block(
     ends: list[GilHeldSocket], memory: ReceiveBuffer
@@ -264,19 +253,3 @@ def test_the_lock_is_held_if_the_call_would_block(
     with Waiter() as waiter:
         assert not turns_meanwhile(waiter, attempt, 0.1)
         assert turns_meanwhile(waiter, lambda: there.socket.recv_into(memory.view[:1]), SOON)
-
-
-ELSEWHERE = """
-import ctypes, select, socket
-del select.epoll, socket.MSG_DONTWAIT, socket.MSG_NOSIGNAL, ctypes.PyDLL
-import zrpc.transport.unix_stream, zrpc.transport.gil_held_socket
-print("imported")
-"""
-
-
-@pytest.mark.system
-def test_other_systems_can_import_the_module() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout == "imported\n", done.stderr

@@ -11,12 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import SOON
-from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.poller import Poller
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
-]
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture

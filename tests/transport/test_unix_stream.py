@@ -21,13 +21,10 @@ from tests.transport.numbered import all_there, endpoint_of, fill, numbers_of, w
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import header
 from zrpc.transport.network import BULK_BYTES, Network
-from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.poller import Poller
 from zrpc.transport.unix_stream import direct_path
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
-]
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 # -- routing -------------------------------------------------------------------------------
 

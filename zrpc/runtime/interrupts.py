@@ -290,5 +290,4 @@ def _after_fork() -> None:
         release_interrupts()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

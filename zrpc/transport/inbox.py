@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from zrpc.runtime.adaptive_spin import WantedCore
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
-from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.poller import Poller
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
 __all__ = ["Inbox"]
@@ -37,10 +36,6 @@ def _own_identity(frame: zmq.Frame) -> bytes | None:
         return None
 
 
-# Yields this core to another thread that wants it.
-_yield = getattr(os, "sched_yield", partial(time.sleep, 0))
-
-
 class Inbox:
     """A ROUTER socket, and the direct connections; for one thread at a time.
 
@@ -50,8 +45,7 @@ class Inbox:
         context: the context of all of the worker's sockets.
 
     Attributes:
-        poller: waits for all of them. None if there are no direct connections: then waiting for the
-            socket alone is faster.
+        poller: waits for all of them.
         received_bytes: the size of all messages that came by the ROUTER socket, in bytes.
     """
 
@@ -63,12 +57,12 @@ class Inbox:
         # connection still seems to exist. Its routing id is a secret of the mesh.
         self._socket.router_handover = True
         self._socket.backlog = BACKLOG
-        self._timeout_ms = -1
         self.received_bytes = 0
         # Senders by routing ids that nobody can guess but their two ends. So such an id needs to be
         # checked only once.
         self._senders: dict[bytes, bytes] = {}
-        self.poller: Poller | None = None
+        self.poller = Poller()
+        self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
         self._direct: DirectInbox | None = None
         # Messages of direct connections that `receive` has not returned yet.
         self._messages: deque[Received] = deque()
@@ -87,11 +81,7 @@ class Inbox:
         """
         endpoint = f"ipc://{path}"
         self._socket.bind(endpoint)
-        if supports_polling():
-            self.poller = Poller()
-            self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
-            deliver = self._messages.append
-            self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
+        self._direct = DirectInbox(direct_path(endpoint), self.poller, self._messages.append)
         return endpoint
 
     def listen_again(self) -> None:
@@ -152,10 +142,8 @@ class Inbox:
             The sender's identity, the first frame and the buffers; None if the timeout passed
             first.
         """
-        if self.poller is None:
-            return self._receive_router(timeout, spin)
         if not self._messages:
-            if not self._wait(self.poller, timeout, spin):
+            if not self._wait(timeout, spin):
                 return None
             if self._unread:
                 # First, or direct connections could keep it waiting without limit.
@@ -166,27 +154,28 @@ class Inbox:
         """Returns a message of a direct connection that has been read already, if any."""
         return self._messages.popleft() if self._messages else None
 
-    def _wait(self, poller: Poller, timeout: float, spin: float) -> bool:
+    def _wait(self, timeout: float, spin: float) -> bool:
         """Waits for a message and returns whether there is one.
 
         Afterwards `_unread` tells whether the ROUTER socket has one.
         """
-        now = time.perf_counter()
+        poller, now = self.poller, time.perf_counter()
         awake = now + spin if self._core.may_spin(now) else now
         deadline = now + timeout
-        if self._unread:
+        if self._unread and self._direct is not None:
             self._unread = self._has_unread()
         while True:
-            if now < awake:
-                poller.poll(0)
-                if not (self._messages or self._unread):
-                    _yield()
+            spinning = now < awake
+            if spinning and self._direct is None:
+                self._unread = True  # to ask the socket itself is faster
             else:
-                poller.poll(0 if self._unread else max(0.0, deadline - now))
+                poller.poll(0 if spinning or self._unread else max(0.0, deadline - now))
             if self._unread:
                 self._unread = self._has_unread()
             if self._unread or self._messages:
                 return True
+            if spinning:
+                os.sched_yield()
             begun, now = now, time.perf_counter()
             if begun < awake and not self._core.polled(begun, now):
                 awake = now
@@ -198,15 +187,6 @@ class Inbox:
 
     def _has_unread(self) -> bool:
         return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
-
-    def _receive_router(self, timeout: float, spin: float) -> Received | None:
-        if spin > 0:
-            self._spin(spin)
-        timeout_ms = int(timeout * 1000) + 1
-        if timeout_ms != self._timeout_ms:
-            self._timeout_ms = timeout_ms
-            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-        return self._read_router()
 
     def _read_router(self) -> Received | None:
         """Reads the next message of the ROUTER socket."""
@@ -253,16 +233,6 @@ class Inbox:
             self._senders[routing_id] = sender
         return sender
 
-    def _spin(self, seconds: float) -> None:
-        """Polls the ROUTER socket until it has a message, or the time is over."""
-        now = time.perf_counter()
-        end = now + seconds if self._core.may_spin(now) else now
-        while now < end and not self._has_unread():
-            _yield()
-            begun, now = now, time.perf_counter()
-            if not self._core.polled(begun, now):
-                break
-
     def answer(self, routing_id: bytes, frames: Sequence[bytes]) -> None:
         """Sends a message by the connection that a peer has made, if there is one.
 
@@ -275,7 +245,7 @@ class Inbox:
 
     def close(self) -> None:
         """Closes all sockets; unread messages are dropped."""
-        if self._direct is not None and self.poller is not None:
+        if self._direct is not None:
             self._direct.close()
-            self.poller.close()
+        self.poller.close()
         self._socket.close()

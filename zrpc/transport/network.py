@@ -12,7 +12,7 @@ import zmq
 
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
-from zrpc.transport.address import PrivateDirectory, supports_ipc
+from zrpc.transport.address import PrivateDirectory
 from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
@@ -52,7 +52,7 @@ class Network:
         ipc: whether to listen on a Unix socket.
 
     Attributes:
-        directory: this worker's private directory; None if the system has no Unix sockets.
+        directory: this worker's private directory.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
@@ -63,7 +63,7 @@ class Network:
         self._identity = identity
         self._own_id = own_id
         # First, since this may be refused, and nothing has to be closed yet.
-        self.directory = PrivateDirectory() if supports_ipc() else None
+        self.directory = PrivateDirectory()
         # Guards the opening and closing of mailboxes.
         self._lock = UninterruptedLock()
         self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed
@@ -78,19 +78,19 @@ class Network:
         self._curve: Curve | None = None
         self._gatekeeper: Gatekeeper | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
-            if self.directory is not None:
-                undo.callback(self.directory.remove)
+            undo.callback(self.directory.remove)
             self._context: zmq.Context[Any] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
             self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
             self._inbox = Inbox(self._context)
+            undo.callback(self._inbox.poller.close)
             # See `Inbox`; without the cost of another call.
             self.receive = self._inbox.receive
             self.at_hand = self._inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)
             self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
-            if ipc and self.directory is not None:
+            if ipc:
                 self._inbox.bind_ipc(self.directory.socket_path)
             reserve.add_user()
             undo.pop_all()
@@ -227,7 +227,7 @@ class Network:
         short = not reserve.refresh()
         if not short:
             self._inbox.listen_again()
-        if short != self._hidden and self.directory is not None:
+        if short != self._hidden:
             self._hidden = short
             self.directory.hide_socket(short)
         return short or reserve.released
@@ -296,8 +296,7 @@ class Network:
         reserve.remove_user()
         # Only now, when the last message has been sent: peers declare a worker without its
         # directory dead.
-        if self.directory is not None:
-            self.directory.remove()
+        self.directory.remove()
 
     def _open(self, peer: int, mailboxes: dict[int, AnyMailbox]) -> AnyMailbox:
         with self._lock:
@@ -311,15 +310,15 @@ class Network:
             return mailbox
 
     def _new_mailbox(self, peer: int, bulk: bool) -> AnyMailbox:
-        endpoint, poller = self._endpoints[peer], self._inbox.poller
-        if endpoint.startswith("ipc://") and poller is not None and not bulk:
+        endpoint = self._endpoints[peer]
+        if endpoint.startswith("ipc://") and not bulk:
             try:
                 on_broken = partial(self._resend_queue, peer)
-                return DirectMailbox(self._identity, endpoint, poller, on_broken)
+                return DirectMailbox(self._identity, endpoint, self._inbox.poller, on_broken)
             except zmq.ZMQError:
                 raise
             except OSError:
-                pass  # the peer's system has no direct connections, or the peer has exited
+                pass  # the peer has exited
         identity = bulk_identity(self._identity) if bulk else self._identity
         return Mailbox(self._context, identity, endpoint, self._guard(peer))
 

@@ -23,10 +23,8 @@ from hypothesis.stateful import (
 )
 
 from tests.services.shm.sharing import MIB, segments_mapped, segments_open
-from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
+from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.services.shm.service import SharedMemoryTiming
-
-pytestmark = pytest.mark.skipif(not supports_segments(), reason="needs memfds")
 
 NEVER, ALWAYS = 0.0, float("inf")
 

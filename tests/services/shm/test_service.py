@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import queue
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +19,6 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
-    introduce,
     keep,
     kept,
     large,
@@ -35,8 +32,6 @@ from tests.services.shm.sharing import (
 )
 from tests.support.targets import echo
 from tests.support.waiting import until
-from zrpc.services.shm.borrowed import Descriptor, Loans
-from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -71,124 +66,16 @@ def test_arguments_and_results_go_by_shared_memory_both_ways(
     assert {tuple(lend.sizes) for lend in lends} == {(4 * LARGE,)}
 
 
-# No message is so urgent that it does not wait for the reply to the offer.
-PATIENT = SharedMemoryTiming(offer_seconds_per_byte=60 / MIB)
-
-
-def test_the_very_first_message_and_its_answer_go_by_shared_memory(
+def test_a_thread_that_sends_first_finds_out_what_it_shares_with_its_peer(
     mesh: Mesh, lends: list[Lend]
 ) -> None:
-    for rank in range(2):
-        service_of(mesh, rank).timing = PATIENT
-    with mesh.agent(0).as_current():
-        assert torch.equal(zrpc.rpc_sync(1, negated, (large(0),)), -large(0))
-    ours, theirs = (service_of(mesh, rank).pool for rank in range(2))
-    assert [lend.pool for lend in lends if lend.sizes == [4 * LARGE]] == [ours, theirs]
-
-
-def test_all_threads_that_send_first_wait_for_the_same_reply(mesh: Mesh, lends: list[Lend]) -> None:
-    service_of(mesh, 0).timing = PATIENT
-
     def send(value: int) -> None:
         with mesh.agent(0).as_current():
-            assert zrpc.rpc_sync(1, torch.numel, (large(value),)) == LARGE
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(value),)), -large(value))
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(send, range(4)))
-    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 4
-    assert service_of(mesh, 0)._awaited == {}
-
-
-def test_a_thread_that_sends_while_another_prepares_the_offer_waits_for_its_reply_too(
-    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = service_of(mesh, 0)
-    ours.timing = PATIENT
-    lend, other_waits = ours._lend, threading.Event()
-
-    def send() -> None:
-        with mesh.agent(0).as_current():
-            assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
-
-    def wait(member: int, size: int, deadline: float) -> bool:
-        other_waits.set()
-        return await_reply(member, size, deadline)
-
-    def prepare(sizes: list[int], member: int) -> Any:
-        if other.ident is None:
-            monkeypatch.setattr(ours, "_await_reply", wait)
-            other.start()
-            assert other_waits.wait(60)
-        return lend(sizes, member)
-
-    await_reply, other = ours._await_reply, threading.Thread(target=send)
-    monkeypatch.setattr(ours, "_lend", prepare)
-    send()
-    other.join()
-    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 2
-
-
-def test_a_message_goes_by_frames_if_the_reply_to_the_offer_takes_too_long(
-    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probing, may_reply = threading.Event(), threading.Event()
-    probe = Loans.probe
-
-    def late(self: Loans, descriptor: Descriptor) -> bool:
-        probing.set()
-        return may_reply.wait(60) and probe(self, descriptor)
-
-    monkeypatch.setattr(Loans, "probe", late)
-    service_of(mesh, 0).timing = SharedMemoryTiming(offer_seconds_per_byte=0.0)
-    with mesh.agent(0).as_current():
-        future = zrpc.rpc_async(1, negated, (large(0),))  # has left, and has not waited
-        assert probing.wait(60)
-        may_reply.set()
-        assert torch.equal(future.wait(), -large(0))
-    ours = service_of(mesh, 0).pool
-    assert all(lend.sizes != [4 * LARGE] for lend in lends if lend.pool is ours)
-
-
-def test_the_loss_of_the_peer_ends_the_wait_for_its_reply(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = PATIENT
-    offered = threading.Event()
-    monkeypatch.setattr(layer, "_post", lambda member, body: offered.set())  # it gets no offer
-    with ThreadPoolExecutor(1) as threads:
-
-        def send() -> float:
-            with mesh.agent(0).as_current():
-                return zrpc.rpc_sync(1, torch.numel, (large(0),), timeout=90)
-
-        sent = threads.submit(send)
-        assert offered.wait(60)
-        until(lambda: layer._awaited.get(1), "the sender does not wait")
-        with layer._lock:
-            assert not sent.done()
-        layer.on_member_lost(1)
-        assert sent.result(60) == LARGE
-
-
-def test_the_thread_that_receives_does_not_wait_for_a_reply(mesh: Mesh) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = PATIENT
-    replies: queue.Queue[bool] = queue.Queue()
-    with layer._lock:
-        layer._awaited[1] = []  # a reply is due, and does not arrive
-    mesh.agent(0).receiver.in_io_thread(
-        lambda: replies.put(layer._await_reply(1, MIB, deadline=0.0))
-    )
-    assert replies.get(timeout=30) is False  # else it takes a minute
-
-
-def test_a_message_waits_for_a_reply_no_longer_than_its_own_deadline(mesh: Mesh) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = SharedMemoryTiming(offer_seconds_per_byte=3600.0)
-    with layer._lock:
-        layer._awaited[1] = []
-    assert layer._await_reply(1, MIB, deadline=0.05) is False
+    assert [lend.sizes for lend in lends] == [[4 * LARGE]] * 8
 
 
 def test_segments_are_used_again(introduced: Mesh, lends: list[Lend]) -> None:
@@ -215,8 +102,6 @@ def test_calls_of_a_coroutine_that_wait_for_room_go_by_shared_memory(
 ) -> None:
     mesh = make_mesh(options={"max_bytes_in_flight": 4 * LARGE})
     with mesh.agent(0).as_current():
-        introduce(1)
-        lends.clear()
         assert mesh.run(0, asyncio.run, means_from_a_coroutine(8)) == list(range(8))
     assert [lend.sizes for lend in lends] == [[4 * LARGE]] * 8
 
@@ -366,8 +251,6 @@ def test_a_call_to_itself(introduced: Mesh) -> None:
 
 def test_tensors_outlive_both_agents(make_mesh: MakeMesh) -> None:
     mesh = make_mesh()
-    mesh.run(0, introduce, 1)
-    mesh.run(1, introduce, 0)
     with mesh.agent(0).as_current():
         zrpc.rpc_sync(1, keep, ("argument", large(1)))
         result = zrpc.rpc_sync(1, make, (2,))

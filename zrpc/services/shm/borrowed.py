@@ -84,13 +84,16 @@ class Loans:
         # Loans that have not ended, by the identity of the weak references to their views.
         self._open: dict[int, Loan] = {}
 
-    def probe(self, descriptor: Descriptor) -> bool:
-        """Returns whether this process can open a segment of a peer."""
-        try:
-            self._map(descriptor).close()
-        except OSError:
-            return False
-        return True
+    def open(self, owner: MemberId, descriptor: Descriptor) -> SegmentMap:
+        """Maps a segment of a peer, unless it is mapped already.
+
+        Raises:
+            OSError: it can't be opened.
+        """
+        key = (owner, descriptor.number)
+        if key not in self._mapped:
+            self._mapped[key] = self._map(descriptor)
+        return self._mapped[key]
 
     def borrow(
         self, owner: MemberId, descriptor: Descriptor, places: list[tuple[int, int]]
@@ -100,10 +103,7 @@ class Loans:
         Raises:
             OSError: it can't be opened.
         """
-        key = (owner, descriptor.number)
-        memory = self._mapped.get(key)
-        if memory is None:
-            memory = self._mapped[key] = self._map(descriptor)
+        memory = self.open(owner, descriptor)
         loan = Loan(owner, descriptor.number, memory, places, self.ended)
         self._open.update((id(watched), loan) for watched in loan.watched)
         return loan
