@@ -110,7 +110,7 @@ def _check_interface(network: Network | None, encrypts: bool) -> tuple[Finding, 
         if network is None:
             step = "mend the directory for sockets first"
             return Finding("interface", "warning", f"{interface}, not tried", step), False
-        curve = Curve(KeyPair.new(), []) if encrypts else None
+        curve = Curve(KeyPair.new()) if encrypts else None
         endpoint = listen_on(network, interface, curve, ZmqRpcBackendOptions().port_range)
     except RendezvousError:  # outside of a launch, nothing is wrong
         return Finding("interface", "warning", "not known without a master", _MASTER_STEP), False

@@ -131,7 +131,7 @@ def listen_if_needed(
             "transport='ipc' needs all workers on one host with one directory for sockets, "
             f"but they are on {_hosts(records)} hosts, or see different ones"
         )
-    curve = None if keys is None else Curve(keys, [])
+    curve = None if keys is None else Curve(keys)
     endpoint = network.tcp_endpoint or listen_on(
         network, choose_interface(meeting.init_method), curve, meeting.ports
     )
@@ -190,7 +190,7 @@ def listen(network: Network, meeting: Meeting, keys: KeyPair | None) -> str:
             f"{interface}, and without one can't be told from strangers: {MAKE_A_SECRET}. "
             "For workers of one host only, let them meet at 127.0.0.1"
         )
-    curve = None if keys is None else Curve(keys, [])
+    curve = None if keys is None else Curve(keys)
     return listen_on(network, interface, curve, meeting.ports)
 
 

@@ -108,26 +108,16 @@ class Inbox:
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
-        self._bind_first_free(address, ports)
-        endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
-        return endpoint
-
-    def _bind_first_free(self, address: str, ports: range | None) -> None:
-        if ports is None:
-            self._socket.bind(f"tcp://{address}:*")
-            return
-        if not any(self._bound(f"tcp://{address}:{port}") for port in ports):
-            raise zmq.ZMQError(zmq.EADDRINUSE)
-
-    def _bound(self, endpoint: str) -> bool:
-        """Listens at an endpoint; returns False if it is in use."""
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE:
-                raise
-            return False
-        return True
+        for port in ("*",) if ports is None else ports:
+            try:
+                self._socket.bind(f"tcp://{address}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+            else:
+                endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
+                return endpoint
+        raise zmq.ZMQError(zmq.EADDRINUSE)
 
     def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
         """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.

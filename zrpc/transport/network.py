@@ -13,7 +13,7 @@ import zmq
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory
-from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
+from zrpc.transport.curve import Curve, PeerKey
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import bulk_identity
@@ -53,6 +53,7 @@ class Network:
 
     Attributes:
         directory: this worker's private directory.
+        tcp_endpoint: where this worker listens on tcp; empty if it does not.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
@@ -72,11 +73,10 @@ class Network:
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
         self._dropped: set[int] = set()  # peers that get no new mailbox
         self._endpoints: dict[int, str] = {}
-        self._tcp_endpoint = ""
+        self.tcp_endpoint = ""
         self._closed = False
         self._hidden = False  # whether the Unix socket is hidden from new peers
         self._curve: Curve | None = None
-        self._gatekeeper: Gatekeeper | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
             undo.callback(self.directory.remove)
             self._context: zmq.Context[Any] = zmq.Context()
@@ -99,9 +99,9 @@ class Network:
         """Also listens on one interface; returns the endpoint. See `Inbox.bind_tcp`."""
         self._curve = curve
         if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.peers.values())
-        self._tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
-        return self._tcp_endpoint
+            curve.open(self._context)
+        self.tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
+        return self.tcp_endpoint
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Sets the endpoints of peers 0, 1, ... which are known from the start."""
@@ -115,16 +115,13 @@ class Network:
     def introduce(self, peer: int, endpoint: str, key: PeerKey) -> None:
         """Adds a peer, which may connect from now on; the key is empty if it does not encrypt."""
         if self._curve is not None and key.public:
-            self._curve.peers[peer] = key
-            if self._gatekeeper is not None:
-                self._gatekeeper.admit(key)
+            self._curve.admit(peer, key)
         self._endpoints[peer] = endpoint
 
     def dismiss(self, peer: int) -> None:
         """Refuses new connections of a peer that has left."""
-        key = self._curve.peers.get(peer) if self._curve is not None else None
-        if key is not None and self._gatekeeper is not None:
-            self._gatekeeper.dismiss(key)
+        if self._curve is not None:
+            self._curve.dismiss(peer)
 
     def send(
         self, peer: int, first: bytes, buffers: Sequence[Any] = (), counted: bool = True
@@ -177,11 +174,6 @@ class Network:
     def endpoint(self, peer: int) -> str:
         """Returns the endpoint of a peer's inbox."""
         return self._endpoints[peer]
-
-    @property
-    def tcp_endpoint(self) -> str:
-        """Returns where this worker listens on tcp; empty if it does not."""
-        return self._tcp_endpoint
 
     def answer_heartbeats(self, routing_id: bytes, first: bytes) -> None:
         """Answers the heartbeats with this routing id with a notice, if they still come.
@@ -290,8 +282,8 @@ class Network:
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
+        if self._curve is not None:
+            self._curve.close()
         self._context.term()
         reserve.remove_user()
         # Only now, when the last message has been sent: peers declare a worker without its
