@@ -144,3 +144,35 @@ def test_an_answer_whose_call_failed_before_is_returned(
 
 def fail_with(tensor: Any) -> None:
     raise ZeroDivisionError
+
+
+# -- what others write -------------------------------------------------------------------
+
+
+def add_in_place(tensor: Any, number: Any) -> Any:
+    tensor += number
+    return tensor.sum().item()
+
+
+def test_what_the_callee_writes_the_caller_does_not_see(
+    introduced: Mesh, lends: list[Lend]
+) -> None:
+    sent = large(1, 1 << 17)
+    for _ in range(3):
+        total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
+        assert total == (large(1, 1 << 17) + 5).sum().item()
+        assert torch.equal(sent, large(1, 1 << 17))
+    assert len(lends) == 3
+
+
+@pytest.mark.system
+def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
+    introduced: Mesh, lends: list[Lend]
+) -> None:
+    for i in range(6):
+        received = zrpc.rpc_sync(1, make, (i, LARGE - i))
+        assert torch.equal(received, large(i, LARGE - i))
+        received.fill_(float("nan"))
+        del received
+        until_returned(service_of(introduced, 1))
+    assert len({lend.number for lend in lends}) == 1

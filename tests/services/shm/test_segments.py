@@ -106,16 +106,6 @@ def test_a_segment_that_cannot_be_mapped_is_written_nevertheless(
     assert segments_mapped() == []
 
 
-def test_free_segments_make_room_for_larger_ones(pool: Any) -> None:
-    small = [lend(pool, MIB) for _ in range(8)]
-    for segment in small[:6]:
-        pool.give_back(segment.number, 1)
-    lend(pool, 5 * MIB)
-    assert pool.size <= 8 * MIB
-    assert pool.lent == 3
-    assert pool.lend([2 * MIB], 1) is None
-
-
 def test_a_message_larger_than_the_pool_leaves_it_as_it_is(pool: Any) -> None:
     segment = lend(pool, MIB)
     pool.give_back(segment.number, 1)
