@@ -12,9 +12,10 @@ import inspect
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference
@@ -23,19 +24,32 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc import stand_in
 from zrpc.errors import SerializationError
-from zrpc.wire.current_message import (
-    PackedMessage,
-    current_encoder,
-    decoder,
-    encoder,
-    thread,
-)
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
-from zrpc.wire.tensors import attributes_of, make_plain
+from zrpc.wire.tensors import TensorWriter, attributes_of, make_plain
+from zrpc.wire.unpickling import decoder
 
-__all__ = ["REDUCERS", "Reducer", "reduce_method_by_value", "with_attributes"]
+__all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_attributes"]
 
 Reducer = Callable[[Any], Any]
+
+# .encoder is the message that this thread packs.
+packing = threading.local()
+
+
+class PackedMessage(Protocol):
+    """A message that is being packed; see `zrpc.wire.pickling.Encoder`."""
+
+    same_main: bool
+    in_graph: bool
+    _tensors: TensorWriter | None
+
+    @property
+    def tensors(self) -> TensorWriter:
+        """The tensors that have been added to the message."""
+
+    def sendable(self, attributes: dict[str, Any], /) -> dict[str, Any]:
+        """Returns those attributes of a tensor that can be pickled; warns of the others."""
+
 
 # The compressed sparse layouts: the compressed indices of a tensor, and the others.
 _COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
@@ -47,9 +61,8 @@ _COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    # The same as `current_encoder().tensors` without the calls, since each small tensor comes here.
-    current: PackedMessage = getattr(thread, "encoder", None) or current_encoder()
-    tensors = current._tensors
+    current: PackedMessage = packing.encoder
+    tensors = current._tensors  # without the call of the property for each small tensor
     if tensors is None:
         tensors = current.tensors
     plain_row = tensors.add_plain(tensor)
@@ -188,7 +201,7 @@ def _reduce_script(script: Any) -> Any:
     if isinstance(script, torch.jit.ScriptFunction):
         *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
-        named = module != "__main__" or current_encoder().same_main
+        named = module != "__main__" or packing.encoder.same_main
         # The name may refer to what a decorator has made of the script, such as async_execution.
         found: Any = getattr(sys.modules.get(module), name, None)
         if named and inspect.unwrap(found) is script:
@@ -273,9 +286,8 @@ def _reduce_to_module(method: Any) -> Any:
     no module offers the method.
     """
     module = _module_that_offers(method)
-    current = encoder()
     # In torch, a copy of the object is sent, which the other script need not have.
-    copied = current is not None and (not current.same_main or stand_in.is_active())
+    copied = not packing.encoder.same_main or stand_in.is_active()
     if module is None or (module == "__main__" and copied):
         return None
     return _import_function, (module, method.__name__)
