@@ -82,7 +82,7 @@ def hold_interrupts() -> None:
         try:
             if any(map(_get, _DEFAULT)) or [*map(_get, _IGNORED)] != _IGNORED_HANDLERS:
                 found = zip(_ALL, map(_get, _ALL), strict=True)
-                _held = _replace([n for n, handler in found if handler and _is_pythons(handler)])
+                _held = _replace([n for n, each in found if callable(each) and each is not _note])
             elif callable(_get(_CTRL_C)):
                 _ctrl_c_handler = _set(_CTRL_C, _note)
             _depth = 1
@@ -219,11 +219,6 @@ class UninterruptedLock:
         self._lock.release()
         if _depth:
             release_interrupts()
-
-
-def _is_pythons(handler: Any) -> bool:
-    """Returns whether a handler is one of Python's, and not ours."""
-    return callable(handler) and handler is not _note
 
 
 def _note(number: int, frame: FrameType | None) -> None:

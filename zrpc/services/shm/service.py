@@ -105,7 +105,6 @@ class SharedMemoryService(Service, MessageHooks):
         self.sent_bytes = self.received_bytes = 0
         self._pid = os.getpid()
         self.to_carry = self.loans.ended
-        self._closed = False
         self._all[id(self)] = self
 
     @override
@@ -129,8 +128,6 @@ class SharedMemoryService(Service, MessageHooks):
         The message also returns segments to that worker: an answer returns those of the arguments,
         for example. So the next call finds them free, and their memory still cached.
         """
-        if self._closed:
-            return
         if self.loans.ended:
             self._return_with(member, message)
         if message.buffers:
@@ -145,8 +142,6 @@ class SharedMemoryService(Service, MessageHooks):
         returned segments, and the peer may have lent them to us again: if they were returned once
         more, it would use them while we read. So it is told not to use them again.
         """
-        if self._closed:
-            return
         for tag, data in message.extensions:
             if tag == Tag.SHARED:
                 with self._lock:
@@ -340,7 +335,6 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def close(self) -> None:
-        self._closed = True
         with self._lock:
             self.pool.close()
         self.loans.close()
