@@ -32,6 +32,7 @@ __all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_att
 
 Reducer = Callable[[Any], Any]
 
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
 # .encoder is the message that this thread packs.
 packing = threading.local()
 
@@ -72,7 +73,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return with_attributes(current, tensor, (_receive_tensor, (tensors.add(tensor),)))
     reduced = _reduce_unusual(current, tensor)
     if reduced is None:  # torch's own way keeps the attributes itself
-        return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+        return torch.Tensor.__reduce_ex__(tensor, _PROTOCOL)
     return with_attributes(current, tensor, reduced)
 
 
@@ -105,8 +106,9 @@ def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, 
         compressed, others = _COMPRESSED[layout]
         parts = (compressed(plain), others(plain), plain.values(), tuple(plain.shape), str(layout))
         return _rebuild_compressed, (*parts, requires_grad)
-    if tensor.is_quantized and not requires_grad:
-        return _reduce_quantized(plain)
+    if tensor.is_quantized and not requires_grad:  # a copy, since torch sends all of the storage
+        reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain.clone(), _PROTOCOL)
+        return reduced
     return None
 
 
@@ -127,18 +129,6 @@ def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:
     tensor = tensor.coalesce()
     # Without the flag: whether it requires grad follows from the values.
     return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
-
-
-def _reduce_quantized(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    if tensor.qscheme() is torch.per_tensor_affine:
-        values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
-        return torch._make_per_tensor_quantized_tensor, values
-    if tensor.qscheme() is torch.per_channel_affine:
-        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        axis = tensor.q_per_channel_axis()
-        channels = (tensor.int_repr(), scales, zero_points, axis)
-        return torch._make_per_channel_quantized_tensor, channels
-    return None
 
 
 def _receive_tensor(index: int) -> torch.Tensor:

@@ -75,12 +75,12 @@ def test_an_extension_of_nonsense_is_an_error_at_the_caller(
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
     zrpc.rpc_sync(1, torch.neg, (large(1),))
     for hostile in HOSTILE:
-        segment = next(iter(ours.pool._segments.values()))
+        segment = next(iter(ours.pool.segments.values()))
         with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
-        until(lambda: not service_of(introduced, 1).loans._open, collect=True)
+        until(lambda: not service_of(introduced, 1).loans.unreturned, collect=True)
 
 
 NOTES = [
@@ -99,9 +99,9 @@ def test_words_of_nonsense_change_nothing(
 ) -> None:
     ours = service_of(introduced, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    number = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
     assert ours.pool.lent == 1
-    before = set(ours.pool._segments)
+    before = set(ours.pool.segments)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
         for note in NOTES:
             head = note[: NOTE.size]
@@ -111,7 +111,7 @@ def test_words_of_nonsense_change_nothing(
             # Behind it in the queue: answered when it has been read.
             assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
             assert ours.pool.lent == 1, note
-    assert before <= set(ours.pool._segments)
+    assert before <= set(ours.pool.segments)
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     assert torch.equal(kept()["held"], large(1))
@@ -125,7 +125,7 @@ def test_returns_of_nonsense_change_nothing(
 ) -> None:
     ours, stranger = service_of(introduced, 0), introduced.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    another_s = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    another_s = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
     for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):
         assert call_with(stranger, 0, Tag.RETURNED, data) == 1
     with (

@@ -77,13 +77,13 @@ class Loans:
 
     Attributes:
         ended: the weak references of loans whose views have been freed.
+        unreturned: the other loans, by the identity of their weak references.
     """
 
     def __init__(self) -> None:
         self.ended: deque[weakref.ref[Any]] = deque()
         self._mapped: dict[tuple[int, int], SegmentMap] = {}
-        # Loans that have not ended, by the identity of their weak references.
-        self._open: dict[int, Loan] = {}
+        self.unreturned: dict[int, Loan] = {}
 
     def open(self, owner: MemberId, descriptor: Descriptor) -> SegmentMap:
         """Maps a segment of a peer, unless it is mapped already.
@@ -106,14 +106,14 @@ class Loans:
         """
         memory = self.open(owner, descriptor)
         loan = Loan(owner, descriptor.number, memory, places, self.ended)
-        self._open[id(loan.watched)] = loan
+        self.unreturned[id(loan.watched)] = loan
         return loan
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []
         while self.ended:
-            loans.append(self._open.pop(id(self.ended.popleft())))
+            loans.append(self.unreturned.pop(id(self.ended.popleft())))
         return loans
 
     def forget(self, owner: MemberId, number: int | None = None) -> None:
@@ -131,7 +131,7 @@ class Loans:
             OSError: some mappings could not be made private; all loans are marked `keep` anyway.
         """
         with contextlib.ExitStack() as each:  # all of them, even if one fails
-            for loan in list(self._open.values()):
+            for loan in list(self.unreturned.values()):
                 if not loan.keep:
                     loan.keep = True
                     memory = loan.memory()

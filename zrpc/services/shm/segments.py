@@ -106,28 +106,29 @@ class SegmentPool:
         capacity: the maximum number of bytes of all segments together.
 
     Attributes:
+        segments: those that may be lent, by their numbers.
         size: the number of bytes of all segments together.
         retired: segments that are not lent again, until the workers that have them mapped are told.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._segments: dict[int, Segment] = {}
+        self.segments: dict[int, Segment] = {}
         self.size = 0
         self._next_number = 0
         self.retired: list[Segment] = []
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self.segments)
 
     @property
     def lent(self) -> int:
         """The number of segments that are lent."""
-        return sum(segment.borrower is not None for segment in self._segments.values())
+        return sum(segment.borrower is not None for segment in self.segments.values())
 
     def unopened(self) -> list[tuple[MemberId, Segment]]:
         """Returns the segments that their borrowers have not opened yet, with these."""
-        every = self._segments.values()
+        every = self.segments.values()
         return [(s.borrower, s) for s in every if s.borrower is not None and not s.opened]
 
     def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
@@ -155,33 +156,33 @@ class SegmentPool:
     def written(self, segment: Segment) -> bool:
         """Ends the writing; if the segment was retired meanwhile, closes it and returns False."""
         segment.writing = segment.fresh = False
-        if segment.number in self._segments:
+        if segment.number in self.segments:
             return True
         segment.close()
         return False
 
     def give_back(self, number: int, borrower: MemberId) -> None:
         """Takes a segment back from its borrower: it can be used again."""
-        segment = self._segments.get(number)
+        segment = self.segments.get(number)
         if segment is not None and segment.borrower == borrower:
             segment.borrower = None
             segment.used = time.monotonic()
 
     def opened(self, number: int, borrower: MemberId) -> None:
         """Records that a borrower has opened a segment."""
-        segment = self._segments.get(number)
+        segment = self.segments.get(number)
         if segment is not None and segment.borrower == borrower:
             segment.opened = True
 
     def retire(self, number: int, borrower: MemberId) -> None:
         """Never lends a segment again, since its borrower may go on using it."""
-        segment = self._segments.get(number)
+        segment = self.segments.get(number)
         if segment is not None and segment.borrower == borrower:
             self._close(segment)
 
     def retire_lent_to(self, borrower: MemberId) -> None:
         """Never lends again what a worker has: it has left, but its process may still use it."""
-        for segment in [s for s in self._segments.values() if s.borrower == borrower]:
+        for segment in [s for s in self.segments.values() if s.borrower == borrower]:
             self._close(segment)
 
     def close_idle(self, unused_since: float) -> None:
@@ -193,11 +194,11 @@ class SegmentPool:
     def close(self) -> None:
         """Closes all segments, and lends none from now on."""
         self._capacity = 0
-        for segment in list(self._segments.values()):
+        for segment in list(self.segments.values()):
             self._close(segment)
 
     def _free(self) -> list[Segment]:
-        return [segment for segment in self._segments.values() if segment.borrower is None]
+        return [segment for segment in self.segments.values() if segment.borrower is None]
 
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""
@@ -220,12 +221,12 @@ class SegmentPool:
         except OSError:
             return None  # out of descriptors or memory; frames need neither
         self._next_number += 1
-        self._segments[segment.number] = segment
+        self.segments[segment.number] = segment
         self.size += segment.size
         return segment
 
     def _close(self, segment: Segment) -> None:
-        del self._segments[segment.number]
+        del self.segments[segment.number]
         self.size -= segment.size
         self.retired.append(segment)
         if not segment.writing:  # otherwise the thread that writes closes it
