@@ -26,8 +26,8 @@ from zrpc.membership.init_method import master_host, own_settings
 from zrpc.membership.secret import FILE_VARIABLE, VARIABLE, find_secret
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.services.shm.segments import Segment, supports_segments
-from zrpc.transport.address import preferred_parent, supports_ipc
+from zrpc.services.shm.segments import Segment
+from zrpc.transport.address import preferred_parent
 from zrpc.transport.curve import Curve, KeyPair
 from zrpc.transport.network import Network
 
@@ -53,7 +53,7 @@ def check_worker(world_size: int | None) -> Iterator[Finding]:
     yield _check_memory()
     network: Network | None = None
     try:
-        network = Network(b"zrpc-doctor", 0, 1, supports_ipc())
+        network = Network(b"zrpc-doctor", 0, 1, ipc=True)
         yield _directory_of(network)
     except RpcError as error:
         yield Finding.of_error("directory", error)
@@ -78,7 +78,7 @@ def _check_curve() -> Finding:
 
 def _check_memory() -> Finding:
     step = "without it, large tensors between workers of this host are sent by sockets, slower"
-    if not supports_segments():
+    if not os.path.isdir("/proc/self/fd"):
         found = "this system has no memfds, or /proc isn't mounted"
         return Finding("memfd", "warning", found, f"mount /proc: {step}")
     try:
@@ -91,9 +91,6 @@ def _check_memory() -> Finding:
 
 
 def _directory_of(network: Network) -> Finding:
-    if network.directory is None:
-        step = "expect TCP between all workers, which needs a secret"
-        return Finding("directory", "warning", "this system has no Unix sockets", step)
     found, wanted = str(network.directory.path.parent), str(preferred_parent())
     if found != wanted:
         found = f"{found}, since {wanted} is too long for the path of a socket, or others can write"
@@ -114,7 +111,7 @@ def _check_interface(network: Network | None, encrypts: bool) -> tuple[Finding, 
         if network is None:
             step = "mend the directory for sockets first"
             return Finding("interface", "warning", f"{interface}, not tried", step), False
-        curve = Curve(KeyPair.new(), []) if encrypts else None
+        curve = Curve(KeyPair.new()) if encrypts else None
         endpoint = listen_on(network, interface, curve, ZmqRpcBackendOptions().port_range)
     except RendezvousError:  # outside of a launch, nothing is wrong
         return Finding("interface", "warning", "not known without a master", _MASTER_STEP), False

@@ -48,7 +48,7 @@ from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
-from zrpc.transport.address import host_key, network_key, supports_ipc
+from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
 
 __all__ = ["join_by_init_method", "join_mesh"]
@@ -161,7 +161,7 @@ def join_mesh(
     secret = secret or find_secret()
     keys = make_keys(options.security, secret)
     WorkerInfo(name, rank or 0)  # checks the name
-    ipc = supports_ipc() and options.transport != "tcp"
+    ipc = options.transport != "tcp"
     token = secrets.token_hex(16)
     network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
     meeting = Meeting(store, init_method, secret, options, ports, keys, network)

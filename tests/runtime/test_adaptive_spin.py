@@ -47,13 +47,6 @@ def lose(core: WantedCore, now: float) -> float:
     return until
 
 
-def test_a_core_that_nobody_wants_is_polled_on() -> None:
-    core = WantedCore()
-    assert core.spin_from <= 0.0
-    assert all(core.polled(now, now + 5e-6) for now in range(100))
-    assert core.spin_from <= 100.0
-
-
 def test_each_loss_of_the_core_soon_after_the_last_one_doubles_the_pause() -> None:
     core, now = WantedCore(), 50.0
     pauses = []

@@ -13,10 +13,6 @@ def after(*seconds: float) -> tuple[bool, bool]:
     return times.quick, times.short
 
 
-def test_the_first_job_is_taken_for_quick() -> None:
-    assert after() == (True, True)
-
-
 def test_many_jobs_of_the_same_length() -> None:
     for seconds, expected in (
         (QUICK_JOB_SECONDS / 2, (True, True)),
@@ -26,11 +22,6 @@ def test_many_jobs_of_the_same_length() -> None:
         (3600.0, (False, False)),
     ):
         assert after(*[seconds] * 100) == expected
-
-
-def test_one_pause_among_short_jobs_is_soon_forgotten() -> None:
-    assert after(*[0.001] * 100, 3600.0) == (False, False)
-    assert after(*[0.001] * 100, 3600.0, *[0.001] * 10) == (False, True)
 
 
 def test_after_a_job_that_kept_its_thread_for_too_long_others_count_as_long() -> None:

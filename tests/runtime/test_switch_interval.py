@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tests.support.waiting import SOON
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.bootstrap import join_mesh
@@ -87,25 +86,6 @@ def test_the_previous_interval_is_restored_to_the_microsecond() -> None:
         for _ in range(3):
             ask(0.001).give_back()
             assert sys.getswitchinterval() == exactly
-
-
-def test_several_threads_ask_at_once() -> None:
-    ended = []
-
-    def ask_and_give_back() -> None:
-        for _ in range(100):
-            one = ask(0.001)
-            assert sys.getswitchinterval() < BEFORE
-            one.give_back()
-        ended.append(True)
-
-    threads = [threading.Thread(target=ask_and_give_back) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert len(ended) == 4
-    assert current() == BEFORE
 
 
 @pytest.mark.system

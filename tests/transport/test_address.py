@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +21,10 @@ from zrpc.errors import AuthenticationError, RpcError
 from zrpc.transport import address
 from zrpc.transport.address import (
     PrivateDirectory,
+    can_share_descriptors,
     host_key,
     interface_towards,
     is_alive,
-    supports_ipc,
 )
 
 
@@ -105,9 +105,11 @@ if {remove}:
 """
 
 
-def start_child(remove: bool = False) -> tuple[subprocess.Popen[str], Path]:
+def start_child(
+    remove: bool = False, prefix: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], Path]:
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD.format(remove=remove)],
+        [*prefix, sys.executable, "-c", CHILD.format(remove=remove)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -140,6 +142,18 @@ def test_a_stopped_worker_is_alive(parent: Path) -> None:
         child.send_signal(signal.SIGCONT)
         child.stdin.close()
         child.wait(SOON)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("other", ["pid namespace", "rights", "none"])
+def test_which_processes_can_open_each_others_descriptors(parent: Path, other: str) -> None:
+    unshare = {"pid namespace": ["unshare", "-rpf"], "rights": ["setpriv", "--bounding-set=-kill"]}
+    child, path = start_child(prefix=unshare.get(other, []))
+    with child:
+        assert can_share_descriptors(path) is (other == "none")
+        child.stdin.close()
+        child.wait(SOON)
+    assert not can_share_descriptors(path)
 
 
 @pytest.mark.system
@@ -210,7 +224,6 @@ def test_directories_of_other_users_are_left_alone(parent: Path) -> None:
     assert path.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others have another limit")
 def test_a_socket_can_be_bound_at_any_path_length(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(56, 84), 200):
         with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/tmp") as base:
@@ -235,10 +248,6 @@ def test_another_runtime_directory_means_another_host_key(
         assert host_key() in keys
     assert len(keys) == 2
     assert len({key.split("/")[0] for key in keys}) == 1
-
-
-def test_this_system_has_unix_sockets() -> None:
-    assert supports_ipc() is (sys.platform != "win32")
 
 
 def test_the_interface_towards_this_host_and_an_unknown_one_is_loopback() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import contextlib
 import os
 import struct
 from collections.abc import Callable
@@ -28,7 +26,6 @@ from zrpc.transport.chunks import (
     chunks,
 )
 from zrpc.transport.network import BULK_BYTES, Network
-from zrpc.wire.message import Message
 
 SMALL = 8
 HUGE = 3 * SMALL
@@ -197,16 +194,6 @@ def test_malformed_chunks_are_refused() -> None:
             Receiver().add("w0", header, frames)
 
 
-@pytest.mark.system
-@anything
-@given(st.lists(st.tuples(st.binary(max_size=70), st.lists(st.binary(max_size=9), max_size=3))))
-def test_any_bytes_are_a_chunk_or_refused(stream: list[Any]) -> None:
-    assembler = Receiver()
-    for header, frames in stream:
-        with contextlib.suppress(ProtocolError):
-            assembler.add("w0", b"\0\0\0\0" + header, frames)
-
-
 def test_a_message_without_memory_is_lost_once() -> None:
     assembler = Receiver()
     with pytest.raises(ProtocolError, match="no memory for a frame"):
@@ -216,16 +203,6 @@ def test_a_message_without_memory_is_lost_once() -> None:
     assert assembler.lost == [("w0", b"")]
     *_, message = add_all(assembler, "w0", sent(2, [b"head"]))
     assert as_bytes(message) == [b"head"]
-
-
-def test_no_message_looks_like_a_chunk() -> None:
-    assert Message(1).first_frame()[:1] != BEGINS_CHUNK
-
-
-def test_sizes_are_in_bytes() -> None:
-    numbers = array.array("d", range(3))
-    [[_, only]] = chunks(1, [numbers])
-    assert bytes(only) == numbers.tobytes()
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -299,11 +276,6 @@ def test_messages_of_all_sizes_arrive(kind: str) -> None:
     finally:
         for network in networks:
             network.close(0, ())
-
-
-def test_an_encrypted_chunk_is_within_the_limit() -> None:
-    # 33 bytes: the name of the command, a nonce, a signature and flags.
-    assert CHUNK_BYTES + 33 < MAX_FRAME_BYTES < 2**20
 
 
 @pytest.mark.system

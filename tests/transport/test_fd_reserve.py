@@ -95,20 +95,3 @@ def test_the_reserve_is_filled_again_when_twice_its_size_is_left(
     assert not reserve.released
     reserve.remove_user()
     assert files.left == 2 * SIZE
-
-
-def test_the_reserve_is_released_on_demand(reserve: DescriptorReserve, files: Files) -> None:
-    reserve.add_user()
-    assert reserve.release()
-    assert files.left == 100
-    assert not reserve.release()
-    reserve.remove_user()
-    assert files.left == 100
-
-
-def test_a_reserve_that_cannot_be_filled(reserve: DescriptorReserve, files: Files) -> None:
-    files.left = 1
-    reserve.add_user()
-    assert files.left == 1
-    reserve.remove_user()
-    assert files.left == 1

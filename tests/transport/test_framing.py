@@ -41,18 +41,6 @@ def test_messages_are_found_wherever_the_stream_is_cut(
 
 
 @pytest.mark.system
-@given(MESSAGES)
-def test_messages_are_found_in_single_bytes(messages: list[Any]) -> None:
-    unpacker, found = Unpacker(), []
-    for message in messages:
-        data = packed(*message)
-        for at in range(len(data) - 1):
-            assert fed(unpacker, data[at : at + 1]) == []
-        found += fed(unpacker, data[-1:])
-    assert [(first, list(buffers)) for first, buffers in found] == messages
-
-
-@pytest.mark.system
 def test_a_large_message_in_small_pieces_is_fast() -> None:
     data, unpacker, found = packed(b"first", [bytes(MAX_MESSAGE_BYTES - 100)]), Unpacker(), []
     begun = time.process_time()
@@ -95,23 +83,3 @@ def test_a_message_that_is_too_large_is_refused_at_once() -> None:
             pieces = [data[at : at + step] for at in range(0, len(data), step)]
             with pytest.raises(ProtocolError, match=f"at most {MAX_MESSAGE_BYTES} bytes"):
                 [fed(unpacker, piece) for piece in pieces]
-
-
-def test_messages_before_garbage_are_found() -> None:
-    messages: list[Any] = []
-    with pytest.raises(ProtocolError):
-        Unpacker().feed(memoryview(packed(b"message") + b"\xff" * 8), messages)
-    assert messages == [(b"message", ())]
-
-
-@pytest.mark.system
-@given(st.lists(st.binary(max_size=60)))
-def test_any_bytes_are_messages_or_refused(pieces: list[bytes]) -> None:
-    unpacker = Unpacker()
-    try:
-        found = [message for piece in pieces for message in fed(unpacker, piece)]
-    except ProtocolError:
-        return
-    # No byte is read twice.
-    size = sum(len(packed(first, buffers)) for first, buffers in found)
-    assert size <= sum(map(len, pieces))

@@ -116,13 +116,6 @@ def test_events_name_the_peer_until_it_is_forgotten(
     assert (2, False) in await_events(heartbeats)
 
 
-def test_no_socket_is_open_before_the_first_watch(
-    context: zmq.Context[Any], heartbeats: Heartbeats
-) -> None:
-    assert heartbeats.events() == []
-    heartbeats.forget(0)
-
-
 def greeting_at(inbox: zmq.Socket[bytes], heartbeats: Heartbeats) -> list[bytes]:
     until(lambda: heartbeats.notices() or inbox.poll(0))
     return inbox.recv_multipart()

@@ -1,4 +1,4 @@
-"""`zrpc top` on one host of a mesh over two, and a trace of all its workers."""
+"""`zrpc top`, `zrpc stacks` and a trace on one host of a mesh over two."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from tests.support.waiting import until
 from tests.transport.two_hosts import SOON
 
 WORKER = """
-import os, pathlib, time, zrpc
+import os, threading, time, zrpc
 
 def pauses(seconds):
     time.sleep(seconds)
     return zrpc.rpc_sync("w2", max, (1, 2))
+
+def waits_without_end():
+    threading.Event().wait()
 
 rank = int(os.environ["RANK"])
 zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(init_timeout=30))
 if rank == 0:
     with zrpc.trace("trace.json"):
         zrpc.rpc_sync("w1", pauses, (0.01,))
+    waiting = zrpc.rpc_async("w1", waits_without_end, timeout=0)
     print("traced", flush=True)
 while True:
     if rank == 0:
@@ -33,7 +37,7 @@ while True:
 """
 
 
-def test_workers_on_another_host_are_shown_by_top_and_in_a_trace(
+def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
     start_three: Callable[[str], Any], tmp_path: Path
 ) -> None:
     workers = start_three(WORKER)
@@ -67,7 +71,24 @@ def test_workers_on_another_host_are_shown_by_top_and_in_a_trace(
         (nested["name"], "max"),
     ]
 
+    def stacks(timeout: float) -> str:
+        return str(workers.command("stacks", "--timeout", str(timeout)))
+
+    names = ["w0 (rank 0)", "w1 (rank 1)", "w2 (rank 2)", "in waits_without_end"]
+    until(lambda: all(text in stacks(SOON) for text in names), "all stacks", within=SOON)
+    assert "could not be asked" not in stacks(SOON)
+
     os.kill(workers.pids[1], signal.SIGSTOP)
+    output = stacks(1.0)
+    assert f"w2 (rank 2), pid {workers.pids[2]}" in output
+    unasked = "w1 (rank 1) could not be asked: it is on another host, and did not answer"
+    assert unasked in output
+    assert " gets its heartbeats: its process runs, or was stopped seconds ago" in output
+    until(
+        lambda: any(text in stacks(0.5) for text in ("last heard from it", "is gone")),
+        "the end of its heartbeats",
+        within=SOON,
+    )
     stopped = top(0.5)["w1"]
     assert stopped["state"] in ("no answer", "lost")
     assert stopped["calls_in"] is None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.waiting import until
-from tests.transport.two_hosts import ADDRESSES, Host, ip
+from tests.transport.two_hosts import ADDRESSES, Host
 from zrpc.membership.secret import new_secret, write_secret
 
 WORKER = """
@@ -88,54 +86,3 @@ def test_containers_that_listen_on_their_loopback_are_told(
         assert code == 1
         assert "listens on tcp://127.0.0.1:" in output
         assert "which other hosts and containers can't reach: set ZRPC_IFACE there" in output
-
-
-ONE_WAY = """
-import os, pathlib, time
-import zrpc
-
-rank = int(os.environ["RANK"])
-options = zrpc.ZmqRpcBackendOptions(init_timeout=15, heartbeat_timeout=2)
-zrpc.init_rpc(f"w{rank}", rpc_backend_options=options)
-deadline = time.monotonic() + 60
-while not pathlib.Path("go").exists() and time.monotonic() < deadline:
-    time.sleep(0.05)
-if rank == 0:
-    try:
-        zrpc.rpc_sync("w1", max, (1, 2), timeout=0)
-    except zrpc.WorkerDied as error:
-        print("WorkerDied:", error)
-    pathlib.Path("told").touch()
-else:  # its end would be an error of the call too
-    while not pathlib.Path("told").exists() and time.monotonic() < deadline + 60:
-        time.sleep(0.05)
-zrpc.shutdown()
-"""
-
-
-def test_a_firewall_that_lets_in_the_port_of_the_master_and_nothing_else(
-    hosts: list[Host], start_workers: Callable[..., Any], tmp_path: Path
-) -> None:
-    """The call is told which direction fails, at which address; the shutdown of both ends."""
-    workers = start_workers(hosts, ONE_WAY, *[{"ZRPC_SECRET": new_secret()}] * 2)
-    address = ""
-
-    def listens() -> bool:
-        nonlocal address
-        found = re.search(rf"listens on (tcp://{ADDRESSES[0]}:\d+)", workers.output(0))
-        address = found[1] if found else ""
-        return bool(found) and "listens on" in workers.output(1)
-
-    until(listens)
-    to, port = address.removeprefix("tcp://").split(":")
-    rule = ["to", to, "ipproto", "tcp", "dport", port, "type", "blackhole"]
-    try:
-        ip("-n", hosts[1].namespace, "rule", "add", *rule)
-    except OSError as error:
-        pytest.skip(f"a firewall needs rules for ports: {error}")
-    (tmp_path / "go").touch()
-    (code, output), (other_code, other_output) = workers.outcomes()
-    ip("-n", hosts[1].namespace, "rule", "delete", *rule)
-    assert (code, other_code) == (0, 0), output + other_output
-    assert "WorkerDied: worker w1 (rank 1) is gone: it could not connect to this worker" in output
-    assert f"it has tried {address}, where this worker listens" in output

@@ -15,12 +15,8 @@ from tests.transport.arrivals import received
 from tests.transport.numbered import all_there, break_connections, fill, numbers_of, ways
 from zrpc.testing import Mesh
 from zrpc.transport.network import Network
-from zrpc.transport.poller import supports_polling
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.skipif(not supports_polling(), reason="needs epoll"),
-]
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 # -- connections that break ----------------------------------------------------------------
 

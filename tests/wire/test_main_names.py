@@ -135,11 +135,6 @@ NAMES = [
 ]
 
 
-def test_what_stands_beside_a_lambda_is_named(scripts: Scripts) -> None:
-    for name in NAMES:
-        assert scripts.travel(f"(lambda: 0, {name})")[1] is eval(name, vars(scripts.theirs)), name
-
-
 def test_what_a_lambda_uses_is_named(scripts: Scripts) -> None:
     for name in NAMES:
         assert scripts.travel(f"lambda: {name}")() is eval(name, vars(scripts.theirs)), name
@@ -155,18 +150,6 @@ def test_what_carries_a_function_without_a_name_names_the_rest(scripts: Scripts)
         ("logged(lambda: Thing)", lambda found: found()),
     ):
         assert find(scripts.travel(expression)) is scripts.theirs.Thing
-
-
-def test_the_class_of_an_instance_is_named(scripts: Scripts) -> None:
-    _, *found = scripts.travel("(lambda: 0, Thing(), Thing.Inner(), Pair(), Data(), OfMeta())")
-    theirs = scripts.theirs
-    assert [type(each) for each in found] == [
-        theirs.Thing,
-        theirs.Thing.Inner,
-        theirs.Pair,
-        theirs.Data,
-        theirs.OfMeta,
-    ]
 
 
 def test_a_class_method_is_the_one_of_the_receiver(scripts: Scripts) -> None:

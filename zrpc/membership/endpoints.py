@@ -74,7 +74,7 @@ class Meeting:
 
     def listen_at(self, interface: str) -> str:
         """Listens on a network interface; returns the endpoint, or raises an RpcError."""
-        curve = None if self.keys is None else Curve(self.keys, [])
+        curve = None if self.keys is None else Curve(self.keys)
         return listen_on(self.network, interface, curve, self.ports)
 
 

@@ -11,7 +11,6 @@ autograd with weights of 1 MiB 4.1 ms and 3.8 ms.
 from __future__ import annotations
 
 import ctypes
-import sys
 
 __all__ = ["keep_freed_memory", "uninitialized"]
 
@@ -27,11 +26,9 @@ def keep_freed_memory() -> None:
     """Raises malloc's threshold to its maximum, by freeing a large block that was never touched.
 
     A threshold set in the environment (``MALLOC_MMAP_THRESHOLD_`` or ``MALLOC_TRIM_THRESHOLD_``)
-    still holds. Has no effect on systems other than Linux, nor on other allocators. May be called
-    from any thread, at any time.
+    still holds. Has no effect on other allocators than glibc's. May be called from any thread, at
+    any time.
     """
-    if not sys.platform.startswith("linux"):
-        return
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]

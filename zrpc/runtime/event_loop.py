@@ -82,14 +82,9 @@ class EventLoop:
             self._coming.discard(coroutine)
             raise
 
-    def under_way(self) -> tuple[list[asyncio.Task[None]], list[Coroutine[Any, Any, None]]]:
-        """Returns the tasks that are not done, and the coroutines that have not begun."""
-        return list(self._tasks), list(self._coming)
-
-    @property
-    def coming(self) -> int:
-        """The number of coroutines that have not begun."""
-        return len(self._coming)
+    def coming(self) -> list[Coroutine[Any, Any, None]]:
+        """Returns the coroutines that have not begun."""
+        return list(self._coming)
 
     def close(self, timeout: float) -> None:
         """Cancels all coroutines and stops the thread; waits at most ``timeout`` seconds for it."""

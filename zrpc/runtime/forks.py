@@ -40,5 +40,4 @@ def _count() -> None:
     generation += 1
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count)
+os.register_at_fork(after_in_child=_count)

@@ -82,7 +82,7 @@ def hold_interrupts() -> None:
         try:
             if any(map(_get, _DEFAULT)) or [*map(_get, _IGNORED)] != _IGNORED_HANDLERS:
                 found = zip(_ALL, map(_get, _ALL), strict=True)
-                _held = _replace([n for n, handler in found if handler and _is_pythons(handler)])
+                _held = _replace([n for n, each in found if callable(each) and each is not _note])
             elif callable(_get(_CTRL_C)):
                 _ctrl_c_handler = _set(_CTRL_C, _note)
             _depth = 1
@@ -221,11 +221,6 @@ class UninterruptedLock:
             release_interrupts()
 
 
-def _is_pythons(handler: Any) -> bool:
-    """Returns whether a handler is one of Python's, and not ours."""
-    return callable(handler) and handler is not _note
-
-
 def _note(number: int, frame: FrameType | None) -> None:
     _arrived.add(number)
 
@@ -290,5 +285,4 @@ def _after_fork() -> None:
         release_interrupts()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)

@@ -11,9 +11,9 @@ __all__ = ["processor_time_of"]
 def processor_time_of(ident: int) -> float | None:
     """Returns the processor time that a thread has used, in seconds.
 
-    None if the thread has ended, or if the system doesn't report it.
+    None if the thread has ended.
     """
-    if sys.platform != "linux" or ident not in sys._current_frames():
+    if ident not in sys._current_frames():
         return None
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(ident))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from collections.abc import Iterator
 
 __all__ = ["advice", "allow_descriptors", "out_of_descriptors"]
@@ -23,7 +24,8 @@ def advice(error: BaseException) -> str | None:
             continue
         if number == errno.EMFILE:
             return (
-                f"the process has no file descriptors left{_limit()}: close what is not needed, or "
+                "the process has no file descriptors left (it may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]}): close what is not needed, or "
                 "raise the limit with `ulimit -n` before it starts"
             )
         if number == errno.ENFILE:
@@ -45,10 +47,8 @@ def allow_descriptors(more: int) -> tuple[int, int] | None:
         None if it may open them now; otherwise the limit that it needs, and the one that it has.
     """
     try:
-        import resource
-
         needed = len(os.listdir("/proc/self/fd")) + more
-    except (ImportError, OSError):  # not Linux
+    except OSError:  # /proc is not mounted
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or needed <= soft:
@@ -71,11 +71,3 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         one = one.__cause__
-
-
-def _limit() -> str:
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return ""
-    return f" (it may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"

@@ -75,5 +75,4 @@ class SwitchInterval:
             interval._discard()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=SwitchInterval._after_fork)
+os.register_at_fork(after_in_child=SwitchInterval._after_fork)

@@ -15,15 +15,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia", "privateuseone")
 
 
-def _has_autocast(device: str) -> bool:
-    try:
-        torch.is_autocast_enabled(device)
-    except RuntimeError:  # this version of torch does not know the device
-        return False
-    return True
-
-
-_AUTOCAST_DEVICES = tuple(filter(_has_autocast, _DEVICES))
+_AUTOCAST_DEVICES = tuple(filter(torch.amp.is_autocast_available, _DEVICES))
 
 
 def reset_modes() -> None:

@@ -9,12 +9,13 @@ of a killed worker can be recognized and removed.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import functools
 import os
 import shutil
 import socket
 import stat
-import sys
 import tempfile
 import time
 import weakref
@@ -24,14 +25,10 @@ from typing import ClassVar
 
 from zrpc.errors import AuthenticationError, RpcError
 
-try:
-    import fcntl
-except ImportError:  # Windows: no ipc transport there, see supports_ipc
-    fcntl = None  # type: ignore[assignment]
-
 __all__ = [
     "DIRECT",
     "PrivateDirectory",
+    "can_share_descriptors",
     "check_private",
     "host_key",
     "interface_towards",
@@ -39,7 +36,6 @@ __all__ = [
     "network_key",
     "preferred_parent",
     "private_directories",
-    "supports_ipc",
 ]
 
 # The socket for direct connections, next to that of the inbox.
@@ -47,19 +43,17 @@ DIRECT = "direct"
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"
+# A link to the descriptor of the lock, by the worker's process.
+_HELD = "held"
+_PR_GET_DUMPABLE = 3
 # A directory without a lock belongs to a worker that is starting, or was killed while starting.
 _START_SECONDS = 60
-# sun_path holds 108 bytes on Linux and 104 on macOS, with the final zero.
-_LONGEST_PATH = 107 if sys.platform == "linux" else 103
+# sun_path holds 108 bytes, with the final zero.
+_LONGEST_PATH = 107
 # What a socket's path has after that of the parent; each x is a random character.
 _LONGEST_END = f"/{_PREFIX}xxxxxxxx/{DIRECT}"
 # The parents of private directories if the temporary directory can't be used.
 _SECOND_CHOICES = (Path("/tmp"), Path("/dev/shm"))
-
-
-def supports_ipc() -> bool:
-    """Returns whether this system has Unix sockets and advisory locks."""
-    return fcntl is not None and hasattr(socket, "AF_UNIX")
 
 
 def _parent() -> Path:
@@ -114,8 +108,6 @@ def host_key() -> str:
     It names the running system (its boot id) and the directory that holds the sockets, by device
     and inode. So containers that each have a /tmp of their own have different keys.
     """
-    if not supports_ipc():
-        return _boot_id()
     status = _parent().stat()
     return f"{_boot_id()}/{status.st_dev}/{status.st_ino}"
 
@@ -127,7 +119,7 @@ def network_key() -> str:
     """
     try:
         namespace = os.stat("/proc/thread-self/ns/net").st_ino
-    except OSError:  # not Linux
+    except OSError:  # /proc is not mounted
         return _boot_id()
     return f"{_boot_id()}/{namespace}"
 
@@ -162,6 +154,7 @@ class PrivateDirectory:
         # dead worker.
         new = self.path / "new"
         self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        (self.path / _HELD).symlink_to(f"/proc/{os.getpid()}/fd/{self._lock_fd}")
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         new.rename(self.path / _LOCK)
         self._open.add(self)
@@ -194,8 +187,7 @@ class PrivateDirectory:
             directory._release()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
+os.register_at_fork(after_in_child=PrivateDirectory._after_fork)
 
 
 def _make(parent: Path, prefix: str) -> Path:
@@ -233,6 +225,31 @@ def is_alive(directory: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def can_share_descriptors(directory: Path) -> bool:
+    """Returns whether this process and a worker of this host can open each other's descriptors.
+
+    They can if this one finds the descriptor of the other's lock in ``/proc``, both have the same
+    rights, and this process hides nothing (`prctl(2)`).
+
+    Args:
+        directory: the worker's private directory.
+    """
+    try:
+        held = (directory / _HELD).readlink()
+        if not held.samefile(directory / _LOCK):
+            return False
+        hides_nothing: bool = ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
+        return hides_nothing and _rights(held.parents[1]) == _rights(Path("/proc/self"))
+    except OSError:
+        return False
+
+
+def _rights(process: Path) -> list[str]:
+    """Returns what the system compares before one process may open a descriptor of another."""
+    status = (process / "status").read_text().splitlines()
+    return [line for line in status if line.startswith(("Uid", "Gid", "Cap"))]
 
 
 def check_private(path: Path) -> None:

@@ -224,7 +224,7 @@ def _parse_sizes(header: bytes) -> list[int]:
 def _allocate(size: int) -> mmap.mmap | bytearray:
     """Returns memory for a frame, with huge pages for a large one if the system has them."""
     try:
-        if size < _HUGE_PAGES_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        if size < _HUGE_PAGES_FROM_BYTES:
             return uninitialized(size)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (MemoryError, SystemError, OSError, OverflowError, ValueError) as error:

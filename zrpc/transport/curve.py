@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from zmq.utils import z85
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.transport.identity import sender_name
 
-__all__ = ["Curve", "Gatekeeper", "KeyPair", "PeerKey", "supports_curve"]
+__all__ = ["Curve", "KeyPair", "PeerKey", "supports_curve"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,19 +70,32 @@ class PeerKey(NamedTuple):
 
 
 class Curve:
-    """One worker's keys, and the public keys of its peers.
+    """One worker's keys, the public keys of its peers, and who may connect.
+
+    `open` starts a thread, which `close` stops. Any thread may call `admit` and `dismiss`.
 
     Args:
         keys: the worker's own keys.
-        peers: the keys of peers 0, 1, ... which are known from the start.
-
-    Attributes:
-        peers: the keys of all peers.
     """
 
-    def __init__(self, keys: KeyPair, peers: Sequence[PeerKey]) -> None:
+    def __init__(self, keys: KeyPair) -> None:
         self._keys = keys
-        self.peers = dict(enumerate(peers))
+        # Guards the changes of both tables. Others only look up single keys.
+        self._lock = UninterruptedLock()
+        self._peers: dict[int, PeerKey] = {}
+        # The names of admitted peers by their keys; read in the authenticator's thread.
+        self._names: dict[bytes, str] = {}
+        self._authenticator: _Authenticator | None = None
+        self._refused = 0
+        self._next_warning = 0.0
+
+    def open(self, context: zmq.Context[Any]) -> None:
+        """Admits connections of peers to all guarded sockets of a context; others wait for this."""
+        self._authenticator = _Authenticator(context)
+        self._authenticator.name_of = self.name_of
+        self._authenticator.configure_curve_callback(_DOMAIN, self)
+        self._authenticator.start()
+        self._authenticator.thread.name = "zrpc-gatekeeper"
 
     def guard_inbox(self, inbox: zmq.Socket[Any]) -> None:
         """Makes the socket's further endpoints accept connections of peers only."""
@@ -94,35 +107,9 @@ class Curve:
 
     def guard_mailbox(self, mailbox: zmq.Socket[Any], peer: int) -> None:
         """Makes the socket's next connection succeed with this peer only."""
-        mailbox.curve_serverkey = self.peers[peer].public.encode()
+        mailbox.curve_serverkey = self._peers[peer].public.encode()
         mailbox.curve_publickey = self._keys.public.encode()
         mailbox.curve_secretkey = self._keys.secret
-
-
-class Gatekeeper:
-    """Admits connections with the keys of peers to all sockets of one context.
-
-    It has a thread, which `close` stops. It must be made before a socket is bound.
-
-    Args:
-        context: the context of all of the worker's sockets.
-        peers: the keys of its peers.
-
-    `admit` and `dismiss` may be called from any thread.
-    """
-
-    def __init__(self, context: zmq.Context[Any], peers: Iterable[PeerKey]) -> None:
-        # The peers' names by their keys. Read in the authenticator's thread, and replaced as a
-        # whole, under the lock.
-        self._names = {peer.public.encode(): sender_name(peer.identity) for peer in peers}
-        self._lock = UninterruptedLock()
-        self._refused = 0
-        self._next_warning = 0.0
-        self._authenticator = _Authenticator(context)
-        self._authenticator.name_of = self.name_of
-        self._authenticator.configure_curve_callback(_DOMAIN, self)
-        self._authenticator.start()
-        self._authenticator.thread.name = "zrpc-gatekeeper"
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Returns whether to admit a connection with this key; for the authenticator's thread."""
@@ -133,7 +120,7 @@ class Gatekeeper:
             logger.warning(
                 "refused %d connection(s) with a key that is no member's, the last from %s",
                 self._refused,
-                self._authenticator.address,
+                self._authenticator and self._authenticator.address,
             )
             self._refused, self._next_warning = 0, time.monotonic() + _WARNING_SECONDS
         return False
@@ -142,21 +129,23 @@ class Gatekeeper:
         """Returns the name of the peer with this key; empty if it was dismissed meanwhile."""
         return self._names.get(key, "")
 
-    def admit(self, peer: PeerKey) -> None:
-        """Admits connections with this peer's key from now on."""
+    def admit(self, peer: int, key: PeerKey) -> None:
+        """Adds a peer, and admits connections with its key from now on."""
         with self._lock:
-            name = sender_name(peer.identity)
-            self._names = {**self._names, peer.public.encode(): name}
+            self._peers[peer] = key
+            self._names[key.public.encode()] = sender_name(key.identity)
 
-    def dismiss(self, peer: PeerKey) -> None:
-        """Admits no new connections with this peer's key; existing ones stay open."""
+    def dismiss(self, peer: int) -> None:
+        """Admits no new connections with a peer's key, if it has one; existing ones stay open."""
         with self._lock:
-            dismissed = peer.public.encode()
-            self._names = {key: name for key, name in self._names.items() if key != dismissed}
+            if peer in self._peers:
+                self._names.pop(self._peers[peer].public.encode(), None)
 
     def close(self) -> None:
         """Stops the thread, and waits for it."""
         authenticator = self._authenticator
+        if authenticator is None:
+            return
         if not authenticator.is_alive() and authenticator.pipe is not None:
             # Without its thread, stop() would wait without limit.
             authenticator.pipe.close()

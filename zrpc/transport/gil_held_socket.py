@@ -1,4 +1,4 @@
-"""Sends and receives without releasing the interpreter's lock (GIL). For Linux.
+"""Sends and receives without releasing the interpreter's lock (GIL).
 
 The methods of Python's sockets release the lock for each call, so other threads may run. If another
 thread is ready, it gets the lock, and keeps it until it waits for something: up to 5 ms
@@ -14,19 +14,16 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from zrpc.transport.poller import supports_polling
-
 __all__ = ["SEND_FLAGS", "GilHeldSocket", "ReceiveBuffer", "failure"]
 
-SEND_FLAGS = 0
-if supports_polling():  # there are no direct connections elsewhere
-    _libc = ctypes.PyDLL(None, use_errno=True)
-    _send, _recv = _libc.send, _libc.recv
-    _send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
-    _send.restype = _recv.restype = ctypes.c_ssize_t
-    # Made once, since making one takes as long as the call itself.
-    _RECEIVE_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT)
-    SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+_send, _recv = _libc.send, _libc.recv
+_send.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int
+_send.restype = _recv.restype = ctypes.c_ssize_t
+# Made once, since making one takes as long as the call itself.
+_RECEIVE_FLAGS = ctypes.c_int(socket.MSG_DONTWAIT)
 
 
 def failure() -> OSError:

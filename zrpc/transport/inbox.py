@@ -6,7 +6,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from zrpc.runtime.adaptive_spin import WantedCore
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
-from zrpc.transport.poller import Poller, supports_polling
+from zrpc.transport.poller import Poller
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
 __all__ = ["Inbox"]
@@ -37,10 +36,6 @@ def _own_identity(frame: zmq.Frame) -> bytes | None:
         return None
 
 
-# Yields this core to another thread that wants it.
-_yield = getattr(os, "sched_yield", partial(time.sleep, 0))
-
-
 class Inbox:
     """A ROUTER socket, and the direct connections; for one thread at a time.
 
@@ -50,8 +45,7 @@ class Inbox:
         context: the context of all of the worker's sockets.
 
     Attributes:
-        poller: waits for all of them. None if there are no direct connections: then waiting for the
-            socket alone is faster.
+        poller: waits for all of them.
         at_hand: the messages of direct connections that `receive` has not returned yet.
         received_bytes: the size of all messages that came by the ROUTER socket, in bytes.
     """
@@ -64,12 +58,12 @@ class Inbox:
         # connection still seems to exist. Its routing id is a secret of the mesh.
         self._socket.router_handover = True
         self._socket.backlog = BACKLOG
-        self._timeout_ms = -1
         self.received_bytes = 0
         # Senders by routing ids that nobody can guess but their two ends. So such an id needs to be
         # checked only once.
         self._senders: dict[bytes, bytes] = {}
-        self.poller: Poller | None = None
+        self.poller = Poller()
+        self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
         self._direct: DirectInbox | None = None
         self.at_hand: deque[Received] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
@@ -87,11 +81,7 @@ class Inbox:
         """
         endpoint = f"ipc://{path}"
         self._socket.bind(endpoint)
-        if supports_polling():
-            self.poller = Poller()
-            self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
-            deliver = self.at_hand.append
-            self._direct = DirectInbox(direct_path(endpoint), self.poller, deliver)
+        self._direct = DirectInbox(direct_path(endpoint), self.poller, self.at_hand.append)
         return endpoint
 
     def listen_again(self) -> None:
@@ -118,26 +108,16 @@ class Inbox:
         if ":" in address:
             self._socket.ipv6 = True
             address = f"[{address}]"
-        self._bind_first_free(address, ports)
-        endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
-        return endpoint
-
-    def _bind_first_free(self, address: str, ports: range | None) -> None:
-        if ports is None:
-            self._socket.bind(f"tcp://{address}:*")
-            return
-        if not any(self._bound(f"tcp://{address}:{port}") for port in ports):
-            raise zmq.ZMQError(zmq.EADDRINUSE)
-
-    def _bound(self, endpoint: str) -> bool:
-        """Listens at an endpoint; returns False if it is in use."""
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE:
-                raise
-            return False
-        return True
+        for port in ("*",) if ports is None else ports:
+            try:
+                self._socket.bind(f"tcp://{address}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE:
+                    raise
+            else:
+                endpoint: str = self._socket.last_endpoint.decode().rstrip("\0")
+                return endpoint
+        raise zmq.ZMQError(zmq.EADDRINUSE)
 
     def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
         """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.
@@ -152,29 +132,29 @@ class Inbox:
             The sender's identity, the first frame and the buffers; None if the timeout passed
             first.
         """
-        poller, messages = self.poller, self.at_hand
-        if poller is None:
-            return self._receive_router(timeout, spin)
+        messages = self.at_hand
         if messages:
             return messages.popleft()
-        now = time.perf_counter()
+        poller, now = self.poller, time.perf_counter()
         awake = now + spin if now >= self._core.spin_from else now
         deadline = now + timeout
-        if self._unread:
+        if self._unread and self._direct is not None:
             self._unread = self._has_unread()
         while True:
-            if now < awake:
-                poller.poll(0)
-                if not (messages or self._unread):
-                    _yield()
+            spinning = now < awake
+            if spinning and self._direct is None:
+                self._unread = True  # to ask the socket itself is faster
             else:
-                poller.poll(0 if self._unread else max(0.0, deadline - now))
-            if self._unread and self._has_unread():
-                # First, or direct connections could keep it waiting without limit.
-                return self._read_router()
-            self._unread = False
+                poller.poll(0 if spinning or self._unread else max(0.0, deadline - now))
+            if self._unread:
+                self._unread = self._has_unread()
+                if self._unread:
+                    # First, or direct connections could keep it waiting without limit.
+                    return self._read_router()
             if messages:
                 return messages.popleft()
+            if spinning:
+                os.sched_yield()
             begun, now = now, time.perf_counter()
             if begun < awake and not self._core.polled(begun, now):
                 awake = now
@@ -186,15 +166,6 @@ class Inbox:
 
     def _has_unread(self) -> bool:
         return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
-
-    def _receive_router(self, timeout: float, spin: float) -> Received | None:
-        if spin > 0:
-            self._spin(spin)
-        timeout_ms = int(timeout * 1000) + 1
-        if timeout_ms != self._timeout_ms:
-            self._timeout_ms = timeout_ms
-            self._socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-        return self._read_router()
 
     def _read_router(self) -> Received | None:
         """Reads the next message of the ROUTER socket."""
@@ -241,16 +212,6 @@ class Inbox:
             self._senders[routing_id] = sender
         return sender
 
-    def _spin(self, seconds: float) -> None:
-        """Polls the ROUTER socket until it has a message, or the time is over."""
-        now = time.perf_counter()
-        end = now + seconds if now >= self._core.spin_from else now
-        while now < end and not self._has_unread():
-            _yield()
-            begun, now = now, time.perf_counter()
-            if not self._core.polled(begun, now):
-                break
-
     def answer(self, routing_id: bytes, frames: Sequence[bytes]) -> None:
         """Sends a message by the connection that a peer has made, if there is one.
 
@@ -263,7 +224,7 @@ class Inbox:
 
     def close(self) -> None:
         """Closes all sockets; unread messages are dropped."""
-        if self._direct is not None and self.poller is not None:
+        if self._direct is not None:
             self._direct.close()
-            self.poller.close()
+        self.poller.close()
         self._socket.close()

@@ -12,8 +12,8 @@ import zmq
 
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
-from zrpc.transport.address import PrivateDirectory, supports_ipc
-from zrpc.transport.curve import Curve, Gatekeeper, PeerKey
+from zrpc.transport.address import PrivateDirectory
+from zrpc.transport.curve import Curve, PeerKey
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import bulk_identity
@@ -52,7 +52,8 @@ class Network:
         ipc: whether to listen on a Unix socket.
 
     Attributes:
-        directory: this worker's private directory; None if the system has no Unix sockets.
+        directory: this worker's private directory.
+        tcp_endpoint: where this worker listens on tcp; empty if it does not.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
@@ -63,7 +64,7 @@ class Network:
         self._identity = identity
         self._own_id = own_id
         # First, since this may be refused, and nothing has to be closed yet.
-        self.directory = PrivateDirectory() if supports_ipc() else None
+        self.directory = PrivateDirectory()
         # Guards the opening and closing of mailboxes.
         self._lock = UninterruptedLock()
         self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed
@@ -72,25 +73,24 @@ class Network:
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
         self._dropped: set[int] = set()  # peers that get no new mailbox
         self._endpoints: dict[int, str] = {}
-        self._tcp_endpoint = ""
+        self.tcp_endpoint = ""
         self._closed = False
         self._hidden = False  # whether the Unix socket is hidden from new peers
         self._curve: Curve | None = None
-        self._gatekeeper: Gatekeeper | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
-            if self.directory is not None:
-                undo.callback(self.directory.remove)
+            undo.callback(self.directory.remove)
             self._context: zmq.Context[Any] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
             self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
             self._inbox = Inbox(self._context)
+            undo.callback(self._inbox.poller.close)
             # See `Inbox`; without the cost of another call.
             self.receive = self._inbox.receive
             self.at_hand = self._inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)
             self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
-            if ipc and self.directory is not None:
+            if ipc:
                 self._inbox.bind_ipc(self.directory.socket_path)
             reserve.add_user()
             undo.pop_all()
@@ -99,9 +99,9 @@ class Network:
         """Also listens on one interface; returns the endpoint. See `Inbox.bind_tcp`."""
         self._curve = curve
         if curve is not None:
-            self._gatekeeper = Gatekeeper(self._context, curve.peers.values())
-        self._tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
-        return self._tcp_endpoint
+            curve.open(self._context)
+        self.tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
+        return self.tcp_endpoint
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Sets the endpoints of peers 0, 1, ... which are known from the start."""
@@ -115,16 +115,13 @@ class Network:
     def introduce(self, peer: int, endpoint: str, key: PeerKey) -> None:
         """Adds a peer, which may connect from now on; the key is empty if it does not encrypt."""
         if self._curve is not None and key.public:
-            self._curve.peers[peer] = key
-            if self._gatekeeper is not None:
-                self._gatekeeper.admit(key)
+            self._curve.admit(peer, key)
         self._endpoints[peer] = endpoint
 
     def dismiss(self, peer: int) -> None:
         """Refuses new connections of a peer that has left."""
-        key = self._curve.peers.get(peer) if self._curve is not None else None
-        if key is not None and self._gatekeeper is not None:
-            self._gatekeeper.dismiss(key)
+        if self._curve is not None:
+            self._curve.dismiss(peer)
 
     def send(
         self, peer: int, first: bytes, buffers: Sequence[Any] = (), counted: bool = True
@@ -178,11 +175,6 @@ class Network:
         """Returns the endpoint of a peer's inbox."""
         return self._endpoints[peer]
 
-    @property
-    def tcp_endpoint(self) -> str:
-        """Returns where this worker listens on tcp; empty if it does not."""
-        return self._tcp_endpoint
-
     def answer_heartbeats(self, routing_id: bytes, first: bytes) -> None:
         """Answers the heartbeats with this routing id with a notice, if they still come.
 
@@ -227,7 +219,7 @@ class Network:
         short = not reserve.refresh()
         if not short:
             self._inbox.listen_again()
-        if short != self._hidden and self.directory is not None:
+        if short != self._hidden:
             self._hidden = short
             self.directory.hide_socket(short)
         return short or reserve.released
@@ -290,14 +282,13 @@ class Network:
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
+        if self._curve is not None:
+            self._curve.close()
         self._context.term()
         reserve.remove_user()
         # Only now, when the last message has been sent: peers declare a worker without its
         # directory dead.
-        if self.directory is not None:
-            self.directory.remove()
+        self.directory.remove()
 
     def _open(self, peer: int, mailboxes: dict[int, AnyMailbox]) -> AnyMailbox:
         with self._lock:
@@ -311,15 +302,15 @@ class Network:
             return mailbox
 
     def _new_mailbox(self, peer: int, bulk: bool) -> AnyMailbox:
-        endpoint, poller = self._endpoints[peer], self._inbox.poller
-        if endpoint.startswith("ipc://") and poller is not None and not bulk:
+        endpoint = self._endpoints[peer]
+        if endpoint.startswith("ipc://") and not bulk:
             try:
                 on_broken = partial(self._resend_queue, peer)
-                return DirectMailbox(self._identity, endpoint, poller, on_broken)
+                return DirectMailbox(self._identity, endpoint, self._inbox.poller, on_broken)
             except zmq.ZMQError:
                 raise
             except OSError:
-                pass  # the peer's system has no direct connections, or the peer has exited
+                pass  # the peer has exited
         identity = bulk_identity(self._identity) if bulk else self._identity
         return Mailbox(self._context, identity, endpoint, self._guard(peer))
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
-__all__ = ["Poller", "supports_polling"]
-
-
-def supports_polling() -> bool:
-    """Returns whether this system has what a `Poller` needs: it is Linux."""
-    return hasattr(select, "epoll")
+__all__ = ["Poller"]
 
 
 class Poller:

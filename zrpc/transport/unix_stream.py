@@ -226,8 +226,7 @@ class DirectMailbox:
         return messages
 
     def close(self, linger: float) -> None:
-        """Closes the socket; queued messages have ``linger`` seconds to be sent."""
-        drain([self], linger)
+        """Closes the socket, and drops queued messages: see `drain`."""
         with uninterrupted, self._mutex:
             self._close()
 

@@ -30,11 +30,16 @@ from zrpc.wire.compiled import (
     reduce_compiled_module,
     reduce_compiler,
 )
-from zrpc.wire.current_message import current_encoder, encoder, thread
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import REDUCERS, Reducer, reduce_method_by_value, with_attributes
+from zrpc.wire.reducers import (
+    REDUCERS,
+    Reducer,
+    packing,
+    reduce_method_by_value,
+    with_attributes,
+)
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
@@ -127,18 +132,18 @@ class _ByValuePickler(ByValuePickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
+        current: Encoder = packing.encoder
         if type(obj) in self._reducers:
             with suppressing(Exception):
                 reduced = self._reducers[type(obj)](obj)
                 if isinstance(obj, torch.Tensor):
-                    return with_attributes(current_encoder(), obj, reduced)
+                    return with_attributes(current, obj, reduced)
                 return reduced
         check_sendable(obj)
-        current = encoder()
         reduced = reduce_compiled_function(obj)
         if reduced is not NotImplemented and self.path_in_main(obj) is not None:
             reduced = NotImplemented
-        if reduced is NotImplemented and current is not None and current.in_graph:
+        if reduced is NotImplemented and current.in_graph:
             reduced = reduce_in_graph(obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
@@ -278,8 +283,8 @@ class Encoder:
             return
         if count_modes():
             check_modes()
-        before = getattr(thread, "encoder", None)
-        thread.encoder = self
+        before = getattr(packing, "encoder", None)
+        packing.encoder = self
         try:
             try:
                 message.body = self._pickle(obj)
@@ -299,7 +304,7 @@ class Encoder:
             self.abort()
             raise
         finally:
-            thread.encoder = before
+            packing.encoder = before
         message.buffers = self.buffers
         if self.extensions:
             message.extensions = [(tag, bytes(data)) for tag, data in self.extensions.items()]
@@ -375,6 +380,11 @@ class Encoder:
             return True
         self.buffers.append(raw)
         return False
+
+
+def encoder() -> Encoder | None:
+    """Returns the message that this thread packs, if any; for reducers."""
+    return getattr(packing, "encoder", None)
 
 
 class _BytesEncoder(Encoder):

@@ -12,9 +12,10 @@ import inspect
 import io
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from cloudpickle.cloudpickle import _should_pickle_by_reference
@@ -23,19 +24,33 @@ from torch.jit._recursive import wrap_cpp_module
 
 from zrpc import stand_in
 from zrpc.errors import SerializationError
-from zrpc.wire.current_message import (
-    PackedMessage,
-    current_encoder,
-    decoder,
-    encoder,
-    thread,
-)
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
-from zrpc.wire.tensors import attributes_of, make_plain
+from zrpc.wire.tensors import TensorWriter, attributes_of, make_plain
+from zrpc.wire.unpickling import decoder
 
-__all__ = ["REDUCERS", "Reducer", "reduce_method_by_value", "with_attributes"]
+__all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_attributes"]
 
 Reducer = Callable[[Any], Any]
+
+_PROTOCOL = pickle.HIGHEST_PROTOCOL
+# .encoder is the message that this thread packs.
+packing = threading.local()
+
+
+class PackedMessage(Protocol):
+    """A message that is being packed; see `zrpc.wire.pickling.Encoder`."""
+
+    same_main: bool
+    in_graph: bool
+    _tensors: TensorWriter | None
+
+    @property
+    def tensors(self) -> TensorWriter:
+        """The tensors that have been added to the message."""
+
+    def sendable(self, attributes: dict[str, Any], /) -> dict[str, Any]:
+        """Returns those attributes of a tensor that can be pickled; warns of the others."""
+
 
 # The compressed sparse layouts: the compressed indices of a tensor, and the others.
 _COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
@@ -47,9 +62,8 @@ _COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
-    # The same as `current_encoder().tensors` without the calls, since each small tensor comes here.
-    current: PackedMessage = getattr(thread, "encoder", None) or current_encoder()
-    tensors = current._tensors
+    current: PackedMessage = packing.encoder
+    tensors = current._tensors  # without the call of the property for each small tensor
     if tensors is None:
         tensors = current.tensors
     plain_row = tensors.add_plain(tensor)
@@ -59,7 +73,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
         return with_attributes(current, tensor, (_receive_tensor, (tensors.add(tensor),)))
     reduced = _reduce_unusual(current, tensor)
     if reduced is None:  # torch's own way keeps the attributes itself
-        return torch.Tensor.__reduce_ex__(tensor, pickle.HIGHEST_PROTOCOL)
+        return torch.Tensor.__reduce_ex__(tensor, _PROTOCOL)
     return with_attributes(current, tensor, reduced)
 
 
@@ -92,8 +106,9 @@ def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, 
         compressed, others = _COMPRESSED[layout]
         parts = (compressed(plain), others(plain), plain.values(), tuple(plain.shape), str(layout))
         return _rebuild_compressed, (*parts, requires_grad)
-    if tensor.is_quantized and not requires_grad:
-        return _reduce_quantized(plain)
+    if tensor.is_quantized and not requires_grad:  # a copy, since torch sends all of the storage
+        reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain.clone(), _PROTOCOL)
+        return reduced
     return None
 
 
@@ -114,18 +129,6 @@ def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:
     tensor = tensor.coalesce()
     # Without the flag: whether it requires grad follows from the values.
     return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
-
-
-def _reduce_quantized(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    if tensor.qscheme() is torch.per_tensor_affine:
-        values = (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
-        return torch._make_per_tensor_quantized_tensor, values
-    if tensor.qscheme() is torch.per_channel_affine:
-        scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-        axis = tensor.q_per_channel_axis()
-        channels = (tensor.int_repr(), scales, zero_points, axis)
-        return torch._make_per_channel_quantized_tensor, channels
-    return None
 
 
 def _receive_tensor(index: int) -> torch.Tensor:
@@ -188,7 +191,7 @@ def _reduce_script(script: Any) -> Any:
     if isinstance(script, torch.jit.ScriptFunction):
         *path, name = script.qualified_name.removeprefix("__torch__.").split(".")
         module = ".".join(path) or "__main__"
-        named = module != "__main__" or current_encoder().same_main
+        named = module != "__main__" or packing.encoder.same_main
         # The name may refer to what a decorator has made of the script, such as async_execution.
         found: Any = getattr(sys.modules.get(module), name, None)
         if named and inspect.unwrap(found) is script:
@@ -273,9 +276,8 @@ def _reduce_to_module(method: Any) -> Any:
     no module offers the method.
     """
     module = _module_that_offers(method)
-    current = encoder()
     # In torch, a copy of the object is sent, which the other script need not have.
-    copied = current is not None and (not current.same_main or stand_in.is_active())
+    copied = not packing.encoder.same_main or stand_in.is_active()
     if module is None or (module == "__main__" and copied):
         return None
     return _import_function, (module, method.__name__)

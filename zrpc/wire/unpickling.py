@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from zrpc.errors import SerializationError
 from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.wire.alignment import aligned
-from zrpc.wire.current_message import decoder, thread
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.message import Message
 from zrpc.wire.tensors import read_table
@@ -21,6 +21,8 @@ from zrpc.wire.views import Relation, relate
 
 __all__ = ["Decoder", "decoder"]
 
+# .decoder is the message that this thread unpacks, if any.
+_unpacking = threading.local()
 _NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
 
 
@@ -63,8 +65,8 @@ class Decoder:
             SerializationError: the pickle names something that doesn't exist here, or is damaged.
             MemoryError: there is no memory left for the object.
         """
-        before = getattr(thread, "decoder", None)
-        thread.decoder = self
+        before = getattr(_unpacking, "decoder", None)
+        _unpacking.decoder = self
         try:
             buffers = self.message.buffers
             ready = map(aligned, buffers) if buffers else ()
@@ -88,7 +90,7 @@ class Decoder:
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
             ) from error
         finally:
-            thread.decoder = before
+            _unpacking.decoder = before
 
     def _unreadable(self, text: str) -> SerializationError:
         error = SerializationError(text)
@@ -97,6 +99,18 @@ class Decoder:
         elif self.message.kind in REQUESTS:
             error.executed = False
         return error
+
+
+def decoder() -> Decoder:
+    """Returns the message that this thread unpacks; for rebuilding values.
+
+    Raises:
+        SerializationError: this thread unpacks no message.
+    """
+    current: Decoder | None = getattr(_unpacking, "decoder", None)
+    if current is None:
+        raise SerializationError("this pickle is part of a message and can only be read there")
+    return current
 
 
 class _Fetching(pickle.Unpickler):

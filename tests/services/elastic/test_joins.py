@@ -112,9 +112,9 @@ def test_members_by_tcp_admit_each_other_as_they_join(elastic: Elastic) -> None:
     second = elastic.join("second", 1)
     assert (call(first, "second"), call(second, "first")) == (2, 2)
     key = second.membership.records[1].public_key.encode()
-    assert first.network._gatekeeper.name_of(key)
+    assert first.network._curve.name_of(key)
     second.shutdown()
-    until(lambda: not first.network._gatekeeper.name_of(key), "its key is no member's")
+    until(lambda: not first.network._curve.name_of(key), "its key is no member's")
     third = elastic.join("third", 1)
     assert (call(first, "third"), call(third, "first")) == (2, 2)
 

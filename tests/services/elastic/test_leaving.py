@@ -16,7 +16,6 @@ from tests.services.elastic.slow_handler import PATIENCE, entered, finish, slow
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.agent.shutdown import ShutdownTiming
-from zrpc.services.shm.segments import supports_segments
 from zrpc.services.shm.service import SharedMemoryService
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def gone(agent: Agent, name: str) -> bool:
         return error_of(lambda: rpc.rpc_sync(name, max, (1, 2))) is rpc.WorkerDied
 
 
-@pytest.mark.skipif(not supports_segments(), reason="needs memfds")
+@pytest.mark.system
 def test_a_leaving_worker_waits_until_its_shared_memory_is_opened(elastic: Elastic) -> None:
     """Its answer is in shared memory, and lost if it leaves before the caller has opened that."""
     first, second = elastic.join_all(2)
@@ -57,7 +56,6 @@ def test_a_leaving_worker_waits_until_its_shared_memory_is_opened(elastic: Elast
     )
     with second.as_current():
         rpc.rpc_sync("w0", answer, (LARGE,))
-        until(lambda: 1 in first.service(SharedMemoryService)._accepted, "second accepts")
         arrived, look = threading.Event(), threading.Event()
         dispatch = second.receiver._dispatch
 

@@ -137,7 +137,7 @@ def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
     assert ours.pool.lent == 0
-    assert [lend.number in ours.pool._segments for lend in lends] == [False]
+    assert [lend.number in ours.pool.segments for lend in lends] == [False]
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
     until_returned(ours)
 
@@ -162,12 +162,12 @@ def test_a_segment_that_may_be_lent_again_is_not_returned_twice(introduced: Mesh
     """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
     ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    number = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
     part = Message(Kind.RESULT, extensions=[(Tag.RETURNED, struct.pack("<Q", number))])
     theirs.undo_carry(0, part)
     introduced.agent(1).network.wake()
     until_returned(ours)
-    assert number not in ours.pool._segments
+    assert number not in ours.pool.segments
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(10 + i),)), -large(10 + i))
     assert torch.equal(kept()["held"], large(1))
@@ -181,10 +181,10 @@ def test_what_a_fork_may_read_is_not_returned_with_a_message(
     """But another tensor is, and of the first the owner hears as well, by a message of its own."""
     ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
     zrpc.rpc_sync(1, keep, ("forked", large(1)))
-    (forked,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    (forked,) = (n for n, s in ours.pool.segments.items() if s.borrower == 1)
     theirs.loans.keep_all()
     zrpc.rpc_sync(1, keep, ("other", large(2)))
-    (other,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1 and n != forked)
+    (other,) = (n for n, s in ours.pool.segments.items() if s.borrower == 1 and n != forked)
     monkeypatch.setattr(theirs, "after_turn", lambda: None)
     drop("forked", "other")
     until(lambda: len(theirs.loans.ended) == 2, collect=True)
@@ -194,8 +194,8 @@ def test_what_a_fork_may_read_is_not_returned_with_a_message(
     monkeypatch.undo()
     introduced.agent(1).outbox.post(0, message)
     until_returned(ours)
-    assert forked not in ours.pool._segments
-    assert other in ours.pool._segments
+    assert forked not in ours.pool.segments
+    assert other in ours.pool.segments
 
 
 @pytest.mark.system

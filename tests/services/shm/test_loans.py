@@ -13,7 +13,6 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
-    introduce,
     keep,
     kept,
     large,
@@ -61,8 +60,6 @@ def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(introduced: 
 
 @pytest.mark.zrpc(workers=3)
 def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introduced: Mesh) -> None:
-    introduced.run(0, introduce, 2)
-    introduced.run(2, introduce, 1)
     zrpc.rpc_sync(1, keep, (0, large(0)))
     introduced.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
     drop(0, 1)
@@ -76,8 +73,6 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
     make_mesh: MakeMesh, lends: list[Lend]
 ) -> None:
     mesh = make_mesh(options={"shared_memory": 4 * MIB + MIB // 4})
-    mesh.run(0, introduce, 1)
-    lends.clear()
     layer = service_of(mesh, 0)
     with mesh.agent(0).as_current():
         for i in range(12):
@@ -149,3 +144,35 @@ def test_an_answer_whose_call_failed_before_is_returned(
 
 def fail_with(tensor: Any) -> None:
     raise ZeroDivisionError
+
+
+# -- what others write -------------------------------------------------------------------
+
+
+def add_in_place(tensor: Any, number: Any) -> Any:
+    tensor += number
+    return tensor.sum().item()
+
+
+def test_what_the_callee_writes_the_caller_does_not_see(
+    introduced: Mesh, lends: list[Lend]
+) -> None:
+    sent = large(1, 1 << 17)
+    for _ in range(3):
+        total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
+        assert total == (large(1, 1 << 17) + 5).sum().item()
+        assert torch.equal(sent, large(1, 1 << 17))
+    assert len(lends) == 3
+
+
+@pytest.mark.system
+def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
+    introduced: Mesh, lends: list[Lend]
+) -> None:
+    for i in range(6):
+        received = zrpc.rpc_sync(1, make, (i, LARGE - i))
+        assert torch.equal(received, large(i, LARGE - i))
+        received.fill_(float("nan"))
+        del received
+        until_returned(service_of(introduced, 1))
+    assert len({lend.number for lend in lends}) == 1

@@ -95,7 +95,7 @@ class InspectionService(Service):
         if self._queues[Place.POOL].observe_queue(now, pool.queued, pool.begun):
             waiting = queued_requests(self.agent, _MAX_ENTRIES)
             self._report_to_callers(Place.POOL, waiting, now)
-        if self._queues[Place.LOOP].observe_queue(now, self.agent.event_loop.coming, 0):
+        if self._queues[Place.LOOP].observe_queue(now, len(self.agent.event_loop.coming()), 0):
             self._report_to_callers(Place.LOOP, requests_to_begin(self.agent), now)
         try:
             self._stuck.check_calls(now)
@@ -114,7 +114,7 @@ class InspectionService(Service):
 
     def _own_report(self, place: Place, now: float) -> Report | None:
         if place is Place.LOOP:
-            return self._queues[place].report(now, 1, 1, self.agent.event_loop.coming)
+            return self._queues[place].report(now, 1, 1, len(self.agent.event_loop.coming()))
         load = self.agent.pool.load(0)
         return self._queues[place].report(now, load.size, load.running, load.queued)
 

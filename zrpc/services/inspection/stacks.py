@@ -150,7 +150,7 @@ def _coroutines(agent: Agent) -> list[Activity]:
 
 def _coming(agent: Agent) -> list[tuple[Message, Any]]:
     """Returns the requests whose coroutines wait for the event loop, with these coroutines."""
-    _, coming = agent.event_loop.under_way()
+    coming = agent.event_loop.coming()
     held = [(execution.request, each) for each in coming for execution in _held_by(each, Execution)]
     accepted = {id(request) for request in agent.callee.requests.all()}
     return [(request, each) for request, each in held if id(request) in accepted]
