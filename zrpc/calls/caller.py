@@ -305,7 +305,11 @@ class Caller:
             self._undo(call)
             raise
         if state is _SENDING:
-            self._send(call, message)
+            try:
+                self._send(call, message)
+            except Exception:  # not the outcome: the frames of this error hold the future
+                call.withdraw()
+                raise
         elif state is not _QUEUED:
             self._undo(call)
 
@@ -348,7 +352,6 @@ class Caller:
             self._outbox.undo(call.peer, message)
             lack = exhausted(error)
             if lack is not None:
-                call.fail(lack)
                 self._undo(call)
                 raise lack from error
             # The peer's mailbox is closed when it is lost, and all are at the end.
