@@ -109,10 +109,11 @@ def _start_rows() -> tuple[Row, ...]:
 
 def _memory_rows() -> tuple[Row, ...]:
     limit = Limit("import torch", "baselines:memory")
-    after_calls = ("memory after 10,000 calls", "memory:after_calls", (10_000,))
+    calls: dict[str, tuple[float, ...]] = {"after_start": (), "after_calls": (10_000,)}
+    names = ("memory after start", "memory after 10,000 calls")
     return tuple(
-        Row(*row, Unit.BYTES, limit, above_limit=True)
-        for row in (("memory after start", "memory:after_start", ()), after_calls)
+        Row(name, f"memory:{function}", arguments, Unit.BYTES, limit, above_limit=True)
+        for name, (function, arguments) in zip(names, calls.items(), strict=True)
     )
 
 
