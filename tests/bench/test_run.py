@@ -27,12 +27,8 @@ SLOW = Row("slow", "calls:empty", deadline=0.3)
 ENDLESS = Sampling(seconds=3600)
 
 
-class _SilentWatcher:
-    def row_started(self, number: int, group: Group, row: Row) -> None:
-        pass
-
-    def row_finished(self) -> None:
-        pass
+def silent(number: int, group: Group, row: Row) -> None:
+    """Shows no progress."""
 
 
 class _BorrowedStarter:
@@ -156,7 +152,7 @@ def borrowed_starter(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_fails_does_not_affect_the_others(tiny: Sampling) -> None:
     group = Group("group", (BROKEN, GOOD), turns=2)
     run = Run([group], Settings(against=None, rounds=2, sampling=tiny))
-    run.run(_SilentWatcher())
+    run.run(silent)
     broken, good = run.results
     reasons = {each.reason for each in broken.failures("zrpc")}
     assert len(broken.failures("zrpc")) == 2
@@ -171,7 +167,7 @@ def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
     settings = Settings(against=None, rounds=3, sampling=ENDLESS)
     run = Run([Group("group", (SLOW,), turns=1)], settings)
     before = time.monotonic()
-    run.run(_SilentWatcher())
+    run.run(silent)
     assert time.monotonic() - before < 15
     assert [each.reason for each in run.results[0].failures("zrpc")] == [
         "no result within 0.3 s"
@@ -182,7 +178,7 @@ def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
 def test_if_no_mesh_starts_all_rows_fail(tiny: Sampling) -> None:
     settings = Settings(against=None, rounds=1, sampling=tiny, mesh_timeout=0)
     run = Run([Group("group", (GOOD, BROKEN))], settings)
-    run.run(_SilentWatcher())
+    run.run(silent)
     for result in run.results:
         assert [each.reason for each in result.failures("zrpc")] == [
             "at the start: the workers did not join within 0 s"
