@@ -10,7 +10,7 @@ import pytest
 
 import zrpc
 from tests.support.waiting import pending, until
-from zrpc.testing import Mesh, MeshSpec, faults, local_mesh
+from zrpc.testing import Mesh, faults, local_mesh
 from zrpc.testing.plugin import MakeMesh
 
 WAIT_SECONDS = 10.0
@@ -177,13 +177,6 @@ def test_tcp_is_refused(no_leaks: None) -> None:
         local_mesh(2, options={"transport": "tcp"}, faults=True),
     ):
         pass
-
-
-def test_the_marker_takes_faults() -> None:
-    assert not MeshSpec().faults
-    assert MeshSpec(faults=True).replace(workers=3).faults
-    with pytest.raises(TypeError, match="faults must be a bool"):
-        MeshSpec(faults=1)
 
 
 @pytest.mark.zrpc(workers=3, faults=True)

@@ -21,10 +21,6 @@ from zrpc.testing.procfs import session_members
 NO_TIME = 0.0
 
 
-def test_nothing_made_is_no_leak() -> None:
-    assert Resources.now().left_behind(NO_TIME) == []
-
-
 def test_a_thread_is_reported_with_its_current_line() -> None:
     end = threading.Event()
     before = Resources.now()
