@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,13 @@ from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.service import Service
 from zrpc.testing import Mesh, faults
+from zrpc.wire.kind import Kind
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
 
 MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
@@ -152,6 +157,34 @@ def test_the_rest_is_done_if_a_service_fails() -> None:
         assert info.value is error
         info.value.__traceback__ = None
         assert not Path(agent.membership.records[0].directory).exists()
+
+
+class SpeaksAtTheEnd(Service):
+    """Sends the other worker a message as its agent closes, and notes whether it was sent."""
+
+    def close(self) -> None:
+        network, other = self.agent.network, MemberId(1 - self.agent.worker_info.id)
+        before = network.sent([other])
+        self.agent.outbox.post(other, Message(Kind.REFERENCE))
+        _sent.append(network.sent([other]) - before)
+
+
+_sent: list[int] = []
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_nothing_is_sent_once_all_have_left_gracefully() -> None:
+    """As a reference that is freed then: the end would wait in vain until that has arrived."""
+    for graceful, sent in ((False, [1]), (True, [0, 0])):
+        agents = join_all(("one", 0, 2), ("other", 1, 2), services=[SpeaksAtTheEnd])
+        with agents[0].as_current():
+            assert rpc.rpc_sync("other", echo, (1,)) == 1
+        _sent.clear()
+        leaving = [partial(agent.shutdown, graceful) for agent in agents]
+        start_all(leaving if graceful else leaving[:1], SOON)()
+        assert _sent == sent
+        for agent in agents:
+            agent.close()
 
 
 # -- programs --------------------------------------------------------------------------------
