@@ -50,38 +50,10 @@ class TestContainers:
         assert received.more["a"][0] is received.more["a"][1]
         assert back(Frozen(torch.ones(size))).x.sum() == size
 
-    def test_local_dataclass(self, shared: Mesh, size: int) -> None:
-        @dataclass
-        class Local:
-            x: torch.Tensor
-
-        received = back(Local(torch.ones(size)))
-        assert type(received) is Local
-        assert received.x.sum() == size
-
     def test_torchs_named_results(self, shared: Mesh, size: int) -> None:
         received = rpc.rpc_sync(1, torch.max, (torch.ones(2, size), 0))
         assert received.values.sum() == size
         assert type(received) is torch.return_types.max
-
-    @pytest.mark.system
-    def test_module(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(size, 2), torch.nn.BatchNorm1d(2)).eval()
-        received = back(module)
-        x = torch.randn(3, size)
-        torch.testing.assert_close(received(x), module(x))
-        assert not received.training
-        received(x).sum().backward()
-
-    @pytest.mark.system
-    def test_state_dict_and_optimizer(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Linear(size, 1)
-        optimizer = torch.optim.Adam(module.parameters())
-        module(torch.ones(size)).backward()
-        optimizer.step()
-        received, state = back([optimizer.state_dict(), module.state_dict()])
-        assert received["state"][0]["exp_avg"].shape == (1, size)
-        torch.testing.assert_close(state["weight"], module.state_dict()["weight"])
 
     def test_many_tensors(self, shared: Mesh, size: int) -> None:
         received = back({i: torch.full((size // 10,), float(i)) for i in range(300)})

@@ -100,13 +100,6 @@ def test_the_error_names_the_innermost_type_that_can_not_be_pickled(shared: Mesh
         rpc.rpc_sync("worker1", iter_of, args=(3,))
 
 
-def test_the_error_of_a_future_that_was_sent(shared: Mesh) -> None:
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-        rpc.rpc_sync(1, echo, (rpc.Future(),))
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-        rpc.rpc_sync(1, rpc.rpc_async, (0, max, (1, 2)))
-
-
 @pytest.mark.zrpc(timeout=15)
 def test_a_result_whose_pickling_would_end_the_worker(caller: Mesh) -> None:
     for call, error in itertools.product(WAYS, (SystemExit(3), KeyboardInterrupt())):
