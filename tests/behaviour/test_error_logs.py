@@ -97,13 +97,6 @@ def test_an_error_that_nobody_waits_for_is_logged_once(shared: Mesh) -> None:
         assert len(log.records) == 1
 
 
-def test_an_error_of_a_call_whose_future_is_dropped_at_once_is_logged(shared: Mesh) -> None:
-    with _Log("dropped") as log:
-        rpc.rpc_async(1, fail, (ValueError("dropped"),))
-        assert log.came.wait(10)
-    assert len(log.records) == 1
-
-
 async def _await(future: Any) -> None:
     await future
 
@@ -128,28 +121,6 @@ def test_an_error_that_was_raised_is_not_logged(shared: Mesh) -> None:
             del future
         rpc.rpc_sync(1, echo, (1,))
         assert log.records == []
-
-
-def test_an_error_in_then_that_nobody_waits_for_is_logged(shared: Mesh) -> None:
-    with _Log("later") as log:
-        rpc.rpc_async(1, echo, (1,)).then(lambda f: fail(ValueError("later")))
-        assert log.came.wait(10)
-    assert len(log.records) == 1
-
-
-def test_an_error_in_then_of_a_future_that_is_done_is_logged() -> None:
-    future = rpc.Future()
-    future.set_result(1)
-    with _Log("at once") as log:
-        future.then(lambda f: fail(ValueError("at once")))
-        assert len(log.records) == 1
-
-
-def test_a_success_is_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    future = rpc.rpc_async(1, echo, (1,))
-    _settle(future)
-    del future
-    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 class _Argument:

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 import zrpc as rpc
-from tests.support.gates import Gate
 from tests.support.settled import chain, result_within
 from tests.support.waiting import SOON
-from zrpc.testing import Mesh
 
 LONG = 10_000
 
@@ -27,14 +25,6 @@ def test_a_long_chain_of_a_future_of_ones_own() -> None:
     first.set_result(0)
     assert last.done()  # as torch's: by the thread that completes the first
     assert last.value() == LONG
-
-
-@pytest.mark.system
-def test_a_long_chain_of_a_call(shared: Mesh) -> None:
-    with Gate() as gate:
-        last = chain(rpc.rpc_async(1, gate.wait_inside, (0,)), LONG)
-        gate.open()
-        assert last.wait() == LONG
 
 
 def test_an_error_passes_through_a_long_chain() -> None:

@@ -43,16 +43,6 @@ def test_the_first_error_ends_the_wait_while_other_calls_go_on(shared: Mesh) -> 
             assert slow.wait() == 1
 
 
-def test_the_error_of_a_callback_ends_wait_all(shared: Mesh) -> None:
-    with Gate() as gate:
-        slow = rpc.rpc_async(1, gate.wait_inside, (1,))
-        failed = rpc.rpc_async(1, echo, (1,)).then(lambda _: fail(SystemExit("in then")))
-        with pytest.raises(SystemExit, match="in then"):
-            rpc.wait_all([slow, failed])
-        with pytest.raises(SystemExit, match="in then"):
-            rpc.collect_all([slow, failed]).wait()
-
-
 def test_wait_all_gives_up_after_its_timeout(shared: Mesh) -> None:
     with Gate() as gate:
         slow = rpc.rpc_async(1, gate.wait_inside, (1,))

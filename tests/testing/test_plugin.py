@@ -186,7 +186,7 @@ def test_a_test_that_swallows_the_timeout_does_not_pass(run_tests: RunTests) -> 
         """
 import contextlib
 
-@pytest.mark.zrpc(timeout=0.3)
+@pytest.mark.zrpc(timeout=1)  # for the start of the mesh, too
 def test_swallow(mesh):
     mesh.shutdown()
     with contextlib.suppress(TimeoutError):
