@@ -238,6 +238,8 @@ def test_before_init() -> None:
         lambda: rpc.remote("worker1", max),
         rpc.get_worker_info,
         lambda: rpc.get_worker_info("worker1"),
+        lambda: rpc.on_worker_lost(print),
+        lambda: rpc.on_worker_joined(print),
         rpc.shutdown,
     ):
         with pytest.raises(rpc.NotInitializedError, match=r"^RPC has not been initialized"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -325,19 +323,6 @@ def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str
         leaving.result(SOON)
 
 
-def test_not_graceful_from_a_handler(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), pytest.raises(rpc.RpcError):
-        rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=NOTICED_WITHIN)
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3)
-def test_survivors_end_gracefully(mesh: Mesh) -> None:
-    mesh.run(1, rpc.shutdown, graceful=False)
-    for each in [end(mesh, 0), end(mesh, 2)]:
-        each.result(SOON)
-
-
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
@@ -394,10 +379,3 @@ def test_a_killed_peer(make_mesh: MakeMesh, tmp_path: Any, victim: int, transpor
     # And they end gracefully.
     for each in [mesh.submit(rank, rpc.shutdown) for rank in survivors]:
         each.result(15)
-
-
-@pytest.mark.zrpc(workers=2, processes=True)
-def test_a_handler_that_ends_its_process(mesh: Mesh) -> None:
-    with pytest.raises(rpc.WorkerDied):
-        mesh.run(0, rpc.rpc_sync, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    mesh.kill(1)  # it is dead; this tells the mesh that it may be
