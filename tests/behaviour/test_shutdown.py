@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -51,11 +52,26 @@ def test_it_waits_for_the_others(mesh: Mesh) -> None:
     second.result(SOON)
 
 
+def wait(gate: Gate) -> Any:
+    return gate.wait_inside("done")
+
+
+async def wait_then_call(gate: Gate) -> Any:
+    await asyncio.to_thread(gate.wait_inside)
+    return await rpc.rpc_async(0, echo, ("done",))
+
+
+@async_execution
+def wait_elsewhere(gate: Gate) -> Any:
+    return rpc.rpc_async(0, gate.wait_inside, ("done",))
+
+
 @pytest.mark.system
-def test_it_waits_for_what_runs(mesh: Mesh) -> None:
+@pytest.mark.parametrize("handler", [wait, wait_then_call, wait_elsewhere])
+def test_it_waits_for_what_runs(mesh: Mesh, handler: Any) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
-            future = rpc.rpc_async(1, gate.wait_inside, ("done",))
+            future = rpc.rpc_async(1, handler, (gate,))
         gate.await_entry()
         ends = [end(mesh, rank) for rank in range(2)]
         assert pending(ends[0], 0.3)
@@ -106,13 +122,6 @@ def test_it_waits_for_callbacks_that_call(mesh: Mesh) -> None:
     assert _noted == list(range(50, -1, -1))
 
 
-async def wait_then_call(gate: Gate) -> None:
-    import asyncio
-
-    await asyncio.to_thread(gate.wait_inside)
-    _noted.append(await rpc.rpc_async(0, echo, ("coroutine",)))
-
-
 _parked: list[torch.futures.Future[Any]] = []
 
 
@@ -124,32 +133,6 @@ def park() -> Any:
 
 
 _entered = threading.Semaphore(0)
-
-
-@pytest.mark.system
-def test_it_waits_for_coroutines(mesh: Mesh) -> None:
-    _noted.clear()
-    with Gate() as gate:
-        mesh.run(0, rpc.rpc_async, 1, wait_then_call, (gate,))
-        gate.await_entry()
-        ends = [end(mesh, rank) for rank in range(2)]
-        assert pending(ends[0], 0.3)
-        gate.open()
-        for each in ends:
-            each.result(SOON)
-    assert _noted == ["coroutine"]
-
-
-@pytest.mark.system
-def test_it_waits_for_async_execution(mesh: Mesh) -> None:
-    future = mesh.run(0, rpc.rpc_async, 1, park)
-    assert _entered.acquire(timeout=SOON)
-    ends = [end(mesh, rank) for rank in range(2)]
-    assert pending(ends[0], 0.3)
-    _parked.pop().set_result("late")
-    for each in ends:
-        each.result(SOON)
-    assert future.wait() == "late"
 
 
 @pytest.mark.system
