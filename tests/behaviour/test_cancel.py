@@ -38,14 +38,6 @@ def test_the_future_ends_at_once(shared: Mesh, watched: Watched) -> None:
     assert watched.await_end() == [True]
 
 
-def test_a_future_that_is_done_can_not_be_cancelled(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (5,))
-    assert future.wait() == 5
-    assert not future.cancel()
-    assert not future.cancelled()
-    assert future.wait() == 5
-
-
 def test_callbacks_see_an_error(shared: Mesh, watched: Watched) -> None:
     def see(future: Any) -> str:
         with pytest.raises(rpc.RpcCancelledError):

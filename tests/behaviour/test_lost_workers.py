@@ -21,7 +21,7 @@ from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.targets import echo
-from tests.support.waiting import SOON, pending, until
+from tests.support.waiting import SOON, until
 from zrpc.agent.service import Service
 from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
@@ -240,17 +240,6 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
     assert mesh.run_all(call_all) == [[2] * 3] * 3
     time.sleep(0.8)  # what was noticed late would be believed by now
     assert mesh.run_all(call_all) == [[2] * 3] * 3
-
-
-@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0})
-def test_without_a_limit_a_stopped_worker_is_waited_for(mesh: Mesh) -> None:
-    os.kill(mesh.pid(1), signal.SIGSTOP)
-    try:
-        future = mesh.submit(0, rpc.rpc_sync, 1, max, (1, 2))
-        assert pending(future, 0.5)
-    finally:
-        os.kill(mesh.pid(1), signal.SIGCONT)
-    assert future.result(SOON) == 2
 
 
 @pytest.mark.system

@@ -37,15 +37,6 @@ def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], *ranks: int)
             raise error
 
 
-@pytest.mark.system
-def test_two_threads_at_once(shared: Mesh) -> None:
-    def work(i: int) -> None:
-        for n in range(300):
-            assert rpc.rpc_sync(1, operator.add, (i, n)) == i + n
-
-    in_threads(shared, 2, work)
-
-
 def test_the_first_calls_of_a_mesh_from_many_threads(mesh: Mesh) -> None:
     """They all open the one mailbox."""
     in_threads(mesh, 16, lambda i: _is(rpc.rpc_sync(1, echo, (i,)), i))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import threading
@@ -55,23 +54,6 @@ def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
     with pytest.raises(rpc.RpcTimeoutError):
         rpc.rpc_sync(1, gate.wait_inside, timeout=0.1)
     assert time.monotonic() - begin >= 0.1
-
-
-@pytest.mark.system
-def test_a_remote_that_takes_longer_shows_at_use(shared: Mesh, gate: Gate) -> None:
-    rref = rpc.remote(1, gate.wait_inside, timeout=0.1)
-    with contextlib.suppress(rpc.RpcTimeoutError):
-        rref.to_here(timeout=0.5)  # begun before the other timeout is over
-    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out"):
-        rref.to_here()
-
-
-def test_to_here_with_a_timeout(shared: Mesh, gate: Gate) -> None:
-    rref = rpc.remote(1, gate.wait_inside, ("late",))
-    with pytest.raises(rpc.RpcTimeoutError):
-        rref.to_here(timeout=0.1)
-    gate.open()
-    assert rref.to_here() == "late"
 
 
 def test_a_late_answer_is_ignored(shared: Mesh, gate: Gate) -> None:
