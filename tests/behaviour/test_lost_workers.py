@@ -18,7 +18,7 @@ import zmq
 import zrpc as rpc
 from tests.support.agents import join_all
 from tests.support.gates import Gate
-from tests.support.observed import answers_heartbeats
+from tests.support.observed import answers_heartbeats, stats_of
 from tests.support.programs import Programs
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
@@ -274,6 +274,16 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
         with pytest.raises(rpc.WorkerDied):
             mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
     until(lambda: not network.knows(1))
+
+
+@pytest.mark.zrpc(workers=3)
+def test_what_a_worker_held_is_freed_when_it_is_gone(mesh: Mesh) -> None:
+    with mesh.agent(2).as_current():
+        rref = rpc.remote(1, list)
+        assert rref.to_here() == []
+    assert stats_of(mesh, 1).rrefs_owned == 1
+    mesh.run(2, rpc.shutdown, graceful=False)
+    until(lambda: not stats_of(mesh, 1).rrefs_owned, "the value is freed")
 
 
 # -- hooks -----------------------------------------------------------------------------------
