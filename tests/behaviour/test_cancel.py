@@ -185,20 +185,6 @@ def make_keeper(gate: Gate, watched: Watched) -> Keeper:
     return Keeper(watched)
 
 
-def test_a_large_call_that_its_cancellation_overtakes(shared: Mesh, watched: Watched) -> None:
-    for _ in range(20):
-        future = rpc.rpc_async(1, tell_size, (watched, torch.zeros(1 << 18)))
-        if not future.cancel():
-            assert future.wait() == 1 << 18
-    assert rpc.rpc_sync(1, tell_size, (watched, torch.zeros(1 << 18))) == 1 << 18
-    until(lambda: not busy(shared))
-
-
-def tell_size(watched: Watched, tensor: torch.Tensor) -> int:
-    watched.tell(tensor.numel())
-    return tensor.numel()
-
-
 @pytest.mark.system
 def test_remote_is_never_cancelled(shared: Mesh, watched: Watched) -> None:
     """Others than its creator may wait for the value."""

@@ -68,11 +68,6 @@ def _only_in(thread: int, *args: Any) -> UnpicklesElsewhereOnly:
     return UnpicklesElsewhereOnly(*args)
 
 
-class ExitsWhenPickled(Exception):
-    def __reduce__(self) -> Any:
-        sys.exit(9)
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     """Refuses to have attributes set, its cause and its traceback too."""
@@ -176,34 +171,10 @@ def test_what_can_not_travel_arrives_as_text(shared: Mesh, call: Call) -> None:
             assert part in str(info.value)
 
 
-@pytest.mark.zrpc(timeout=15)
-@ways
-def test_an_exception_whose_pickling_would_end_the_worker(caller: Mesh, call: Call) -> None:
-    with pytest.raises(rpc.RemoteError, match="ExitsWhenPickled"):
-        call(1, fail_with, (ExitsWhenPickled, "x"), timeout=5)
-
-
-def test_what_can_not_be_rebuilt_at_the_caller_arrives_as_text(shared: Mesh) -> None:
-    with pytest.raises(rpc.RemoteError, match="not the thread that has made it"):
-        rpc.rpc_sync(1, fail_with, (UnpicklesElsewhereOnly, "args"))
-
-
 @ways
 def test_skip_of_a_test_in_a_handler_skips_it(caller: Mesh, call: Call) -> None:
     with pytest.raises(pytest.skip.Exception, match="no gpu"):
         call(1, pytest.skip, ("no gpu",), timeout=10)
-
-
-def test_outcomes_of_a_test_pass_through_nested_calls(shared: Mesh) -> None:
-    for end in (pytest.skip, pytest.xfail, pytest.fail):
-        args = (end, ("the reason",))
-        for call in (
-            lambda args=args: rpc.rpc_sync(1, rpc.rpc_sync, (0, *args)),
-            lambda args=args: rpc.rpc_async(1, *args).then(lambda done: done.wait()).wait(),
-            lambda args=args: rpc.remote(1, *args).to_here(),
-        ):
-            with pytest.raises(end.Exception, match="the reason"):
-                call()
 
 
 def test_sys_exit_in_a_handler_does_not_end_the_worker(shared: Mesh) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +18,8 @@ import torch.distributed as dist
 
 import zrpc as rpc
 from tests.support.agents import join_all
+from tests.support.threads import start_all
+from tests.support.waiting import SOON
 from zrpc.membership.init_method import resolve_rank
 from zrpc.testing.leaks import lasting, no_leaks
 
@@ -221,6 +227,26 @@ def test_a_master_that_ends_while_others_wait(alone: int) -> None:
         del master
         with pytest.raises(rpc.RendezvousError, match=f"was lost .* at 127.0.0.1:{alone} within"):
             joining.result(10)
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("alone", "no_leaks")
+def test_ctrl_c_ends_the_wait_for_others() -> None:
+    threading.Timer(SHORT, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options(60))
+    assert not rpc.is_initialized()
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("alone")
+def test_a_shutdown_while_another_thread_joins() -> None:
+    how = {"rank": 0, "world_size": 2, "rpc_backend_options": options(2 * SHORT)}
+    finish = start_all([lambda: rpc.init_rpc("me", **how)], SOON)
+    time.sleep(SHORT)
+    with pytest.raises(rpc.NotInitializedError):
+        rpc.shutdown()
+    assert isinstance(finish()[0], rpc.RendezvousError)
 
 
 @pytest.mark.system

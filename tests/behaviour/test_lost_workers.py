@@ -141,6 +141,10 @@ def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> 
         assert re.search(r"last heard from at \d\d:\d\d:\d\d, \d\.\d s before", text)
         assert when - killed < 1.0
     mesh.kill(1)
+    # The others are there, and end gracefully.
+    assert mesh.run(2, rpc.rpc_sync, 0, max, (1, 2)) == 2
+    for each in [mesh.submit(rank, rpc.shutdown) for rank in (0, 2)]:
+        each.result(SOON)
 
 
 # What they share, in hexadecimal digits.

@@ -23,7 +23,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
 
 
@@ -254,59 +253,3 @@ if rank == 0:
     )
     assert (programs.directory / "slow-has-run").exists()
     assert not any("Traceback" in output for output in outputs), outputs
-
-
-def test_ctrl_c_during_init(programs: Programs) -> None:
-    """A worker waits for others that never come: Ctrl-C ends it, and nothing is left."""
-    source = (
-        HEAD
-        + """
-options = rpc.ZmqRpcBackendOptions(init_timeout=60)
-threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
-began = time.monotonic()
-try:
-    rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
-except KeyboardInterrupt:
-    pass
-else:
-    sys.exit("it was not interrupted")
-try:
-    rpc.shutdown()
-except rpc.NotInitializedError:
-    pass
-assert time.monotonic() - began < 20
-left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-assert not left, left
-"""
-    )
-    ended = programs.run(source, 1)
-    assert [e.code for e in ended] == [0], ended
-    assert programs.left() == []
-
-
-def test_shutdown_while_another_thread_joins(programs: Programs) -> None:
-    source = (
-        HEAD
-        + """
-options = rpc.ZmqRpcBackendOptions(init_timeout=0.6)
-failed = []
-
-def join():
-    try:
-        rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
-    except rpc.RendezvousError as error:
-        failed.append(error)
-
-thread = threading.Thread(target=join)
-thread.start()
-time.sleep(0.2)
-try:
-    rpc.shutdown()
-except rpc.NotInitializedError:
-    pass
-thread.join(20)
-assert failed
-"""
-    )
-    ended = programs.run(source, 1)
-    assert [e.code for e in ended] == [0], ended

@@ -285,20 +285,3 @@ def test_nested_tensor(shared: Mesh) -> None:
 
 
 # -- size ------------------------------------------------------------------------------------
-
-
-@pytest.mark.system
-def test_a_hundred_megabytes(shared: Mesh) -> None:
-    sent = torch.arange(25_000_000, dtype=torch.int32)
-    assert torch.equal(back(sent), sent)
-
-
-@pytest.mark.system
-def test_large_and_small_at_once_from_many_threads(shared: Mesh) -> None:
-    futures = [
-        rpc.rpc_async(1, torch.add, (torch.full((size,), float(i)), 1))
-        for i in range(40)
-        for size in (1, 1000, 4096, 4097, LARGE)
-    ]
-    for i, future in enumerate(futures):
-        assert (future.wait() == i // 5 + 1).all()

@@ -132,12 +132,6 @@ def test_an_argument_that_can_not_be_unpickled_at_the_callee(shared: Mesh) -> No
         assert other.wait() == "other"
 
 
-@ways
-def test_a_result_that_can_not_be_unpickled_at_the_caller(shared: Mesh, call: Call) -> None:
-    with pytest.raises(rpc.SerializationError, match="one hop too many"):
-        call(1, echo, (RaisesWhenUnpickledTwice(),), timeout=10)
-
-
 @pytest.mark.zrpc(timeout=15)
 def test_a_result_that_would_end_the_caller(caller: Mesh) -> None:
     for call in WAYS:
