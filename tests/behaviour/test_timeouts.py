@@ -191,7 +191,7 @@ def test_the_next_handler_in_the_thread_has_no_deadline_of_the_last(
 ) -> None:
     for _ in range(3):
         with pytest.raises(rpc.RpcTimeoutError):
-            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.05)
+            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.5)
         assert _nested_came.acquire(timeout=10)
     _nested.clear()
     opener = threading.Timer(0.1, gate.open)
