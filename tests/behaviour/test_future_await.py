@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -94,15 +93,6 @@ def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
         gate.open()
         assert future.wait() == 5
         waiting.close()
-
-
-def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:
-    async def main() -> int:
-        future: rpc.Future[int] = rpc.Future()
-        threading.Thread(target=future.set_result, args=(5,)).start()
-        return await future + await future.then(lambda f: f.wait() + 1)
-
-    assert asyncio.run(main()) == 11
 
 
 def failed() -> rpc.Future[Any]:

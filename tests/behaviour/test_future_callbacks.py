@@ -187,17 +187,6 @@ def test_ctrl_c_between_callbacks_loses_none() -> None:
         run(number)
 
 
-@pytest.mark.parametrize("depth", [1, 5])
-def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
-    def on(n: int) -> int:
-        future = rpc.rpc_async(1, echo, (n,))
-        if n == 0:
-            return future.wait()
-        return future.then(lambda f: f.wait() + on(n - 1)).wait()
-
-    assert on(depth) == sum(range(depth + 1))
-
-
 @pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:

@@ -36,16 +36,6 @@ def test_an_error_passes_through_a_long_chain() -> None:
         last.value()
 
 
-@pytest.mark.system
-def test_a_long_chain_of_callbacks_that_complete_the_next_future() -> None:
-    futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(LONG)]
-    for future, following in itertools.pairwise(futures):
-        future.add_done_callback(lambda f, g=following: g.set_result(f.wait() + 1))
-    futures[0].set_result(1)
-    assert futures[-1].done()
-    assert futures[-1].value() == LONG
-
-
 def test_callbacks_of_the_next_future_come_before_the_others() -> None:
     """However deep they are, as if each ran inside of what completes its future."""
     for depth in (0, 50):

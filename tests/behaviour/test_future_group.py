@@ -108,15 +108,6 @@ def test_what_is_no_future_is_refused() -> None:
             take([rpc.Future(), 1])  # type: ignore[list-item]
 
 
-@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_a_handler_that_waits_lets_another_one_run(mesh: Mesh) -> None:
-    def fan_out() -> list[int]:
-        back = [rpc.rpc_async("worker1", echo, args=(i,)) for i in range(3)]
-        return rpc.wait_all(back)
-
-    assert mesh.run(0, rpc.rpc_sync, "worker1", fan_out) == [0, 1, 2]
-
-
 def test_collect_all_can_be_awaited_and_chained(shared: Mesh) -> None:
     async def main() -> int:
         done = await rpc.collect_all([rpc.rpc_async(1, echo, (i,)) for i in range(5)])
