@@ -175,8 +175,8 @@ def _measure(
     click.echo(headline(machine, settings))
     run, interrupted = Run(groups, settings), False
     try:
-        with progress(run) as watcher:
-            run.run(watcher)
+        with progress(run) as show:
+            run.run(show)
     except KeyboardInterrupt:
         interrupted = True
     except LaunchError as error:

@@ -154,6 +154,13 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_comparisons() -> None:
+    """Has the first `torch.testing.assert_close` of a process not import DTensor, for seconds."""
+    if comparison := sys.modules.get("torch.testing._comparison"):
+        comparison._HAS_DTENSOR = False  # type: ignore[attr-defined]
+
+
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """Forgets what a test has sent to other workers as the same object."""

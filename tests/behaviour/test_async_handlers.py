@@ -212,45 +212,6 @@ def test_the_decorated_function_can_be_called_here(shared: Mesh) -> None:
 # -- no thread is held -----------------------------------------------------------------------
 
 
-class Batcher:
-    """The tutorial's: the last of a batch completes the futures of all."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.lock = threading.Lock()
-        self.rows: list[torch.Tensor] = []
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-
-    @staticmethod
-    @async_execution
-    def add(batcher: Any, row: torch.Tensor) -> Any:
-        self = batcher.local_value()
-        with self.lock:
-            index = len(self.rows)
-            self.rows.append(row)
-            future = self.future
-            result = future.then(lambda f: f.wait()[index])
-            if len(self.rows) == self.size:
-                batch = torch.stack(self.rows)
-                self.rows, self.future = [], torch.futures.Future()
-                future.set_result(batch * 2)
-        return result
-
-
-@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 1})
-def test_batches(caller: Mesh) -> None:
-    batcher = rpc.remote(1, Batcher, (8,))
-
-    fed = [rpc.rpc_async(rank, feed, (batcher, rank)) for rank in (0, 2)]
-    for rank, rows in zip((0, 2), fed, strict=True):
-        assert [r.tolist() for r in rows.wait()] == [[2.0 * rank] * 2] * 4
-
-
-def feed(batcher: Any, rank: int) -> list[torch.Tensor]:
-    row = torch.full((2,), float(rank))
-    return torch.futures.wait_all([rpc.rpc_async(1, Batcher.add, (batcher, row)) for _ in range(4)])
-
-
 _parked: list[Any] = []
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -149,23 +150,29 @@ def test_threads_go_on_calling_until_the_last_worker_has_called_shutdown(mesh: M
         each.result(SOON)
 
 
-def refused(mesh: Mesh, rank: int) -> bool:
-    """Returns whether this worker knows that all have called shutdown."""
-    return mesh.agent(rank).caller.last_calls is not None
+@contextlib.contextmanager
+def when_all_leave(mesh: Mesh, gate: Gate) -> Iterator[None]:
+    """Runs the block when all workers know that all have called shutdown, as a handler holds them.
+
+    Then it opens the handler's gate, and all leave.
+    """
+    gate.await_entry()
+    ends = [mesh.submit(rank, rpc.shutdown) for rank in range(len(mesh))]
+    callers = [mesh.agent(rank).caller for rank in range(len(mesh))]
+    until(lambda: all(caller.last_calls is not None for caller in callers))
+    yield
+    gate.open()
+    for each in ends:
+        each.result(SOON)
 
 
 def test_the_error_says_why_and_what_to_do(mesh: Mesh) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
             going_on = rpc.rpc_async(1, gate.wait_inside, ("done",))
-        gate.await_entry()
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-        until(lambda: refused(mesh, 0))
-        with pytest.raises(rpc.NotInitializedError, match=r"all workers have called shutdown\(\)"):
+        text = r"all workers have called shutdown\(\)"
+        with when_all_leave(mesh, gate), pytest.raises(rpc.NotInitializedError, match=text):
             in_thread(mesh, 0, lambda: rpc.rpc_sync(1, echo, (1,))).result(SOON)
-        gate.open()
-    for each in ends:
-        each.result(SOON)
     assert going_on.wait() == "done"
 
 
@@ -182,17 +189,12 @@ def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(mesh: Mesh)
     with Gate() as gate:
         with mesh.agent(0).as_current():
             rpc.rpc_async(1, gate.wait_inside)
-        gate.await_entry()
         end = in_thread(mesh, 0, train)
         assert ready.wait(SOON)
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-        until(lambda: refused(mesh, 0))
-        go_on.set()
-        with pytest.raises(rpc.NotInitializedError, match="shutdown"):
-            end.result(SOON)
-        gate.open()
-    for each in ends:
-        each.result(SOON)
+        with when_all_leave(mesh, gate):
+            go_on.set()
+            with pytest.raises(rpc.NotInitializedError, match="shutdown"):
+                end.result(SOON)
 
 
 # -- what still may call ---------------------------------------------------------------------
@@ -221,12 +223,8 @@ def test_threads_that_work_for_handlers_may_call(mesh: Mesh) -> None:
         _pools.append(pool)
         with mesh.agent(0).as_current():
             call = rpc.rpc_async(1, fan_out, (gate, 2))
-        gate.await_entry()
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(3)]
-        until(lambda: all(refused(mesh, rank) for rank in range(3)))
-        gate.open()
-        for each in ends:
-            each.result(SOON)
+        with when_all_leave(mesh, gate):
+            pass
     assert call.wait() == 4
 
 
@@ -261,12 +259,8 @@ def test_handlers_may_call(mesh: Mesh, handler: Any, value: Any) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
             call = rpc.rpc_async(1, handler, (gate,))
-        gate.await_entry()
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-        until(lambda: all(refused(mesh, rank) for rank in range(2)))
-        gate.open()
-        for each in ends:
-            each.result(SOON)
+        with when_all_leave(mesh, gate):
+            pass
     assert call.wait() == value
 
 
@@ -306,12 +300,8 @@ def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, join: Callable[[Any],
     noted: list[int] = []
     with Gate() as gate:
         mesh.run(0, chain, 50, join, noted, gate)
-        gate.await_entry()
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-        until(lambda: refused(mesh, 0))
-        gate.open()
-        for each in ends:
-            each.result(SOON)
+        with when_all_leave(mesh, gate):
+            pass
     assert noted == list(range(50, -1, -1))
 
 
@@ -325,13 +315,9 @@ def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh) -> None:
             return chained.wait()
 
         waiting = in_thread(mesh, 0, wait)
-        gate.await_entry()
-        ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-        until(lambda: refused(mesh, 0))
-        gate.open()
+        with when_all_leave(mesh, gate):
+            pass
         assert waiting.result(SOON) == 7
-        for each in ends:
-            each.result(SOON)
 
 
 @pytest.mark.system

@@ -38,14 +38,6 @@ def test_the_future_ends_at_once(shared: Mesh, watched: Watched) -> None:
     assert watched.await_end() == [True]
 
 
-def test_a_future_that_is_done_can_not_be_cancelled(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (5,))
-    assert future.wait() == 5
-    assert not future.cancel()
-    assert not future.cancelled()
-    assert future.wait() == 5
-
-
 def test_callbacks_see_an_error(shared: Mesh, watched: Watched) -> None:
     def see(future: Any) -> str:
         with pytest.raises(rpc.RpcCancelledError):
@@ -191,20 +183,6 @@ def test_a_method_of_a_value_that_is_still_to_come(shared: Mesh, watched: Watche
 def make_keeper(gate: Gate, watched: Watched) -> Keeper:
     gate.wait_inside()
     return Keeper(watched)
-
-
-def test_a_large_call_that_its_cancellation_overtakes(shared: Mesh, watched: Watched) -> None:
-    for _ in range(20):
-        future = rpc.rpc_async(1, tell_size, (watched, torch.zeros(1 << 18)))
-        if not future.cancel():
-            assert future.wait() == 1 << 18
-    assert rpc.rpc_sync(1, tell_size, (watched, torch.zeros(1 << 18))) == 1 << 18
-    until(lambda: not busy(shared))
-
-
-def tell_size(watched: Watched, tensor: torch.Tensor) -> int:
-    watched.tell(tensor.numel())
-    return tensor.numel()
 
 
 @pytest.mark.system

@@ -107,28 +107,6 @@ def test_a_class_keeps_its_state_from_call_to_call(mesh: Mesh) -> None:
     assert mesh.run(1, add, Sub()) == 50  # it has its base class's state
 
 
-def test_a_subclass_is_made_once(mesh: Mesh) -> None:
-    for _ in range(3):
-        mesh.run(1, add, Registered())
-    names = mesh.run(1, lambda value: value.names, Registered())
-    assert names.count("Registered") <= 2  # that of the list that was sent, and its own
-
-
-def test_an_answer_does_not_revert_the_class_of_the_caller(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def through_all(value: Any) -> Any:
-        value.add()
-        return zrpc.rpc_sync("worker2", lambda value: (value.add(), value)[1], args=(value,))
-
-    monkeypatch.setattr(Counter, "total", 0)
-    sent = mesh.submit(1, through_all, Counter())
-    Counter.total = 7
-    back = sent.result()
-    assert type(back) is Counter
-    assert Counter.total == 7
-
-
 def test_a_redefined_method_reaches_the_workers(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:

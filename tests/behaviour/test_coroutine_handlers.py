@@ -59,15 +59,6 @@ def test_async_def(shared: Mesh, call: Call) -> None:
         assert call(1, call_further, (to, 4)) == 9
 
 
-def test_a_local_async_def(shared: Mesh) -> None:
-    factor = 3
-
-    async def triple(x: int) -> int:
-        return factor * await double(x)
-
-    assert rpc.rpc_sync(1, triple, (2,)) == 12
-
-
 @ways
 def test_async_def_that_fails(shared: Mesh, call: Call) -> None:
     with pytest.raises(KeyError) as info:
@@ -134,19 +125,6 @@ async def gather_from(peers: list[int], count: int) -> int:
 @pytest.mark.zrpc(workers=3, options={"num_worker_threads": 1})
 def test_a_fan_out_in_async_def(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, gather_from, ([0, 1, 2], 30)) == 180
-
-
-async def ping_pong(depth: int) -> int:
-    if depth == 0:
-        return 0
-    here = rpc.get_worker_info().id
-    return 1 + await rpc.rpc_async(1 - here, ping_pong, (depth - 1,))
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_recursion_of_async_def(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, ping_pong, (200,)) == 200
 
 
 async def blocks(gate: Gate) -> None:

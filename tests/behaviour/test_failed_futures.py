@@ -175,14 +175,6 @@ def test_an_error_that_nobody_waits_for_is_logged_with_its_origin(
         assert "in give_up" in caplog.text
 
 
-def test_an_error_that_was_asked_for_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    for make in MAKERS:
-        with pytest.raises(KeyError):
-            make().wait()
-    gc.collect()
-    assert not caplog.text
-
-
 def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

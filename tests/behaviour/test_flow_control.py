@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +15,6 @@ import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import busy, calls_to, stats_of
 from tests.support.steps import at_step, some_steps
-from tests.support.targets import echo
-from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.testing import Mesh
@@ -83,67 +80,6 @@ def test_also_small_calls_wait(mesh: Mesh, gate: Gate) -> None:
     assert busy(mesh) <= most
     gate.open()
     assert flooding.result(SOON) == 4 * most
-    until_empty(mesh)
-
-
-@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 0})
-def test_without_a_limit_no_call_waits(mesh: Mesh, gate: Gate) -> None:
-    flooding = mesh.submit(0, flood, gate, 20, HALF)
-    until(lambda: busy(mesh) == 20)
-    assert calls_to(mesh, 1).room is None
-    gate.open()
-    assert flooding.result(SOON) == 20
-
-
-def test_first_come_first_served(mesh: Mesh, gate: Gate) -> None:
-    filling, order = fill(mesh, gate), []
-
-    def call(argument: bytes) -> None:
-        with mesh.agent(0).as_current():
-            rpc.rpc_sync(1, echo, (argument,))
-        order.append(len(argument))
-
-    for count, argument in enumerate((HALF, b"would fit, but for the one before it"), 1):
-        filling.append(start_all([lambda argument=argument: call(argument)], SOON))
-        until_waiting(mesh, count)
-    gate.open()
-    assert filling[0].result(SOON) == 1
-    for finish in filling[1:]:
-        assert finish() == [None]
-    assert len(order) == 2
-    until_empty(mesh)
-
-
-def test_calls_to_a_lost_worker_no_longer_wait(mesh: Mesh, gate: Gate) -> None:
-    filling = fill(mesh, gate)
-
-    def call() -> None:
-        with mesh.agent(0).as_current():
-            rpc.rpc_sync(1, echo, (HALF,), timeout=0)
-
-    finish = start_all([call] * 3, SOON)
-    until_waiting(mesh, 3)
-    close = start_all([mesh.agent(1).close], SOON)
-    assert {type(error) for error in finish()} == {rpc.WorkerDied}
-    with pytest.raises(rpc.WorkerDied):
-        filling[0].result(SOON)
-    until_empty(mesh)
-    gate.open()
-    assert close() == [None]
-
-
-@pytest.mark.system
-def test_calls_of_many_threads_never_take_more_than_the_limit(mesh: Mesh) -> None:
-    def call(seed: int) -> None:
-        sizes, source = [1000, 50_000, LIMIT // 3, LIMIT // 2], random.Random(seed)
-        with mesh.agent(0).as_current():
-            for _ in range(50):
-                rpc.rpc_sync(1, len, (bytes(source.choice(sizes)),))
-
-    finish = start_all([lambda seed=seed: call(seed) for seed in range(8)], SOON)
-    most = [calls_to(mesh, 1).bytes_in_flight for _ in range(300) if stats_of(mesh).peers]
-    assert finish() == [None] * 8
-    assert max(most, default=0) <= LIMIT
     until_empty(mesh)
 
 
@@ -252,45 +188,6 @@ def test_calls_from_a_coroutine_are_sent_when_there_is_room(
         gate.open()
         assert flooding.result(SOON) == list(range(40))
     until_empty(mesh, here)
-
-
-def test_what_a_coroutine_cancels_is_never_sent(mesh: Mesh, gate: Gate) -> None:
-    async def cancel_what_waits() -> int:
-        futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(40)]
-        assert all(future.cancel() for future in futures[20:])
-        gate.open()
-        return len([await future for future in futures[:20]])
-
-    assert mesh.run(0, asyncio.run, cancel_what_waits()) == 20
-    assert stats_of(mesh, 1).handlers["Gate.wait_inside"].number == 20
-    until_empty(mesh)
-
-
-@pytest.mark.system
-def test_cancellations_race_with_new_room(mesh: Mesh) -> None:
-    async def race() -> None:
-        for number in range(200):
-            first, second = (rpc.rpc_async(1, len, (bytes(LIMIT),)) for _ in range(2))
-            await asyncio.sleep(number % 20 * 1e-4)
-            cancelled = second.cancel()
-            assert await first == LIMIT
-            if not cancelled:
-                assert await second == LIMIT
-
-    mesh.run(0, asyncio.run, race())
-    until_empty(mesh)
-
-
-def test_a_call_from_a_coroutine_that_finds_no_room_times_out(mesh: Mesh, gate: Gate) -> None:
-    async def wait_in_vain() -> int:
-        futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(20)]
-        with pytest.raises(rpc.RpcTimeoutError, match="max_bytes_in_flight"):
-            await rpc.rpc_async(1, gate.wait_inside, (PART,), timeout=0.05)
-        gate.open()
-        return len([await future for future in futures])
-
-    assert mesh.run(0, asyncio.run, wait_in_vain()) == 20
-    until_empty(mesh)
 
 
 def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import operator
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.targets import echo, fail
+from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
@@ -25,14 +24,6 @@ def test_await(shared: Mesh) -> None:
         return await future, await future
 
     assert asyncio.run(main()) == (3, 3)
-
-
-def test_await_raises(shared: Mesh) -> None:
-    async def main() -> None:
-        with pytest.raises(KeyError, match="k"):
-            await rpc.rpc_async(1, fail, (KeyError("k"),))
-
-    asyncio.run(main())
 
 
 def test_await_does_not_block_the_loop(shared: Mesh) -> None:
@@ -51,22 +42,6 @@ def test_await_does_not_block_the_loop(shared: Mesh) -> None:
             return order
 
     assert asyncio.run(main()) == ["the loop runs", "answer"]
-
-
-def test_gather(shared: Mesh) -> None:
-    async def main() -> list[int]:
-        return await asyncio.gather(*[rpc.rpc_async(i % 2, echo, (i,)) for i in range(50)])
-
-    assert asyncio.run(main()) == list(range(50))
-
-
-def test_asyncio_wait(shared: Mesh) -> None:
-    async def main() -> set[int]:
-        waits = [asyncio.ensure_future(rpc.rpc_async(1, echo, (i,))) for i in range(5)]
-        done, _ = await asyncio.wait(waits, timeout=SOON)
-        return {each.result() for each in done}
-
-    assert asyncio.run(main()) == set(range(5))
 
 
 def test_asyncio_wait_for_what_is_no_future_of_asyncio_is_an_error(shared: Mesh) -> None:
@@ -118,15 +93,6 @@ def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
         gate.open()
         assert future.wait() == 5
         waiting.close()
-
-
-def test_await_of_a_future_of_ones_own(shared: Mesh) -> None:
-    async def main() -> int:
-        future: rpc.Future[int] = rpc.Future()
-        threading.Thread(target=future.set_result, args=(5,)).start()
-        return await future + await future.then(lambda f: f.wait() + 1)
-
-    assert asyncio.run(main()) == 11
 
 
 def failed() -> rpc.Future[Any]:

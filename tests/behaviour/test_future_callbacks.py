@@ -26,12 +26,6 @@ def test_then_chain(shared: Mesh) -> None:
     assert future.then(lambda f: f.wait() * 10).then(lambda f: f.value() + 1).wait() == 31
 
 
-def test_then_on_a_future_that_is_done(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (1,))
-    future.wait()
-    assert future.then(lambda f: f.wait() + 1).wait() == 2
-
-
 def test_the_callback_gets_the_future_itself(shared: Mesh) -> None:
     future = rpc.rpc_async(1, echo, (1,))
     seen: list[Any] = []
@@ -109,12 +103,6 @@ def test_callbacks_run_once_each_in_any_number(shared: Mesh) -> None:
         for _ in range(6):
             assert done.acquire(timeout=SOON)
         assert seen == [7] * 6
-
-
-def test_callbacks_run_even_if_nobody_waits(shared: Mesh) -> None:
-    ran = threading.Event()
-    rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: ran.set())
-    assert ran.wait(SOON)
 
 
 def test_an_error_in_a_callback_is_logged_and_harms_nobody(
@@ -197,17 +185,6 @@ def test_ctrl_c_between_callbacks_loses_none() -> None:
 
     for number in some_steps(lambda: run(0)):
         run(number)
-
-
-@pytest.mark.parametrize("depth", [1, 5])
-def test_callbacks_that_call_and_wait(shared: Mesh, depth: int) -> None:
-    def on(n: int) -> int:
-        future = rpc.rpc_async(1, echo, (n,))
-        if n == 0:
-            return future.wait()
-        return future.then(lambda f: f.wait() + on(n - 1)).wait()
-
-    assert on(depth) == sum(range(depth + 1))
 
 
 @pytest.mark.system

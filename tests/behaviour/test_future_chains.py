@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 import zrpc as rpc
-from tests.support.gates import Gate
 from tests.support.settled import chain, result_within
 from tests.support.waiting import SOON
-from zrpc.testing import Mesh
 
 LONG = 10_000
 
@@ -29,14 +27,6 @@ def test_a_long_chain_of_a_future_of_ones_own() -> None:
     assert last.value() == LONG
 
 
-@pytest.mark.system
-def test_a_long_chain_of_a_call(shared: Mesh) -> None:
-    with Gate() as gate:
-        last = chain(rpc.rpc_async(1, gate.wait_inside, (0,)), LONG)
-        gate.open()
-        assert last.wait() == LONG
-
-
 def test_an_error_passes_through_a_long_chain() -> None:
     first: rpc.Future[int] = rpc.Future()
     last = chain(first, 200)
@@ -44,16 +34,6 @@ def test_an_error_passes_through_a_long_chain() -> None:
     assert last.done()
     with pytest.raises(KeyError, match="k"):
         last.value()
-
-
-@pytest.mark.system
-def test_a_long_chain_of_callbacks_that_complete_the_next_future() -> None:
-    futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(LONG)]
-    for future, following in itertools.pairwise(futures):
-        future.add_done_callback(lambda f, g=following: g.set_result(f.wait() + 1))
-    futures[0].set_result(1)
-    assert futures[-1].done()
-    assert futures[-1].value() == LONG
 
 
 def test_callbacks_of_the_next_future_come_before_the_others() -> None:

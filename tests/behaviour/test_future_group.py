@@ -43,16 +43,6 @@ def test_the_first_error_ends_the_wait_while_other_calls_go_on(shared: Mesh) -> 
             assert slow.wait() == 1
 
 
-def test_the_error_of_a_callback_ends_wait_all(shared: Mesh) -> None:
-    with Gate() as gate:
-        slow = rpc.rpc_async(1, gate.wait_inside, (1,))
-        failed = rpc.rpc_async(1, echo, (1,)).then(lambda _: fail(SystemExit("in then")))
-        with pytest.raises(SystemExit, match="in then"):
-            rpc.wait_all([slow, failed])
-        with pytest.raises(SystemExit, match="in then"):
-            rpc.collect_all([slow, failed]).wait()
-
-
 def test_wait_all_gives_up_after_its_timeout(shared: Mesh) -> None:
     with Gate() as gate:
         slow = rpc.rpc_async(1, gate.wait_inside, (1,))
@@ -116,15 +106,6 @@ def test_what_is_no_future_is_refused() -> None:
             TypeError, match=r"expected torch\.futures\.Future .* int at position 1"
         ):
             take([rpc.Future(), 1])  # type: ignore[list-item]
-
-
-@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_a_handler_that_waits_lets_another_one_run(mesh: Mesh) -> None:
-    def fan_out() -> list[int]:
-        back = [rpc.rpc_async("worker1", echo, args=(i,)) for i in range(3)]
-        return rpc.wait_all(back)
-
-    assert mesh.run(0, rpc.rpc_sync, "worker1", fan_out) == [0, 1, 2]
 
 
 def test_collect_all_can_be_awaited_and_chained(shared: Mesh) -> None:

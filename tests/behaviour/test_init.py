@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-import socket
+import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 import zrpc as rpc
 from tests.support.agents import join_all
+from tests.support.threads import start_all
+from tests.support.waiting import SOON
 from zrpc.membership.init_method import resolve_rank
 from zrpc.testing.leaks import lasting, no_leaks
 
@@ -42,56 +46,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- workers that don't fit together -----------------------------------------------------------
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_they_fit() -> None:
-    assert start_all(("a", 0, 3), ("b", 1, 3), ("c", 2, 3), timeout=10) == [None] * 3
-
-
-def start_all(*workers: tuple[str, int, int], timeout: float = SHORT) -> list[Any]:
-    """Starts agents over one store; returns the error of each, or None. They are closed."""
-    outcomes = join_all(*workers, options=options(timeout))
-    return [each if isinstance(each, Exception) else each.close() for each in outcomes]
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_duplicate_name() -> None:
-    for error in start_all(("same", 0, 2), ("same", 1, 2), timeout=5):
-        assert isinstance(error, rpc.RendezvousError)
-        assert "worker name same is not unique" in str(error)
-
-
-@pytest.mark.system
-def test_duplicate_rank() -> None:
-    # Who of the two comes last may even join, in place of the other.
-    errors = [e for e in start_all(("a", 0, 2), ("b", 1, 2), ("c", 1, 2)) if e is not None]
-    assert errors
-    assert all(isinstance(error, rpc.RendezvousError) for error in errors), errors
-    told = re.compile("rank 1 is not unique|left again, or are from an earlier run")
-    assert all(told.search(str(error)) for error in errors), errors
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
-def test_other_world_size(sizes: tuple[int, int]) -> None:
-    errors = start_all(("a", 0, sizes[0]), ("b", 1, sizes[1]))
-    assert all(isinstance(error, rpc.RendezvousError) for error in errors), errors
-    assert any("of 2" in str(e) and "3" in str(e) for e in errors)
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize(
-    ("present", "missing"), [([0], "ranks 1-2 are"), ([1], "ranks 0, 2 are"), ([0, 2], "rank 1 is")]
-)
-def test_missing_ranks_are_named(present: list[int], missing: str) -> None:
-    begin = time.monotonic()
-    errors = start_all(*[(f"w{rank}", rank, 3) for rank in present])
-    assert time.monotonic() - begin < SHORT + 5
-    for error in errors:
-        assert isinstance(error, rpc.RendezvousError)
-        assert f"{missing} missing: start them" in str(error)
 
 
 def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
@@ -155,14 +109,6 @@ def test_an_elastic_launch_is_not_warned_of(
     assert "elastic" not in caplog.text
 
 
-def test_arguments_go_before_the_environment(alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "7")
-    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=options(3))
-    assert rpc.get_worker_info().id == 0
-    rpc.shutdown()
-
-
 @pytest.mark.system
 def test_nothing_is_left_of_what_failed(alone: int) -> None:
     with no_leaks(), pytest.raises(rpc.RendezvousError):
@@ -197,12 +143,6 @@ def test_threads_of_gevent_are_refused(alone: int, monkeypatch: Any) -> None:
         rpc.init_rpc()
 
 
-def test_the_rank_is_missing(alone: int, monkeypatch: Any) -> None:
-    monkeypatch.delenv("RANK")
-    with pytest.raises(rpc.RendezvousError, match="RANK"):
-        rpc.init_rpc("me")
-
-
 @pytest.mark.system
 def test_without_a_world_size_the_mesh_is_elastic(
     alone: int, monkeypatch: Any, tmp_path: Any
@@ -222,18 +162,6 @@ def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeyp
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name)
     with pytest.raises(rpc.RendezvousError, match="found nobody"):
-        rpc.init_rpc("me", rpc_backend_options=options(SHORT))
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_variable_is_no_number_or_missing(alone: int, monkeypatch: Any, name: str) -> None:
-    if name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "many")
-        text = "many"
-    else:
-        monkeypatch.delenv(name)
-        text = name
-    with pytest.raises(rpc.RendezvousError, match=text):
         rpc.init_rpc("me", rpc_backend_options=options(SHORT))
 
 
@@ -288,14 +216,6 @@ def test_init_again_and_again(alone: int) -> None:
 
 
 @pytest.mark.system
-def test_nobody_at_the_masters_address(alone: int) -> None:
-    begin = time.monotonic()
-    with pytest.raises(rpc.RendezvousError, match=f"127.0.0.1:{alone}"):
-        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
-    assert time.monotonic() - begin < SHORT + 5
-
-
-@pytest.mark.system
 def test_a_master_that_ends_while_others_wait(alone: int) -> None:
     """It may be back, but nobody is told only that there was none."""
     master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
@@ -310,32 +230,23 @@ def test_a_master_that_ends_while_others_wait(alone: int) -> None:
 
 
 @pytest.mark.system
-def test_a_master_whose_name_is_unknown(alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    with pytest.raises(rpc.RendezvousError, match=r"no-such-host\.invalid"):
-        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
+@pytest.mark.usefixtures("alone", "no_leaks")
+def test_ctrl_c_ends_the_wait_for_others() -> None:
+    threading.Timer(SHORT, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.init_rpc("me", rank=0, world_size=2, rpc_backend_options=options(60))
+    assert not rpc.is_initialized()
 
 
 @pytest.mark.system
-def test_a_master_that_is_something_else(alone: int) -> None:
-    """A port where something listens that speaks no rendezvous."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it is reserved
-        listener.bind(("127.0.0.1", alone))
-        listener.listen()
-        begin = time.monotonic()
-        with pytest.raises(rpc.RendezvousError):
-            rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
-        assert time.monotonic() - begin < 10
-
-
-def test_a_masters_port_that_is_in_use(alone: int) -> None:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # it is reserved
-        listener.bind(("0.0.0.0", alone))
-        listener.listen()
-        with pytest.raises(rpc.RendezvousError, match=str(alone)):
-            rpc.init_rpc("me", rpc_backend_options=options(SHORT))
+@pytest.mark.usefixtures("alone")
+def test_a_shutdown_while_another_thread_joins() -> None:
+    how = {"rank": 0, "world_size": 2, "rpc_backend_options": options(2 * SHORT)}
+    finish = start_all([lambda: rpc.init_rpc("me", **how)], SOON)
+    time.sleep(SHORT)
+    with pytest.raises(rpc.NotInitializedError):
+        rpc.shutdown()
+    assert isinstance(finish()[0], rpc.RendezvousError)
 
 
 @pytest.mark.system

@@ -63,26 +63,6 @@ again(rpc.ZmqRpcBackendOptions(init_timeout=20))
     )
 
 
-@pytest.mark.parametrize("init_method", ["env://", "file"])
-def test_both_get_an_error_for_a_duplicate_name(
-    succeed: Succeed, tmp_path: Path, init_method: str
-) -> None:
-    """Also the one that does not host the store, though the host's program may end at once."""
-    url = f"file://{tmp_path}/store" if init_method == "file" else init_method
-    made = f"rpc.ZmqRpcBackendOptions(init_timeout=8, init_method={url!r})"
-    succeed(
-        HEAD
-        + f"""
-try:
-    rpc.init_rpc("same", rpc_backend_options={made})
-except rpc.RendezvousError as error:
-    assert "is not unique" in str(error), error
-else:
-    sys.exit("the name was not refused")
-"""
-    )
-
-
 def test_the_file_of_a_gloo_group_serves_too(succeed: Succeed, tmp_path: Path) -> None:
     succeed(
         HEAD

@@ -16,13 +16,16 @@ import pytest
 import zmq
 
 import zrpc as rpc
+from tests.support.agents import join_all
 from tests.support.gates import Gate
-from tests.support.observed import answers_heartbeats
+from tests.support.observed import answers_heartbeats, stats_of
 from tests.support.programs import Programs
 from tests.support.targets import echo
-from tests.support.waiting import SOON, pending, until
+from tests.support.waiting import SOON, until
+from zrpc.agent.service import Service
 from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
+from zrpc.wire.member_id import MemberId
 
 MakeMesh = Callable[..., Mesh]
 
@@ -138,6 +141,10 @@ def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> 
         assert re.search(r"last heard from at \d\d:\d\d:\d\d, \d\.\d s before", text)
         assert when - killed < 1.0
     mesh.kill(1)
+    # The others are there, and end gracefully.
+    assert mesh.run(2, rpc.rpc_sync, 0, max, (1, 2)) == 2
+    for each in [mesh.submit(rank, rpc.shutdown) for rank in (0, 2)]:
+        each.result(SOON)
 
 
 # What they share, in hexadecimal digits.
@@ -239,17 +246,6 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
     assert mesh.run_all(call_all) == [[2] * 3] * 3
 
 
-@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0})
-def test_without_a_limit_a_stopped_worker_is_waited_for(mesh: Mesh) -> None:
-    os.kill(mesh.pid(1), signal.SIGSTOP)
-    try:
-        future = mesh.submit(0, rpc.rpc_sync, 1, max, (1, 2))
-        assert pending(future, 0.5)
-    finally:
-        os.kill(mesh.pid(1), signal.SIGCONT)
-    assert future.result(SOON) == 2
-
-
 @pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
 def test_a_worker_without_heartbeats_is_not_taken_for_silent(
@@ -284,43 +280,45 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
     until(lambda: not network.knows(1))
 
 
+@pytest.mark.zrpc(workers=3)
+def test_what_a_worker_held_is_freed_when_it_is_gone(mesh: Mesh) -> None:
+    with mesh.agent(2).as_current():
+        rref = rpc.remote(1, list)
+        assert rref.to_here() == []
+    assert stats_of(mesh, 1).rrefs_owned == 1
+    mesh.run(2, rpc.shutdown, graceful=False)
+    until(lambda: not stats_of(mesh, 1).rrefs_owned, "the value is freed")
+
+
 # -- hooks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.zrpc(workers=3)
-def test_an_error_about_one_loss_leaves_no_other_unsaid(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two workers are found lost at once, as if their host were gone."""
-    agent = mesh.agent(0)
-    detector, tell = agent.liveness._detector, agent._on_member_lost
-    tick, lost = detector.tick, [rpc.WorkerInfo("worker1", 1), rpc.WorkerInfo("worker2", 2)]
-
-    def lose_both(now: float) -> list[Any]:
-        members = [lost.pop(0).member_id for _ in range(len(lost))]
-        found = [detector.declare_lost(member, Reason.ENDED, now) for member in members]
-        return [*found, *tick(now)]
-
-    def fail_to_tell(member: Any) -> None:
+class FailsForWorker1(Service):
+    def on_member_lost(self, member: MemberId) -> None:
         if member == 1:
             raise RuntimeError("dictionary changed size during iteration")
-        tell(member)
 
-    monkeypatch.setattr(agent.peers, "_on_member_lost", fail_to_tell)
-    with Gate() as gate, agent.as_current():
+
+def test_an_error_about_one_loss_leaves_no_other_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers are found lost at once, as if their host were gone."""
+    agents = join_all(
+        *((f"worker{rank}", rank, 3) for rank in range(3)), services=[FailsForWorker1]
+    )
+    liveness = agents[0].liveness
+
+    def lose_both(_: bool) -> list[Any]:
+        monkeypatch.undo()
+        return [liveness.leave(MemberId(rank), Reason.ENDED, 0, "") for rank in (1, 2)]
+
+    with Gate() as gate, agents[0].as_current():
         waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
         gate.await_entry()
-        monkeypatch.setattr(detector, "tick", lose_both)
+        monkeypatch.setattr(liveness, "tick", lose_both)
         until(waiting.done, "it is known that the callee is gone")
         with pytest.raises(rpc.WorkerDied):
             waiting.wait()
-        # The I/O thread still finds what is too late.
-        endless = rpc.rpc_async(0, gate.wait_inside, timeout=0.05)
-        until(endless.done, "its deadline is noticed")
-        with pytest.raises(rpc.RpcTimeoutError):
-            endless.wait()
-    for rank in range(3):  # they don't agree about who is lost
-        mesh.run(rank, rpc.shutdown, graceful=False)
+    for agent in agents:
+        agent.close()
 
 
 @pytest.mark.zrpc(workers=3)
@@ -370,9 +368,3 @@ def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
                 rpc.on_worker_lost(lambda worker: names.append(worker.name))
         mesh.run_all(rpc.shutdown)
     assert names == []
-
-
-def test_hooks_need_an_agent() -> None:
-    for register in (rpc.on_worker_lost, rpc.on_worker_joined):
-        with pytest.raises(rpc.NotInitializedError):
-            register(print)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import Any
 
 import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.waiting import SOON, until
+from tests.support.waiting import until
 from zrpc.testing import Mesh
 
 NAMES = ["worker0", "worker1", "worker2"]
@@ -27,11 +26,6 @@ def test_a_session_is_from_init_to_shutdown(alone: int) -> None:
         assert rpc.is_initialized()
         assert rpc.rpc_sync("me", max, (1, 2)) == 2
     assert not rpc.is_initialized()
-
-
-def test_a_session_without_arguments(alone: int) -> None:
-    with rpc.session() as worker:
-        assert (worker.name, worker.rank) == ("worker0", 0)
 
 
 def test_a_session_takes_what_init_rpc_takes(alone: int) -> None:
@@ -135,40 +129,8 @@ def test_without_a_mesh_there_is_a_clear_error() -> None:
     assert not rpc.is_initialized()
 
 
-@pytest.mark.zrpc(workers=2)
-def test_the_default_timeout_is_set_for_later_calls(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), Gate() as gate:
-        rpc.set_rpc_timeout(0.05)
-        assert rpc.get_rpc_timeout() == 0.05
-        with pytest.raises(rpc.RpcTimeoutError):
-            rpc.rpc_sync("worker1", gate.wait_inside)
-        with pytest.raises(rpc.OptionError, match="non-negative"):
-            rpc.set_rpc_timeout(-1)
-
-
 def test_the_rank_is_another_name_of_the_id() -> None:
     assert rpc.WorkerInfo("a", 5).rank == 5
 
 
 # -- together ----------------------------------------------------------------------------------
-
-
-@pytest.mark.zrpc(workers=3)
-def test_all_gather_and_barrier(mesh: Mesh) -> None:
-    def run() -> Any:
-        own = rpc.get_worker_info().rank
-        rpc.barrier(timeout=SOON)
-        some = rpc.all_gather(own, ["worker0", "worker1"]) if own < 2 else None
-        return rpc.all_gather(own * 10), some
-
-    for everything, some in mesh.run_all(run):
-        assert everything == {"worker0": 0, "worker1": 10, "worker2": 20}
-        assert some in (None, {"worker0": 0, "worker1": 1})
-
-
-@pytest.mark.zrpc(workers=2)
-def test_a_barrier_has_a_timeout_and_fails_loudly(mesh: Mesh) -> None:
-    with pytest.raises(rpc.RpcTimeoutError):
-        mesh.run(0, rpc.barrier, timeout=0.05)
-    with pytest.raises(ValueError, match="to be one of"):
-        mesh.run(0, rpc.barrier, ["worker1"])

@@ -80,12 +80,6 @@ def test_recursion_of_depth_200(caller: Mesh, recurse: Any) -> None:
     assert rpc.rpc_sync(1, recurse, (200,), timeout=50) == 200
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 1}, timeout=60)
-def test_recursion_of_depth_200_with_one_thread(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, by_sync, (200,), timeout=50) == 200
-
-
 @pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60, processes=True)
 def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
     assert mesh.run(0, rpc.rpc_sync, 1, by_sync, (200,), None, 50) == 200
@@ -97,22 +91,6 @@ def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
 def test_recursion_with_waits_that_are_not_seen(caller: Mesh, recurse: Any) -> None:
     # Far deeper than the four running threads reach.
     assert rpc.rpc_sync(1, recurse, (7,), timeout=50) == 7
-
-
-@pytest.mark.zrpc(options={"num_worker_threads": 2})
-def test_both_recurse_at_once(mesh: Mesh) -> None:
-    assert mesh.run_all(by_sync, 50) == [50, 50]
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=4, options={"num_worker_threads": 2})
-def test_a_ring(mesh: Mesh) -> None:
-    assert mesh.run_all(around, 100) == [100] * 4
-
-
-def around(hops: int) -> int:
-    after = (rpc.get_worker_info().id + 1) % 4
-    return 0 if hops == 0 else 1 + rpc.rpc_sync(after, around, (hops - 1,))
 
 
 @pytest.mark.system
@@ -163,11 +141,6 @@ def add_under_lock(n: int) -> int:
 def test_handlers_that_call_while_they_hold_a_lock(caller: Mesh) -> None:
     futures = [rpc.rpc_async(1, add_under_lock, (n,)) for n in range(30)]
     assert torch.futures.wait_all(futures) == list(range(30))
-
-
-def test_a_handler_knows_its_own_worker(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, other) == 0
-    assert rpc.rpc_sync(0, other) == 1
 
 
 @pytest.mark.zrpc(options={"num_worker_threads": 2})

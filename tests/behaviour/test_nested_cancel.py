@@ -109,28 +109,22 @@ AWAITING = (nested_await, nested_in_a_task)
 
 
 @pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
 def test_the_end_of_a_call_reaches_its_nested_calls(
-    shared: Mesh, watched: Watched, handler: Any
+    shared: Mesh, watched: Watched, handler: Any, end: str
 ) -> None:
     keeper = rpc.RRef(Keeper(watched))
-    future = rpc.rpc_async(1, handler, (watched, keeper), timeout=0)
-    watched.await_entry()
-    assert future.cancel()
-    expected = asyncio.CancelledError if handler in AWAITING else rpc.RpcCancelledError
+    expected = {asyncio.CancelledError if handler in AWAITING else rpc.RpcCancelledError}
+    if end == "cancel":
+        future = rpc.rpc_async(1, handler, (watched, keeper), timeout=0)
+        watched.await_entry()
+        assert future.cancel()
+    else:
+        call_until_it_begins(watched, handler, (watched, keeper))
+        expected |= {rpc.RpcTimeoutError, rpc.RpcCancelledError}
     told = watched.await_end(2)
     assert True in told  # the innermost handler
-    assert expected in told
-    until(lambda: not busy(shared) and not busy(shared, 0))
-    assert rpc.rpc_sync(1, echo, (1,)) == 1
-
-
-@pytest.mark.parametrize("handler", HANDLERS)
-def test_a_deadline_reaches_nested_calls(shared: Mesh, watched: Watched, handler: Any) -> None:
-    keeper = rpc.RRef(Keeper(watched))
-    call_until_it_begins(watched, handler, (watched, keeper))
-    told = watched.await_end(2)
-    assert True in told
-    assert {rpc.RpcTimeoutError, rpc.RpcCancelledError, asyncio.CancelledError} & set(told)
+    assert expected & set(told)
     watched.open()
     until(lambda: not busy(shared) and not busy(shared, 0))
 

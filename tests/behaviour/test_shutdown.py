@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -53,11 +52,26 @@ def test_it_waits_for_the_others(mesh: Mesh) -> None:
     second.result(SOON)
 
 
+def wait(gate: Gate) -> Any:
+    return gate.wait_inside("done")
+
+
+async def wait_then_call(gate: Gate) -> Any:
+    await asyncio.to_thread(gate.wait_inside)
+    return await rpc.rpc_async(0, echo, ("done",))
+
+
+@async_execution
+def wait_elsewhere(gate: Gate) -> Any:
+    return rpc.rpc_async(0, gate.wait_inside, ("done",))
+
+
 @pytest.mark.system
-def test_it_waits_for_what_runs(mesh: Mesh) -> None:
+@pytest.mark.parametrize("handler", [wait, wait_then_call, wait_elsewhere])
+def test_it_waits_for_what_runs(mesh: Mesh, handler: Any) -> None:
     with Gate() as gate:
         with mesh.agent(0).as_current():
-            future = rpc.rpc_async(1, gate.wait_inside, ("done",))
+            future = rpc.rpc_async(1, handler, (gate,))
         gate.await_entry()
         ends = [end(mesh, rank) for rank in range(2)]
         assert pending(ends[0], 0.3)
@@ -108,13 +122,6 @@ def test_it_waits_for_callbacks_that_call(mesh: Mesh) -> None:
     assert _noted == list(range(50, -1, -1))
 
 
-async def wait_then_call(gate: Gate) -> None:
-    import asyncio
-
-    await asyncio.to_thread(gate.wait_inside)
-    _noted.append(await rpc.rpc_async(0, echo, ("coroutine",)))
-
-
 _parked: list[torch.futures.Future[Any]] = []
 
 
@@ -126,32 +133,6 @@ def park() -> Any:
 
 
 _entered = threading.Semaphore(0)
-
-
-@pytest.mark.system
-def test_it_waits_for_coroutines(mesh: Mesh) -> None:
-    _noted.clear()
-    with Gate() as gate:
-        mesh.run(0, rpc.rpc_async, 1, wait_then_call, (gate,))
-        gate.await_entry()
-        ends = [end(mesh, rank) for rank in range(2)]
-        assert pending(ends[0], 0.3)
-        gate.open()
-        for each in ends:
-            each.result(SOON)
-    assert _noted == ["coroutine"]
-
-
-@pytest.mark.system
-def test_it_waits_for_async_execution(mesh: Mesh) -> None:
-    future = mesh.run(0, rpc.rpc_async, 1, park)
-    assert _entered.acquire(timeout=SOON)
-    ends = [end(mesh, rank) for rank in range(2)]
-    assert pending(ends[0], 0.3)
-    _parked.pop().set_result("late")
-    for each in ends:
-        each.result(SOON)
-    assert future.wait() == "late"
 
 
 @pytest.mark.system
@@ -325,19 +306,6 @@ def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str
         leaving.result(SOON)
 
 
-def test_not_graceful_from_a_handler(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), pytest.raises(rpc.RpcError):
-        rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=NOTICED_WITHIN)
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3)
-def test_survivors_end_gracefully(mesh: Mesh) -> None:
-    mesh.run(1, rpc.shutdown, graceful=False)
-    for each in [end(mesh, 0), end(mesh, 2)]:
-        each.result(SOON)
-
-
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
@@ -349,55 +317,3 @@ def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
 
 
 # -- processes that die ------------------------------------------------------------------------
-
-
-def _await_file(path: Any) -> None:
-    until(lambda: path.exists())
-
-
-def _pending_fails(directory: str, to: int) -> tuple[str, bool, float]:
-    """Calls a handler that never ends; the error's type, and when it came."""
-
-    def never(path: str) -> None:
-        import pathlib
-        import time
-
-        pathlib.Path(path).touch()
-        time.sleep(3600)
-
-    try:
-        rpc.rpc_sync(to, never, (f"{directory}/entered-{rpc.get_worker_info().id}",), timeout=60)
-    except Exception as error:
-        return type(error).__name__, f"worker{to}" in str(error), time.time()
-    return "none", False, 0.0
-
-
-@pytest.mark.parametrize(("victim", "transport"), [(0, "auto"), (2, "tcp")])
-@pytest.mark.zrpc(workers=3, processes=True, timeout=40)
-def test_a_killed_peer(make_mesh: MakeMesh, tmp_path: Any, victim: int, transport: str) -> None:
-    mesh = make_mesh(options={"transport": transport})
-    survivors = [rank for rank in range(3) if rank != victim]
-    pending = [mesh.submit(rank, _pending_fails, str(tmp_path), victim) for rank in survivors]
-    for rank in survivors:
-        _await_file(tmp_path / f"entered-{rank}")
-    mesh.kill(victim)
-    killed = time.time()
-    for future in pending:
-        kind, named, when = future.result(20)
-        assert (kind, named) == ("WorkerDied", True)
-        assert when - killed < NOTICED_WITHIN
-    # The others are there, and the dead one stays dead.
-    one, other = survivors
-    assert mesh.run(one, rpc.rpc_sync, other, max, (1, 2)) == 2
-    with pytest.raises(rpc.WorkerDied):
-        mesh.run(one, rpc.rpc_sync, victim, max, (1, 2))
-    # And they end gracefully.
-    for each in [mesh.submit(rank, rpc.shutdown) for rank in survivors]:
-        each.result(15)
-
-
-@pytest.mark.zrpc(workers=2, processes=True)
-def test_a_handler_that_ends_its_process(mesh: Mesh) -> None:
-    with pytest.raises(rpc.WorkerDied):
-        mesh.run(0, rpc.rpc_sync, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    mesh.kill(1)  # it is dead; this tells the mesh that it may be

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,14 @@ from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.programs import Programs
 from tests.support.targets import echo
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.service import Service
 from zrpc.testing import Mesh, faults
+from zrpc.wire.kind import Kind
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
 
-MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
 
 
@@ -154,6 +158,34 @@ def test_the_rest_is_done_if_a_service_fails() -> None:
         assert not Path(agent.membership.records[0].directory).exists()
 
 
+class SpeaksAtTheEnd(Service):
+    """Sends the other worker a message as its agent closes, and notes whether it was sent."""
+
+    def close(self) -> None:
+        network, other = self.agent.network, MemberId(1 - self.agent.worker_info.id)
+        before = network.sent([other])
+        self.agent.outbox.post(other, Message(Kind.REFERENCE))
+        _sent.append(network.sent([other]) - before)
+
+
+_sent: list[int] = []
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_nothing_is_sent_once_all_have_left_gracefully() -> None:
+    """As a reference that is freed then: the end would wait in vain until that has arrived."""
+    for graceful, sent in ((False, [1]), (True, [0, 0])):
+        agents = join_all(("one", 0, 2), ("other", 1, 2), services=[SpeaksAtTheEnd])
+        with agents[0].as_current():
+            assert rpc.rpc_sync("other", echo, (1,)) == 1
+        _sent.clear()
+        leaving = [partial(agent.shutdown, graceful) for agent in agents]
+        start_all(leaving if graceful else leaving[:1], SOON)()
+        assert _sent == sent
+        for agent in agents:
+            agent.close()
+
+
 # -- programs --------------------------------------------------------------------------------
 
 HEAD = """
@@ -221,59 +253,3 @@ if rank == 0:
     )
     assert (programs.directory / "slow-has-run").exists()
     assert not any("Traceback" in output for output in outputs), outputs
-
-
-def test_ctrl_c_during_init(programs: Programs) -> None:
-    """A worker waits for others that never come: Ctrl-C ends it, and nothing is left."""
-    source = (
-        HEAD
-        + """
-options = rpc.ZmqRpcBackendOptions(init_timeout=60)
-threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
-began = time.monotonic()
-try:
-    rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
-except KeyboardInterrupt:
-    pass
-else:
-    sys.exit("it was not interrupted")
-try:
-    rpc.shutdown()
-except rpc.NotInitializedError:
-    pass
-assert time.monotonic() - began < 20
-left = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
-assert not left, left
-"""
-    )
-    ended = programs.run(source, 1)
-    assert [e.code for e in ended] == [0], ended
-    assert programs.left() == []
-
-
-def test_shutdown_while_another_thread_joins(programs: Programs) -> None:
-    source = (
-        HEAD
-        + """
-options = rpc.ZmqRpcBackendOptions(init_timeout=0.6)
-failed = []
-
-def join():
-    try:
-        rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
-    except rpc.RendezvousError as error:
-        failed.append(error)
-
-thread = threading.Thread(target=join)
-thread.start()
-time.sleep(0.2)
-try:
-    rpc.shutdown()
-except rpc.NotInitializedError:
-    pass
-thread.join(20)
-assert failed
-"""
-    )
-    ended = programs.run(source, 1)
-    assert [e.code for e in ended] == [0], ended

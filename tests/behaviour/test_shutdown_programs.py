@@ -66,21 +66,6 @@ rpc.shutdown(timeout=20)
     assert programs.left() == []
 
 
-def test_in_a_finally_clause(programs: Programs) -> None:
-    ended = programs.run(
-        HEAD
-        + """
-try:
-    if rank == 1:
-        raise ValueError("the program's own")
-finally:
-    rpc.shutdown()
-"""
-    )
-    assert [e.code for e in ended] == [0, 1], ended
-    assert programs.left() == []
-
-
 def test_an_exit_code_survives(programs: Programs) -> None:
     ended = programs.run(HEAD + "rpc.shutdown()\nsys.exit(3 + rank)\n", stop_others=False)
     assert [e.code for e in ended] == [3, 4], ended

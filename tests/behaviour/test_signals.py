@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import itertools
 import os
@@ -16,14 +15,11 @@ import torch
 
 import zrpc as rpc
 from tests.support.handled import Handle, signal_handlers
-from tests.support.steps import at_step, count_steps
 from tests.support.targets import echo
-from tests.support.waiting import SOON, until
+from tests.support.waiting import until
 from tests.support.ways import WAYS
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
-
-SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
 
 @pytest.fixture
@@ -37,20 +33,6 @@ def call() -> None:
 
 
 class TestCallsInHandlers:
-    def test_of_any_signal(self, shared: Mesh, handle: Handle) -> None:
-        answered = []
-
-        def handler(number: int, frame: Any) -> None:
-            call()
-            answered.append(number)
-
-        middle = count_steps(call) // 2
-        for number in SIGNALS:
-            handle(handler, number)
-            with at_step(middle, functools.partial(signal.raise_signal, number)):
-                call()
-        assert answered == SIGNALS
-
     def test_of_signals_that_other_processes_send(self, shared: Mesh, handle: Handle) -> None:
         """They come at any time, and interrupt each other's handlers."""
         numbers = [signal.SIGUSR1, signal.SIGALRM, signal.SIGTERM, signal.SIGWINCH]
@@ -78,30 +60,6 @@ class TestCallsInHandlers:
             sender.join()
         call()
         assert set(answered) == set(numbers)
-
-    def test_of_event_loops(self, shared: Mesh, handle: Handle) -> None:
-        """Their handlers are callbacks, which run between the steps of coroutines."""
-        answered = []
-
-        async def main() -> None:
-            loop = asyncio.get_running_loop()
-            arrived = asyncio.Event()
-
-            def handler() -> None:
-                call()
-                answered.append("by rpc_sync")
-                arrived.set()
-
-            loop.add_signal_handler(signal.SIGUSR1, handler)
-            try:
-                with at_step(10, functools.partial(signal.raise_signal, signal.SIGUSR1)):
-                    assert await rpc.rpc_async(1, echo, (2,)) == 2
-                await asyncio.wait_for(arrived.wait(), SOON)
-            finally:
-                loop.remove_signal_handler(signal.SIGUSR1)
-
-        asyncio.run(main())
-        assert answered == ["by rpc_sync"]
 
     def test_before_a_handler_exits(self, succeed: Callable[..., list[str]]) -> None:
         """As a job that is preempted saves its checkpoint."""
@@ -261,10 +219,3 @@ class TestErrorsOfHandlers:
         until(caller.agent(0).service(RRefService).idle, "nothing of the reference is in progress")
         del rref
         until(lambda: not rpc.stats().rrefs_owned, collect=True)
-
-    def test_what_the_value_itself_raises_is_an_error_of_the_value(
-        self, shared: Mesh, handle: Handle
-    ) -> None:
-        handle(Owner(TimeIsOver()).method)
-        with pytest.raises(rpc.SerializationError):
-            rpc.rpc_sync(1, echo, (threading.Lock(),))

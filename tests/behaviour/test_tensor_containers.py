@@ -1,11 +1,12 @@
-"""Tensors inside of containers: what arrives."""
+"""NumPy arrays, and tensors inside of containers: what arrives."""
 
 from __future__ import annotations
 
 import collections
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,39 +51,46 @@ class TestContainers:
         assert received.more["a"][0] is received.more["a"][1]
         assert back(Frozen(torch.ones(size))).x.sum() == size
 
-    def test_local_dataclass(self, shared: Mesh, size: int) -> None:
-        @dataclass
-        class Local:
-            x: torch.Tensor
-
-        received = back(Local(torch.ones(size)))
-        assert type(received) is Local
-        assert received.x.sum() == size
-
     def test_torchs_named_results(self, shared: Mesh, size: int) -> None:
         received = rpc.rpc_sync(1, torch.max, (torch.ones(2, size), 0))
         assert received.values.sum() == size
         assert type(received) is torch.return_types.max
 
-    @pytest.mark.system
-    def test_module(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Sequential(torch.nn.Linear(size, 2), torch.nn.BatchNorm1d(2)).eval()
-        received = back(module)
-        x = torch.randn(3, size)
-        torch.testing.assert_close(received(x), module(x))
-        assert not received.training
-        received(x).sum().backward()
-
-    @pytest.mark.system
-    def test_state_dict_and_optimizer(self, shared: Mesh, size: int) -> None:
-        module = torch.nn.Linear(size, 1)
-        optimizer = torch.optim.Adam(module.parameters())
-        module(torch.ones(size)).backward()
-        optimizer.step()
-        received, state = back([optimizer.state_dict(), module.state_dict()])
-        assert received["state"][0]["exp_avg"].shape == (1, size)
-        torch.testing.assert_close(state["weight"], module.state_dict()["weight"])
-
     def test_many_tensors(self, shared: Mesh, size: int) -> None:
         received = back({i: torch.full((size // 10,), float(i)) for i in range(300)})
         assert [received[i][0].item() for i in range(300)] == list(range(300))
+
+
+ARRAYS: list[Any] = [
+    np.arange(SMALL),
+    np.arange(LARGE),
+    np.arange(LARGE).reshape(100, -1).T,
+    np.asfortranarray(np.arange(LARGE).reshape(100, -1)),
+    np.arange(LARGE)[::3],
+    np.float32(1.5),
+    np.array(5),
+    np.empty((0, 3)),
+    np.array(["a", "bc"] * LARGE),
+    np.array([1, "a", None], dtype=object),
+    np.array([(1, 2.0)] * LARGE, dtype=[("a", "i4"), ("b", "f8")]),
+    np.array(["2020-01-01"], dtype="datetime64[D]"),
+    np.arange(LARGE).astype(">i4"),
+    np.ma.masked_array([1, 2], [True, False]),
+]
+
+
+def test_numpy(shared: Mesh) -> None:
+    for sent in ARRAYS:
+        received = back(sent)
+        assert type(received) is type(sent)
+        assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
+        np.testing.assert_array_equal(received, sent)
+
+
+def test_read_only_array(shared: Mesh) -> None:
+    for size in (SMALL, LARGE):
+        sent = np.arange(size)
+        sent.flags.writeable = False
+        received = back(sent)
+        np.testing.assert_array_equal(received, sent)
+        assert not received.flags.writeable

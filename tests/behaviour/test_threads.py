@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import random
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,15 +34,6 @@ def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], *ranks: int)
     for error in start_all(calls, 2 * SOON)():
         if error is not None:
             raise error
-
-
-@pytest.mark.system
-def test_two_threads_at_once(shared: Mesh) -> None:
-    def work(i: int) -> None:
-        for n in range(300):
-            assert rpc.rpc_sync(1, operator.add, (i, n)) == i + n
-
-    in_threads(shared, 2, work)
 
 
 def test_the_first_calls_of_a_mesh_from_many_threads(mesh: Mesh) -> None:
@@ -106,60 +96,6 @@ def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_timeouts_and_answers_at_the_same_moment(shared: Mesh) -> None:
-    """Either of them comes, never both and never none."""
-
-    def work(i: int) -> None:
-        for n in range(40):
-            future = rpc.rpc_async(1, sleep_and_return, (0.004, (i, n)), timeout=0.005)
-            try:
-                _is(future.wait(), (i, n))
-            except rpc.RpcTimeoutError:
-                with pytest.raises(rpc.RpcTimeoutError):
-                    future.wait()
-            else:
-                _is(future.wait(), (i, n))
-
-    in_threads(shared, 4, work)
-    assert rpc.rpc_sync(1, echo, (1,)) == 1
-
-
-def sleep_and_return(seconds: float, value: Any) -> Any:
-    time.sleep(seconds)  # the handler's work, timed against the caller's timeout
-    return value
-
-
-@pytest.mark.system
 def test_a_burst_of_ten_thousand(shared: Mesh) -> None:
     futures = [rpc.rpc_async(1, operator.mul, (i, 2)) for i in range(10_000)]
     assert torch.futures.wait_all(futures) == [2 * i for i in range(10_000)]
-
-
-@pytest.mark.zrpc(timeout=20)
-def test_shutdown_while_other_threads_call(mesh: Mesh) -> None:
-    """Each call has a result or a clear error."""
-    outcomes: list[Any] = []
-    begun = threading.Semaphore(0)
-
-    def work() -> None:
-        with mesh.agent(0).as_current():
-            agent_calls(outcomes, begun)
-
-    finish = start_all([work] * 4, SOON)
-    for _ in range(40):
-        assert begun.acquire(timeout=SOON)
-    mesh.agent(0).shutdown(graceful=False)
-    finish()
-    assert len(outcomes) == 4
-    assert all(isinstance(error, rpc.RpcError) for error in outcomes), outcomes
-
-
-def agent_calls(outcomes: list[Any], begun: threading.Semaphore) -> None:
-    n = 0
-    try:
-        while True:
-            n += 1
-            begun.release()
-            assert rpc.rpc_sync(1, echo, (n,)) == n
-    except Exception as error:
-        outcomes.append(error)

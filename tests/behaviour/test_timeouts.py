@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import threading
@@ -55,56 +54,6 @@ def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
     with pytest.raises(rpc.RpcTimeoutError):
         rpc.rpc_sync(1, gate.wait_inside, timeout=0.1)
     assert time.monotonic() - begin >= 0.1
-
-
-@pytest.mark.system
-def test_a_remote_that_takes_longer_shows_at_use(shared: Mesh, gate: Gate) -> None:
-    rref = rpc.remote(1, gate.wait_inside, timeout=0.1)
-    with contextlib.suppress(rpc.RpcTimeoutError):
-        rref.to_here(timeout=0.5)  # begun before the other timeout is over
-    with pytest.raises(RuntimeError, match=r"RRef creation via rpc\.remote\(\) timed out"):
-        rref.to_here()
-
-
-def test_to_here_with_a_timeout(shared: Mesh, gate: Gate) -> None:
-    rref = rpc.remote(1, gate.wait_inside, ("late",))
-    with pytest.raises(rpc.RpcTimeoutError):
-        rref.to_here(timeout=0.1)
-    gate.open()
-    assert rref.to_here() == "late"
-
-
-def test_a_late_answer_is_ignored(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, ("late",), timeout=0.1)
-    gate.await_entry()
-    with pytest.raises(rpc.RpcTimeoutError):
-        future.wait()
-    gate.open()
-    # Answers come in the order in which they are sent; these come after the late one.
-    assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
-    with pytest.raises(rpc.RpcTimeoutError):
-        future.wait()
-
-
-def test_many_timeouts_each_at_its_time(shared: Mesh, gate: Gate) -> None:
-    order: list[float] = []
-    done = threading.Semaphore(0)
-
-    def note(timeout: float) -> Callable[[Any], None]:
-        def callback(future: Any) -> None:
-            with pytest.raises(rpc.RpcTimeoutError):
-                future.wait()
-            order.append(timeout)
-            done.release()
-
-        return callback
-
-    timeouts = [0.15, 0.05, 0.1]
-    for timeout in timeouts:
-        rpc.rpc_async(1, gate.wait_inside, timeout=timeout).add_done_callback(note(timeout))
-    for _ in timeouts:
-        assert done.acquire(timeout=SOON)
-    assert order == sorted(timeouts)
 
 
 @pytest.mark.system
@@ -219,10 +168,10 @@ def test_a_nested_call_ends_with_its_caller(shared: Mesh, gate: Gate) -> None:
     """Its own deadline has passed, or the caller's message, that it no longer waits, was sooner."""
     for timeout in (-1, 0, 15):
         _nested.clear()
-        for own in (0.05, 0.5, 5):  # on a busy machine the first may not begin
+        for limit in (0.05, 0.5, 5.0):  # on a busy machine the handler may not begin in time
             with pytest.raises(rpc.RpcTimeoutError):
-                rpc.rpc_sync(1, nested, (gate, timeout), timeout=own)
-            if _nested_came.acquire(timeout=2 * own):  # well before its own timeout
+                rpc.rpc_sync(1, nested, (gate, timeout), timeout=limit)
+            if _nested_came.acquire(timeout=2):  # well before its own timeout
                 break
         assert isinstance(_nested[0], (rpc.RpcTimeoutError, rpc.RpcCancelledError))
 
@@ -242,7 +191,7 @@ def test_the_next_handler_in_the_thread_has_no_deadline_of_the_last(
 ) -> None:
     for _ in range(3):
         with pytest.raises(rpc.RpcTimeoutError):
-            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.05)
+            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.5)
         assert _nested_came.acquire(timeout=10)
     _nested.clear()
     opener = threading.Timer(0.1, gate.open)

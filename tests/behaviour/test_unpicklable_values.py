@@ -100,13 +100,6 @@ def test_the_error_names_the_innermost_type_that_can_not_be_pickled(shared: Mesh
         rpc.rpc_sync("worker1", iter_of, args=(3,))
 
 
-def test_the_error_of_a_future_that_was_sent(shared: Mesh) -> None:
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-        rpc.rpc_sync(1, echo, (rpc.Future(),))
-    with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-        rpc.rpc_sync(1, rpc.rpc_async, (0, max, (1, 2)))
-
-
 @pytest.mark.zrpc(timeout=15)
 def test_a_result_whose_pickling_would_end_the_worker(caller: Mesh) -> None:
     for call, error in itertools.product(WAYS, (SystemExit(3), KeyboardInterrupt())):
@@ -137,12 +130,6 @@ def test_an_argument_that_can_not_be_unpickled_at_the_callee(shared: Mesh) -> No
                 call(1, echo, (RaisesWhenUnpickled(error),), timeout=10)
         gate.open()
         assert other.wait() == "other"
-
-
-@ways
-def test_a_result_that_can_not_be_unpickled_at_the_caller(shared: Mesh, call: Call) -> None:
-    with pytest.raises(rpc.SerializationError, match="one hop too many"):
-        call(1, echo, (RaisesWhenUnpickledTwice(),), timeout=10)
 
 
 @pytest.mark.zrpc(timeout=15)

@@ -158,19 +158,6 @@ def test_a_compiled_step_trains(caller: Mesh) -> None:
     assert frames() <= 8  # torch's own code around a step is among them
 
 
-def test_a_compiled_context_has_the_gradients(caller: Mesh) -> None:
-    weight = torch.ones(3, requires_grad=True)
-
-    def gradient() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = (zrpc.rpc_sync("worker1", double, args=(weight,)) * 3).sum()
-            dist_autograd.backward(context_id, [loss])
-            return dist_autograd.get_gradients(context_id)[weight]
-
-    assert compiled(gradient)().tolist() == [6, 6, 6]
-    assert frames() <= 2
-
-
 def test_a_compiled_module_has_a_remote_module_in_it(caller: Mesh) -> None:
     local, remote = torch.nn.Linear(3, 3), RemoteModule("worker1", torch.nn.Linear, (3, 3))
     module: Any = torch.nn.Sequential(local, remote, torch.nn.ReLU())
@@ -282,36 +269,12 @@ def test_a_local_compiled_function_runs_compiled(caller: Mesh) -> None:
     assert frames() == 1
 
 
-def test_a_lambda_that_calls_a_compiled_function_can_be_sent(caller: Mesh) -> None:
-    local = compiled(lambda x: x + 1)
-    function = lambda x: local(compiled_double(x))  # noqa: E731
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
-
-
-def test_a_local_compiled_function_that_calls_itself_can_be_sent(caller: Mesh) -> None:
-    def count(x: torch.Tensor, n: int) -> torch.Tensor:
-        return x if n == 0 else again(x, n - 1) + 1
-
-    again = compiled(count)
-    assert zrpc.rpc_sync("worker1", again, (X, 3)).tolist() == [4, 4, 4]
-
-
-def test_a_compiled_bound_method_can_be_sent(caller: Mesh) -> None:
-    function = compiled(Model().double)
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [2, 2, 2]
-
-
 def test_a_local_decorator_around_a_compiled_function_can_be_sent(caller: Mesh) -> None:
     @functools.wraps(compiled_double)
     def decorated(x: torch.Tensor) -> torch.Tensor:
         return compiled_double(x) + 1
 
     assert zrpc.rpc_sync("worker1", decorated, (X,)).tolist() == [3, 3, 3]
-
-
-def test_compiled_functions_come_back(caller: Mesh) -> None:
-    function = zrpc.rpc_sync("worker1", lambda: torch.compile(lambda x: x * 7, backend="eager"))
-    assert function(X).tolist() == [7, 7, 7]
 
 
 def test_a_function_that_must_not_be_compiled_can_be_sent(caller: Mesh) -> None:
@@ -325,11 +288,3 @@ def test_a_compiled_module_arrives_compiled(caller: Mesh, settings: dict[str, An
     sent = compiled(module, **settings)
     assert torch.allclose(zrpc.rpc_sync("worker1", sent, (X,)), module(X))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_compiled_module_is_made_on_a_worker_and_called_there(caller: Mesh) -> None:
-    rref: Any = zrpc.remote(
-        "worker1", torch.compile, (torch.nn.Identity(),), {"backend": own_backend}
-    )
-    assert rref.rpc_sync().forward(X).tolist() == [1, 1, 1]
-    assert rref.rpc_sync().__call__(X).tolist() == [1, 1, 1]

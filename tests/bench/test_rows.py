@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
 
 from zrpc.bench.mesh import Mesh
 from zrpc.bench.participant import Participant
-from zrpc.bench.row import Group, Row
+from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
 from zrpc.bench.sampling import Sampling
 from zrpc.bench.settings import LIMIT, Settings
@@ -66,76 +65,51 @@ def test_a_pattern_that_matches_nothing_lists_the_rows() -> None:
         select(["("])
 
 
-class _Meshes:
-    """Keeps one mesh at a time, for several tests."""
-
-    def __init__(self, starter: Starter) -> None:
-        self._starter = starter
-        self._key: tuple[str, int, bool] | None = None
-        self._mesh: Mesh | None = None
-
-    def get(self, participant: str, workers: int, tcp: bool) -> Mesh:
-        key = (participant, workers, tcp)
-        if self._key != key:
-            self.close()
-            self._mesh = Mesh(self._starter, participant, workers, tcp=tcp).__enter__()
-            self._key = key
-        assert self._mesh is not None
-        return self._mesh
-
-    def close(self) -> None:
-        mesh, self._mesh, self._key = self._mesh, None, None
-        if mesh is not None:
-            mesh.__exit__(None, None, None)
-            assert mesh.shutdown_errors == []
+def measure(mesh: Mesh, each: Row | Limit, tiny: Sampling) -> None:
+    sample = mesh.measure(each.workload, each.arguments, tiny, 60)
+    assert sample.value > 0, each.name
+    assert sample.repeats >= 1, each.name
 
 
-@pytest.fixture(scope="module")
-def meshes(starter: Starter) -> Iterator[_Meshes]:
-    kept = _Meshes(starter)
-    yield kept
-    kept.close()
+def test_rows_can_be_measured(starter: Starter, tiny: Sampling) -> None:
+    for workers in sorted({group.workers for group in MEASURED}):
+        with Mesh(starter, "zrpc", workers) as mesh:
+            for group in MEASURED:
+                for row in group.rows if group.workers == workers else ():
+                    measure(mesh, row, tiny)
+        assert mesh.shutdown_errors == []
 
 
-def test_rows_can_be_measured(meshes: _Meshes, tiny: Sampling) -> None:
-    for group in MEASURED:
-        mesh = meshes.get("zrpc", group.workers, tcp=False)
-        for row in group.rows:
-            sample = mesh.measure(row.workload, row.arguments, tiny, 30)
-            assert sample.value > 0, row.name
-            assert sample.repeats >= 1, row.name
-
-
-def test_torch_runs_the_same_programs(meshes: _Meshes, tiny: Sampling) -> None:
+def test_torch_runs_the_same_programs(starter: Starter, tiny: Sampling) -> None:
     (programs,) = (group for group in GROUPS if group.name == "programs")
-    mesh = meshes.get("torch", programs.workers, tcp=False)
-    for row in programs.rows:
-        assert mesh.measure(row.workload, row.arguments, tiny, 60).value > 0
+    with Mesh(starter, "torch", programs.workers) as mesh:
+        for row in programs.rows:
+            measure(mesh, row, tiny)
 
 
-def test_messages_are_counted_for_both_workers(meshes: _Meshes) -> None:
+def test_messages_are_counted_for_both_workers(starter: Starter) -> None:
     """A call is two: the request and the answer. A step also has its end, and four gradients."""
-    mesh = meshes.get("zrpc", workers=2, tcp=False)
     sampling = Sampling(seconds=0.0, min_repeats=3)
-    assert mesh.measure("costs:messages", (0,), sampling, 60.0).value == 2
-    step = mesh.measure("costs:messages", (16,), sampling, 60.0).value
-    assert step == pytest.approx(9, abs=0.05)
+    with Mesh(starter, "zrpc", 2) as mesh:
+        assert mesh.measure("costs:messages", (0,), sampling, 60.0).value == 2
+        step = mesh.measure("costs:messages", (16,), sampling, 60.0).value
+        assert step == pytest.approx(9, abs=0.05)
 
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["ipc", "tcp"])
-def test_limits_can_be_measured(tcp: bool, meshes: _Meshes, tiny: Sampling) -> None:
-    for limit in LIMITS:
-        sample = meshes.get("limit", 2, tcp).measure(limit.workload, limit.arguments, tiny, 30)
-        assert sample.value > 0, limit.workload
+def test_limits_can_be_measured(tcp: bool, starter: Starter, tiny: Sampling) -> None:
+    with Mesh(starter, "limit", 2, tcp=tcp) as mesh:
+        for limit in LIMITS:
+            measure(mesh, limit, tiny)
 
 
 @pytest.mark.parametrize("library", ["torch", "zrpc"])
 def test_both_libraries_run_the_same_workload_over_tcp(
-    library: str, meshes: _Meshes, tiny: Sampling
+    library: str, starter: Starter, tiny: Sampling
 ) -> None:
-    mesh = meshes.get(library, 2, tcp=True)
-    for workload, arguments in (("calls:small_tensor", ()), ("tensors:echo", (65536,))):
-        assert mesh.measure(workload, arguments, tiny, 30).value > 0
+    with Mesh(starter, library, 2, tcp=True) as mesh:
+        for row in (Row("small", "calls:small_tensor"), Row("echo", "tensors:echo", (65536,))):
+            measure(mesh, row, tiny)
 
 
 def test_start_and_stop_of_workers(starter: Starter, tiny: Sampling) -> None:

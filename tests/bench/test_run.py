@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +25,8 @@ SLOW = Row("slow", "calls:empty", deadline=0.3)
 ENDLESS = Sampling(seconds=3600)
 
 
-class _SilentWatcher:
-    def row_started(self, number: int, group: Group, row: Row) -> None:
-        pass
-
-    def row_finished(self) -> None:
-        pass
+def silent(number: int, group: Group, row: Row) -> None:
+    """Shows no progress."""
 
 
 class _BorrowedStarter:
@@ -50,17 +44,6 @@ class _BorrowedStarter:
 
 def pids_of(mesh: Mesh) -> list[int]:
     return [process.pid for process in mesh._processes]
-
-
-@contextlib.contextmanager
-def closing(mesh: Mesh) -> Iterator[None]:
-    """Does what ``with mesh`` does, for a mesh that was entered before."""
-    try:
-        yield
-    except BaseException as error:
-        mesh.__exit__(type(error), error, None)
-        raise
-    mesh.__exit__(None, None, None)
 
 
 def is_running(pid: int) -> bool:
@@ -114,21 +97,28 @@ def test_an_error_of_a_workload_is_reported_in_one_line(starter: Starter, tiny: 
 
 
 def test_a_workload_that_hangs_is_killed(starter: Starter) -> None:
-    before = time.monotonic()
-    mesh = Mesh(starter, "zrpc", 2).__enter__()
-    pids = pids_of(mesh)
-    with pytest.raises(HungError, match=r"no result within 0\.2 s"), closing(mesh):
-        mesh.measure("calls:empty", (), ENDLESS, 0.2)
+    before, pids = time.monotonic(), list[int]()
+
+    def hang() -> None:
+        with Mesh(starter, "zrpc", 2) as mesh:
+            pids.extend(pids_of(mesh))
+            mesh.measure("calls:empty", (), ENDLESS, 0.2)
+
+    with pytest.raises(HungError, match=r"no result within 0\.2 s"):
+        hang()
     assert time.monotonic() - before < 10
     assert not [pid for pid in pids if is_running(pid)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_dies_is_noticed_before_the_deadline(starter: Starter, rank: int) -> None:
-    mesh = Mesh(starter, "zrpc", 2).__enter__()
-    threading.Timer(0.2, os.kill, (pids_of(mesh)[rank], signal.SIGKILL)).start()
-    with pytest.raises(MeshError, match=f"worker{rank} was killed by SIGKILL"), closing(mesh):
-        mesh.measure("calls:peer_busy", (), ENDLESS, 60)
+    def die() -> None:
+        with Mesh(starter, "zrpc", 2) as mesh:
+            threading.Timer(0.2, os.kill, (pids_of(mesh)[rank], signal.SIGKILL)).start()
+            mesh.measure("calls:peer_busy", (), ENDLESS, 60)
+
+    with pytest.raises(MeshError, match=f"worker{rank} was killed by SIGKILL"):
+        die()
 
 
 def test_workers_that_do_not_join_in_time(starter: Starter) -> None:
@@ -156,7 +146,7 @@ def borrowed_starter(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_fails_does_not_affect_the_others(tiny: Sampling) -> None:
     group = Group("group", (BROKEN, GOOD), turns=2)
     run = Run([group], Settings(against=None, rounds=2, sampling=tiny))
-    run.run(_SilentWatcher())
+    run.run(silent)
     broken, good = run.results
     reasons = {each.reason for each in broken.failures("zrpc")}
     assert len(broken.failures("zrpc")) == 2
@@ -171,7 +161,7 @@ def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
     settings = Settings(against=None, rounds=3, sampling=ENDLESS)
     run = Run([Group("group", (SLOW,), turns=1)], settings)
     before = time.monotonic()
-    run.run(_SilentWatcher())
+    run.run(silent)
     assert time.monotonic() - before < 15
     assert [each.reason for each in run.results[0].failures("zrpc")] == [
         "no result within 0.3 s"
@@ -182,7 +172,7 @@ def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
 def test_if_no_mesh_starts_all_rows_fail(tiny: Sampling) -> None:
     settings = Settings(against=None, rounds=1, sampling=tiny, mesh_timeout=0)
     run = Run([Group("group", (GOOD, BROKEN))], settings)
-    run.run(_SilentWatcher())
+    run.run(silent)
     for result in run.results:
         assert [each.reason for each in result.failures("zrpc")] == [
             "at the start: the workers did not join within 0 s"

@@ -13,45 +13,31 @@ import unittest
 
 import torch.multiprocessing
 from torch.testing._internal import common_distributed
-from torch.testing._internal.distributed.ddp_under_dist_autograd_test import (
-    DdpComparisonTest,
-    DdpUnderDistAutogradTest,
+from torch.testing._internal.distributed import ddp_under_dist_autograd_test as ddp
+from torch.testing._internal.distributed.nn.api import remote_module_test as remote_module
+from torch.testing._internal.distributed.rpc import (
+    dist_autograd_test,
+    dist_optimizer_test,
+    rpc_test,
+    tensorpipe_rpc_agent_test_fixture,
 )
-from torch.testing._internal.distributed.nn.api.remote_module_test import (
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-)
-from torch.testing._internal.distributed.rpc.dist_autograd_test import (
-    DistAutogradTest,
-    TensorPipeAgentDistAutogradTest,
-)
-from torch.testing._internal.distributed.rpc.dist_optimizer_test import DistOptimizerTest
-from torch.testing._internal.distributed.rpc.examples.parameter_server_test import (
-    ParameterServerTest,
-)
-from torch.testing._internal.distributed.rpc.examples.reinforcement_learning_rpc_test import (
-    ReinforcementLearningRpcTest,
-)
-from torch.testing._internal.distributed.rpc.rpc_test import RpcTest, TensorPipeAgentRpcTest
-from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
-    TensorPipeRpcAgentTestFixture,
+from torch.testing._internal.distributed.rpc.examples import (
+    parameter_server_test,
+    reinforcement_learning_rpc_test,
 )
 
 from tests.compatibility.private_names import private_names
 
 _CLASSES = (
-    RpcTest,
-    TensorPipeAgentRpcTest,
-    DistAutogradTest,
-    TensorPipeAgentDistAutogradTest,
-    DistOptimizerTest,
-    RemoteModuleTest,
-    ThreeWorkersRemoteModuleTest,
-    DdpUnderDistAutogradTest,
-    DdpComparisonTest,
-    ParameterServerTest,
-    ReinforcementLearningRpcTest,
+    *(rpc_test.RpcTest, rpc_test.TensorPipeAgentRpcTest),
+    *(dist_autograd_test.DistAutogradTest, dist_autograd_test.TensorPipeAgentDistAutogradTest),
+    dist_optimizer_test.DistOptimizerTest,
+    *(remote_module.RemoteModuleTest, remote_module.ThreeWorkersRemoteModuleTest),
+    *(ddp.DdpUnderDistAutogradTest, ddp.DdpComparisonTest),
+    parameter_server_test.ParameterServerTest,
+    reinforcement_learning_rpc_test.ReinforcementLearningRpcTest,
 )
+_Fixture = tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture
 _TEST_SECONDS = 60  # more than torch's tests take on a busy machine
 
 
@@ -63,10 +49,7 @@ class _ForkedWorkers(common_distributed.MultiProcessTestCase):
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-SUITES = {
-    cls.__name__: type(cls.__name__, (cls, TensorPipeRpcAgentTestFixture, _ForkedWorkers), {})
-    for cls in _CLASSES
-}
+SUITES = {cls.__name__: type(cls.__name__, (cls, _Fixture, _ForkedWorkers), {}) for cls in _CLASSES}
 for _name, _suite in SUITES.items():
     _suite.__module__ = __name__
     globals()[_name] = _suite  # a test sends a method of its own

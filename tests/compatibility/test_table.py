@@ -12,11 +12,6 @@ from tests.compatibility import table
 from tests.compatibility.table import Row
 
 PAGE = "# Page\n\n<!-- summary -->\n<!-- end of summary -->\n\n<!-- tables -->\n"
-ROWS = {
-    "One.test_a": Row((), "passes"),
-    "One.test_b": Row(("_name", "_other"), "`_name` isn't supported"),
-    "Two.test_a": Row((), "nested calls don't deadlock"),
-}
 SAMPLE = [
     "RpcTest.test_add",
     "RpcTest.test_nested_rref",
@@ -25,21 +20,6 @@ SAMPLE = [
     "DistOptimizerTest.test_dist_optim",
     "RemoteModuleTest.test_get_module_rref",
 ]
-
-
-def test_rows_are_read_as_they_were_written() -> None:
-    page = table.write(PAGE, ROWS)
-    assert table.read(page) == ROWS
-    assert table.write(page, ROWS) == page
-    assert "## Two\n\n| Test | Private names | On zrpc |" in page
-
-
-def test_the_summary_counts_the_rows() -> None:
-    assert table.share_of_public(ROWS) == 0.5
-    assert table.summary(ROWS) == (
-        "Of the 2 tests that use public names only, 1 pass, that is 50.0 %.\n"
-        "Of the 1 others, 0 pass.\n"
-    )
 
 
 def test_the_page_is_as_the_runner_writes_it() -> None:

@@ -27,17 +27,11 @@ def commands() -> Iterator[Commands]:
 
 
 @pytest.fixture
-def example() -> Callable[[str], Path]:
-    """Returns the path of an example, given its name."""
-    return lambda name: EXAMPLES / f"{name}.py"
-
-
-@pytest.fixture
-def launch(commands: Commands, example: Callable[[str], Path]) -> Callable[..., Outcome]:
+def launch(commands: Commands) -> Callable[..., Outcome]:
     """Runs an example with ``zrpc launch``, and checks that it prints what its page shows."""
 
     def launch(name: str, nprocs: int, *arguments: str, deadline: float = DEADLINE) -> Outcome:
-        outcome = finish(commands.launch(nprocs, example(name), *arguments), deadline)
+        outcome = finish(commands.launch(nprocs, EXAMPLES / f"{name}.py", *arguments), deadline)
         if outcome.code == 0:
             _, lines = shown()[name]
             assert not_printed(lines, outcome.out) == [], outcome
@@ -63,11 +57,11 @@ def run_plainly(commands: Commands, free_port: int) -> Callable[..., list[Outcom
 
 
 @pytest.fixture
-def run_first(commands: Commands, example: Callable[[str], Path]) -> Callable[[str, int], Outcome]:
+def run_first(commands: Commands) -> Callable[[str, int], Outcome]:
     """Runs an example as rank 0 of ``nprocs`` workers; the others are not started."""
 
     def run(name: str, nprocs: int) -> Outcome:
-        return finish(commands.start(example(name), RANK="0", WORLD_SIZE=str(nprocs)))
+        return finish(commands.start(EXAMPLES / f"{name}.py", RANK="0", WORLD_SIZE=str(nprocs)))
 
     return run
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.examples.example_commands import Commands, Outcome, finish
+from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish
 
 # Runs a script, then prints how many bytes of messages this process received through ZeroMQ.
 METER = """\
@@ -46,20 +46,12 @@ def test_no_data_goes_through_the_coordinator(launch: Callable[..., Outcome]) ->
     }
 
 
-def test_messages_to_the_coordinator_are_small(
-    commands: Commands, example: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_messages_to_the_coordinator_are_small(commands: Commands, tmp_path: Path) -> None:
     meter = tmp_path / "meter.py"
     meter.write_text(METER)
-    script = example("coordinator")
+    script = EXAMPLES / "coordinator.py"
     outcome = finish(commands.launch(5, meter, script, "--points", str(POINTS)))
     found = re.findall(r"^\[(\d)\] all messages: (\d+)", outcome.out, re.M)
     received = {int(rank): int(count) for rank, count in found}
     assert sorted(received) == [0, 1, 2, 3, 4], outcome
     assert 0 < received[0] < 20_000  # answers, reference counts, and the shutdown
-
-
-def test_needs_five_workers(run_first: Callable[[str, int], Outcome]) -> None:
-    outcome = run_first("coordinator", 2)
-    assert outcome.code == 2, outcome
-    assert "expected at least 5 workers, but got 2" in outcome.err

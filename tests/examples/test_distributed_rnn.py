@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
-from tests.examples.example_commands import Outcome
+from tests.examples.example_commands import EXAMPLES, Outcome
 
 DEADLINE = 240.0
 
@@ -25,17 +24,9 @@ def test_learns_what_one_process_would_learn(launch: Callable[..., Outcome]) -> 
     assert "Traceback" not in outcome.err
 
 
-def test_runs_without_a_launcher(
-    run_plainly: Callable[..., list[Outcome]], example: Callable[[str], Path]
-) -> None:
-    script = example("distributed_rnn")
+def test_runs_without_a_launcher(run_plainly: Callable[..., list[Outcome]]) -> None:
+    script = EXAMPLES / "distributed_rnn.py"
     trainer, parameters = run_plainly(2, script, "--steps", "20", deadline=DEADLINE)
     assert len(losses(trainer.out)) == 2, trainer
     assert (parameters.code, parameters.out) == (0, "")
     assert "Traceback" not in parameters.err
-
-
-def test_needs_two_workers(run_first: Callable[[str, int], Outcome]) -> None:
-    outcome = run_first("distributed_rnn", 3)
-    assert outcome.code == 2, outcome
-    assert "expected 2 workers, but got 3" in outcome.err

@@ -49,7 +49,7 @@ class RoundClient(Client):
         actions = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS, (transfer, 3)]
         name = f"{plan.number}.{rank}.{number}"
         self.elements = plan.transfer_bytes // torch.int32.itemsize
-        super().__init__(name, name, names[rank], peers, None, until, actions, False)
+        super().__init__(name, names[rank], peers, None, until, actions)
 
     def _caused_by_death(self, error: BaseException) -> bool:
         if not isinstance(error, RpcError) or not self.suspects:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zrpc
 from tests.support.waiting import SOON, until
-from tests.support.warm import warm_commands
 from zrpc.testing import Mesh, MeshTimeout, local_mesh
 
 pytestmark = pytest.mark.system
@@ -123,17 +120,6 @@ def test_a_generator_that_has_left_its_mesh_behind_is_not_interrupted() -> None:
         kept[0].__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def own_context() -> Iterator[Mesh]:
-    with local_mesh(2, timeout=TIMEOUT) as mesh:
-        yield mesh
-
-
-def test_a_context_manager_of_the_programs_own_is_interrupted() -> None:
-    with pytest.raises(MeshTimeout, match=FAILED), own_context():
-        hang()
-
-
 @contextlib.asynccontextmanager
 async def async_context() -> AsyncIterator[Mesh]:
     with local_mesh(2, timeout=TIMEOUT) as mesh:
@@ -189,28 +175,3 @@ def test_meshes_that_end_in_any_order_leave_the_signal_as_it_was(cells: Cells) -
     cells.run("first.__exit__(None, None, None)")
     cells.run("second.__exit__(None, None, None)")
     assert signal.getsignal(signal.SIGURG) == before
-
-
-NOTEBOOK = f"""
-import threading, time
-from zrpc.testing import local_mesh, MeshTimeout
-
-variables = {{"local_mesh": local_mesh}}
-exec("kept = local_mesh(2, timeout={TIMEOUT}); mesh = kept.__enter__(); x = 42", variables)
-[watchdog] = [each for each in threading.enumerate() if each.name == "zrpc-watchdog"]
-while watchdog.is_alive():  # as a kernel between two cells
-    time.sleep(0.01)
-exec("print(x)", variables)
-try:
-    exec("mesh.run(0, max, 1, 2)", variables)
-except MeshTimeout:
-    print("it says so")
-"""
-
-
-def test_an_interpreter_that_runs_cells_goes_on(tmp_path: Path) -> None:
-    script = tmp_path / "notebook.py"
-    script.write_text(NOTEBOOK)
-    python = f"{warm_commands().directory}/python"
-    ended = subprocess.run([python, script], capture_output=True, text=True, timeout=60)
-    assert ended.stdout.splitlines() == ["42", "it says so"], ended.stderr

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from typing import Any
 
 import pytest
 
 import zrpc
 from tests.support.waiting import pending, until
-from zrpc.testing import Mesh, MeshSpec, faults, local_mesh
+from zrpc.testing import Mesh, faults, local_mesh
 from zrpc.testing.plugin import MakeMesh
 
 WAIT_SECONDS = 10.0
@@ -177,34 +175,3 @@ def test_tcp_is_refused(no_leaks: None) -> None:
         local_mesh(2, options={"transport": "tcp"}, faults=True),
     ):
         pass
-
-
-def test_the_marker_takes_faults() -> None:
-    assert not MeshSpec().faults
-    assert MeshSpec(faults=True).replace(workers=3).faults
-    with pytest.raises(TypeError, match="faults must be a bool"):
-        MeshSpec(faults=1)
-
-
-@pytest.mark.zrpc(workers=3, faults=True)
-def test_a_duplicated_message_with_a_reference_does_no_harm(
-    mesh: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    def owned_here() -> list[int]:
-        return zrpc.rpc_sync(1, read, (zrpc.RRef([1]),))
-
-    def owned_there(owner: int) -> list[int]:
-        rref = zrpc.remote(owner, list)
-        assert rref.to_here() == []
-        return zrpc.rpc_sync(1, read, (rref,))
-
-    for function, args in [(owned_here, ()), (owned_there, (1,)), (owned_there, (2,))]:
-        with faults.duplicate(mesh, 0, 1) as fault:
-            mesh.run(0, function, *args)
-        assert fault.happened == 1
-    mesh.shutdown()  # waits for the reference counts
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == []
-
-
-def read(rref: zrpc.RRef[Any]) -> Any:
-    return rref.to_here()

@@ -16,13 +16,8 @@ import zmq
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.testing import LeakError, no_leaks
 from zrpc.testing.leaks import Resources, lasting
-from zrpc.testing.procfs import session_members
 
 NO_TIME = 0.0
-
-
-def test_nothing_made_is_no_leak() -> None:
-    assert Resources.now().left_behind(NO_TIME) == []
 
 
 def test_a_thread_is_reported_with_its_current_line() -> None:
@@ -35,17 +30,6 @@ def test_a_thread_is_reported_with_its_current_line() -> None:
     end.set()
     thread.join()
     assert before.left_behind(NO_TIME) == []
-
-
-def test_a_stopping_thread_is_waited_for() -> None:
-    end = threading.Event()
-    before = Resources.now()
-    thread = threading.Thread(target=end.wait)
-    thread.start()
-    timer = threading.Timer(0.05, end.set)
-    timer.start()
-    assert before.left_behind() == []
-    assert not thread.is_alive()
 
 
 def test_an_older_pool_may_start_further_threads() -> None:
@@ -197,10 +181,3 @@ def test_an_error_takes_precedence_over_leaks() -> None:
         fail()
     for fd in fds:
         os.close(fd)
-
-
-@pytest.mark.system
-def test_session_members_finds_processes() -> None:
-    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, start_new_session=True) as process:
-        assert session_members(process.pid) == [process.pid]
-    assert session_members(process.pid) == []

@@ -29,10 +29,6 @@ def test_run_passes_arguments_on(mesh: Mesh) -> None:
     assert mesh.run(0, dict, [("a", 1)], fn=2, worker=3) == {"a": 1, "fn": 2, "worker": 3}
 
 
-def test_workers_call_each_other(mesh: Mesh) -> None:
-    assert mesh.run(0, zrpc.rpc_sync, "worker1", my_name) == "worker1"
-
-
 @pytest.mark.zrpc(workers=3)
 def test_run_all_runs_on_all_workers_at_once(mesh: Mesh) -> None:
     assert sorted(mesh.run_all(threading.Barrier(3).wait, 10)) == [0, 1, 2]
@@ -116,20 +112,9 @@ def test_a_failure_does_not_wait_for_hanging_workers(mesh: Mesh) -> None:
     end.set()
 
 
-def test_options_reach_the_agent(make_mesh: MakeMesh) -> None:
-    mesh = make_mesh(workers=1, options={"rpc_timeout": 7})
-    assert mesh.run(0, zrpc.get_rpc_timeout) == 7
-
-
 def test_a_failed_start_is_reported_at_once(make_mesh: MakeMesh) -> None:
     with pytest.raises(TypeError, match="no_such_option"):
         make_mesh(options={"no_such_option": 1})
-
-
-def test_a_test_can_have_several_meshes(make_mesh: MakeMesh) -> None:
-    meshes = [make_mesh(workers=n) for n in (1, 2)]
-    assert [mesh.run(0, lambda: zrpc.get_worker_info("worker0").id) for mesh in meshes] == [0, 0]
-    assert [len(mesh) for mesh in meshes] == [1, 2]
 
 
 def test_a_mesh_that_is_shut_down_refuses_work(mesh: Mesh) -> None:
@@ -189,14 +174,6 @@ def test_a_worker_that_hangs_in_a_call_is_released(mesh: Mesh) -> None:
         waiting.result(10)
     assert [t.is_alive() for t in threads] == [False]
     end.set()
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(elastic=True)
-def test_a_worker_leaves_an_elastic_mesh(mesh: Mesh) -> None:
-    mesh.run(1, zrpc.shutdown)  # waits for no other worker here
-    with pytest.raises(zrpc.WorkerDied, match="worker1"):
-        mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
 
 
 def test_an_interrupt_as_a_local_mesh_has_started_leaves_none(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,30 +43,3 @@ def test_a_stream_is_split_alike_in_any_pieces(
     assert [unit.data for unit in units if unit.is_message] == wire
     assert splitter.ready
     assert splitter.identity == identity
-
-
-def test_the_stream_of_a_real_socket_is_split(tmp_path: Path, no_leaks: None) -> None:
-    """The peer answers with a greeting and READY only, as another DEALER would."""
-    with zmq.Context() as context, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{tmp_path}/inbox")
-        listener.listen()
-        with context.socket(zmq.DEALER) as mailbox:
-            mailbox.linger = 0
-            mailbox.routing_id = b"z0123"
-            mailbox.connect(f"ipc://{tmp_path}/inbox")
-            mailbox.send_multipart([b"first", b"x" * 1000])
-            mailbox.send(b"second")
-            connection, _ = listener.accept()
-            connection.settimeout(10)
-            greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL".ljust(55, b"\0")
-            assert len(greeting) == GREETING
-            connection.sendall(greeting + ready(b""))
-            splitter, messages = Splitter(), []
-            with connection:
-                while len(messages) < 2:
-                    units = splitter.feed(connection.recv(4096))
-                    messages += [unit.data for unit in units if unit.is_message]
-    assert splitter.identity == b"z0123"
-    assert messages[0].endswith(b"x" * 1000)
-    assert b"first" in messages[0]
-    assert messages[1].endswith(b"second")

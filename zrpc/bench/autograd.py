@@ -11,8 +11,6 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["BATCH_SIZE", "step", "training_step"]
-
 BATCH_SIZE = 32
 
 

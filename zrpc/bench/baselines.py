@@ -9,8 +9,6 @@ from zrpc.bench.autograd import BATCH_SIZE
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import Session
 
-__all__ = ["echo", "local_step", "memcpy", "memory", "one_way", "pipelined"]
-
 _SMALL = b"x" * 16
 _FRAMES_PER_BATCH = 1000
 

@@ -14,19 +14,6 @@ from zrpc.bench import targets
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = [
-    "each_peer",
-    "empty",
-    "in_flight",
-    "nested",
-    "peer_busy",
-    "pipelined",
-    "recorded",
-    "small_tensor",
-    "threads",
-    "torch_operator",
-]
-
 _CALLS_PER_BATCH = 1000
 
 

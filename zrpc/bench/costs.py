@@ -13,8 +13,6 @@ from zrpc.bench.autograd import training_step
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["context_switches", "messages", "processor_time"]
-
 _OPERATIONS_PER_BATCH = 50
 # A question to the peer about its count is itself a message, and so is the answer.
 _MESSAGES_TO_ASK = 2

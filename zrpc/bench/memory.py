@@ -9,8 +9,6 @@ from zrpc.bench.machine import read_kib
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["after_calls", "after_start", "descriptors", "private_memory", "threads"]
-
 _MAX_IN_FLIGHT = 100
 
 

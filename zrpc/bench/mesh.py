@@ -8,7 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -81,11 +81,8 @@ class Mesh:
         timeout: float = 60.0,
     ) -> None:
         self._starter = starter
-        self._participant = participant
-        self._workers = workers
-        self._forms_mesh = forms_mesh
-        self._tcp = tcp
-        self._secret = new_secret() if keys else ""
+        self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys)
+        self._secret = {"ZRPC_SECRET": new_secret()} if keys else {}
         self._namespaces = namespaces
         self._timeout = timeout
         self._processes: list[_Process] = []
@@ -99,8 +96,8 @@ class Mesh:
         self._directory = Path(self._starter.make_directory())
         try:
             # A library of actors starts the other processes itself.
-            count = 1 if self._participant in ACTOR_LIBRARIES else self._workers
-            for rank in range(count):
+            alone = self._settings.participant in ACTOR_LIBRARIES
+            for rank in range(1 if alone else self._settings.workers):
                 self._start_process(rank)
             before = time.perf_counter()
             self._join()
@@ -122,7 +119,8 @@ class Mesh:
                 self._request_all(self._processes, "leave")
                 self._wait_for_exits()
         except MeshError as failure:
-            self.shutdown_errors.append(f"{self._participant} could not be shut down: {failure}")
+            name = self._settings.participant
+            self.shutdown_errors.append(f"{name} could not be shut down: {failure}")
         finally:
             self._kill()
 
@@ -167,7 +165,7 @@ class Mesh:
                 self._starter.send_signal(process.pid, number)
 
     def _join(self) -> None:
-        if self._participant == "limit":  # the echo first: its endpoint must be known
+        if self._settings.participant == "limit":  # the echo first: its endpoint must be known
             for process in reversed(self._processes):
                 self._request_all([process], "join")
         else:
@@ -222,16 +220,10 @@ class Mesh:
         self._processes.append(_Process(rank, pid, connection, output))
 
     def _task(self, rank: int, fd: int) -> Task:
-        settings = WorkerSettings(
-            participant=self._participant,
-            rank=rank,
-            workers=self._workers,
-            forms_mesh=self._forms_mesh,
-            tcp=self._tcp,
-            keys=bool(self._secret),
-            namespace=self._namespaces[rank] if self._namespaces else "",
-            directory=str(self._directory),
-            socket=fd,
+        namespace = self._namespaces[rank] if self._namespaces else ""
+        directory = str(self._directory)
+        settings = replace(
+            self._settings, rank=rank, namespace=namespace, directory=directory, socket=fd
         )
         return Task.function("zrpc.bench.worker:main", settings).within(
             env={
@@ -244,13 +236,12 @@ class Mesh:
 
     def _network_variables(self) -> dict[str, str]:
         """Returns the variables that choose the interface, and the secret for the keys."""
-        if not self._tcp:
+        if not self._settings.tcp:
             return {}
         interface = CABLE if self._namespaces else "lo"
         # torch's RPC meets by Gloo, which would choose an interface of its own.
         names = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "ZRPC_IFACE")
-        variables = dict.fromkeys(names, interface)
-        return variables | ({"ZRPC_SECRET": self._secret} if self._secret else {})
+        return dict.fromkeys(names, interface) | self._secret
 
     def _wait_for_exits(self) -> None:
         end = time.monotonic() + self._timeout

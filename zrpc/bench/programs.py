@@ -15,8 +15,6 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["parameter_server", "pipeline", "reinforcement", "rnn"]
-
 _LEARNING_RATE = 0.01
 _UPDATES_PER_TRAINER = 10
 _PLAYED_STEPS = 20

@@ -3,62 +3,53 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import TextIO
 
 from zrpc.bench.row import Group, Row
-from zrpc.bench.run import Run, Watcher
+from zrpc.bench.run import Run
 
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-__all__ = ["progress"]
+__all__ = ["open_bar", "progress"]
 
 
 @contextlib.contextmanager
-def progress(run: Run, stream: TextIO = sys.stderr) -> Iterator[Watcher]:
-    """Yields a watcher that shows the progress of a run, until the end of the block."""
-    if not stream.isatty():
-        yield _LineProgress(run.settings.rounds, stream)
+def progress(run: Run, stream: TextIO = sys.stderr) -> Iterator[Callable[[int, Group, Row], None]]:
+    """Yields a function to call as each row begins, until the end of the block."""
+    rounds, shown, done = run.settings.rounds, set[str](), itertools.count()
+    columns = ("MofNCompleteColumn", "TimeRemainingColumn")
+    with open_bar(len(run.results) * rounds, stream, *columns) as update:
+
+        def show(number: int, group: Group, row: Row) -> None:
+            line = f"round {number} of {rounds}: {group.name}"
+            if update is not None:
+                update(completed=next(done), description=f"round {number}, {row.name}")
+            elif line not in shown:
+                print(line, file=stream, flush=True)
+                shown.add(line)
+
+        yield show
+
+
+@contextlib.contextmanager
+def open_bar(total: float, stream: TextIO, *columns: str) -> Iterator[Callable[..., None] | None]:
+    """Yields what updates a bar; None without a terminal, or without rich, which is optional.
+
+    Args:
+        total: how much is to be done.
+        stream: where to show the bar.
+        columns: the columns of ``rich.progress`` between the bar and its description.
+    """
+    if not stream.isatty() or find_spec("rich") is None:
+        yield None
         return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.progress import TimeRemainingColumn as Remaining
-    except ImportError:  # rich is optional
-        yield _LineProgress(run.settings.rounds, stream)
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
-    console = Console(file=stream)
-    with Progress(*columns, console=console, transient=True) as bar:
-        total = len(run.results) * run.settings.rounds
-        yield _BarProgress(bar, bar.add_task("starting", total=total))
+    from rich import progress as rich_progress
+    from rich.console import Console
 
-
-class _LineProgress:
-    def __init__(self, rounds: int, stream: TextIO) -> None:
-        self._rounds = rounds
-        self._stream = stream
-        self._last = ""
-
-    def row_started(self, number: int, group: Group, row: Row) -> None:
-        line = f"round {number} of {self._rounds}: {group.name}"
-        if line != self._last:
-            print(line, file=self._stream, flush=True)
-            self._last = line
-
-    def row_finished(self) -> None:
-        pass
-
-
-class _BarProgress:
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar = bar
-        self._task = task
-
-    def row_started(self, number: int, group: Group, row: Row) -> None:
-        self._bar.update(self._task, description=f"round {number}, {row.name}")
-
-    def row_finished(self) -> None:
-        self._bar.advance(self._task)
+    shown = [getattr(rich_progress, name)() for name in ("BarColumn", *columns)]
+    text, console = rich_progress.TextColumn("{task.description}"), Console(file=stream)
+    with rich_progress.Progress(*shown, text, console=console, transient=True) as bar:
+        yield functools.partial(bar.update, bar.add_task("starting", total=total))

@@ -9,8 +9,6 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["made_and_dropped", "method", "remote_to_here"]
-
 _RREFS_PER_BATCH = 500
 
 

@@ -13,13 +13,8 @@ __all__ = ["GROUPS", "WORKLOAD_MODULES", "all_rows", "select"]
 
 _KIB = 1024
 _MIB = 1024 * 1024
-_SIZES = {
-    "4 KiB": 4 * _KIB,
-    "64 KiB": 64 * _KIB,
-    "1 MiB": _MIB,
-    "16 MiB": 16 * _MIB,
-    "128 MiB": 128 * _MIB,
-}
+_SIZES = {f"{number} KiB": number * _KIB for number in (4, 64)}
+_SIZES |= {f"{number} MiB": number * _MIB for number in (1, 16, 128)}
 # From this size on, workers on one host need not send the bytes through a socket.
 _MIN_SHARED_BYTES = _MIB
 # Enough for a launcher to start 32 processes that import torch on two cores.
@@ -48,16 +43,8 @@ def _tensor_rows() -> tuple[Row, ...]:
             limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
             row = Row(f"{way}, {name}", workload, (size,), limit=limit, tcp_limit=raw, actors=True)
             rows.append(row)
-    rows.append(
-        Row(
-            "echo, 100 tensors of 1 KiB",
-            "tensors:echo_many",
-            (100, _KIB),
-            limit=_zmq(100 * _KIB),
-            actors=True,
-        )
-    )
-    return tuple(rows)
+    name, limit = "echo, 100 tensors of 1 KiB", _zmq(100 * _KIB)
+    return (*rows, Row(name, "tensors:echo_many", (100, _KIB), limit=limit, actors=True))
 
 
 def _cost_rows() -> tuple[Row, ...]:
@@ -102,132 +89,78 @@ def _step_rows() -> tuple[Row, ...]:
     )
 
 
+def _autograd_rows() -> tuple[Row, ...]:
+    limits = {width: Limit("local+ZeroMQ", "baselines:local_step", (width,)) for width in (16, 512)}
+    return tuple(
+        Row(f"autograd step, width {width}", "autograd:step", (width,), limit=limit)
+        for width, limit in limits.items()
+    )
+
+
 def _start_rows() -> tuple[Row, ...]:
-    rows = [
-        (f"start and stop of {count} workers", "startup:start_and_stop", count)
-        for count in (2, 8, 32)
-    ]
-    rows.append(("launch of 32 processes that import torch", "startup:launch_bare", 32))
+    rows = {f"start and stop of {count} workers": count for count in (2, 8, 32)}
+    made = [(name, "startup:start_and_stop", count) for name, count in rows.items()]
+    made.append(("launch of 32 processes that import torch", "startup:launch_bare", 32))
     return tuple(
         Row(name, workload, (count,), default=False, deadline=_START_DEADLINE_SECONDS)
-        for name, workload, count in rows
+        for name, workload, count in made
     )
 
 
 def _memory_rows() -> tuple[Row, ...]:
-    workloads: tuple[tuple[str, str, tuple[float, ...]], ...] = (
-        ("memory after start", "memory:after_start", ()),
-        ("memory after 10,000 calls", "memory:after_calls", (10_000,)),
-    )
     limit = Limit("import torch", "baselines:memory")
+    calls: dict[str, tuple[float, ...]] = {"after_start": (), "after_calls": (10_000,)}
+    names = ("memory after start", "memory after 10,000 calls")
     return tuple(
-        Row(name, workload, arguments, Unit.BYTES, limit, above_limit=True)
-        for name, workload, arguments in workloads
+        Row(name, f"memory:{function}", arguments, Unit.BYTES, limit, above_limit=True)
+        for name, (function, arguments) in zip(names, calls.items(), strict=True)
     )
 
 
+_CALLS = (
+    Row("empty call", "calls:empty", limit=_zmq(), actors=True),
+    Row("recorded call", "calls:recorded", limit=_zmq()),
+    Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), actors=True),
+    Row("torch operator", "calls:torch_operator", limit=_zmq()),
+    Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
+)
+_CALLS_AT_ONCE = (
+    Row("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE, actors=True),
+    Row("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE, actors=True),
+    Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
+)
+_FAN_OUT = Row(
+    "fan-out, 1 MiB to 7 workers",
+    "tensors:fan_out",
+    (_MIB,),
+    limit=_copies(_MIB, 7),
+    tcp_limit=_zmq(_MIB, 7),
+    actors=True,
+)
+_FIRST = "first large message, 100 MB from each of 5 workers and back"
+_DROPPED = "RRefs made and dropped per second"
+_REFERENCES = (
+    Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
+    Row("RRef method", "references:method", limit=_zmq(), actors=True),
+    Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
+)
+_TRAINERS = "parameter server, updates of 3 trainers per second"
+_OBSERVERS = "agent with 3 observers, steps per second"
+_PROGRAMS = (
+    Row(_TRAINERS, "programs:parameter_server", unit=Unit.RATE),
+    Row("RNN with remote tables, training step", "programs:rnn"),
+    Row("pipeline of 3 stages, training step", "programs:pipeline"),
+    Row(_OBSERVERS, "programs:reinforcement", unit=Unit.RATE),
+)
 GROUPS: tuple[Group, ...] = (
-    Group(
-        "calls",
-        (
-            Row("empty call", "calls:empty", limit=_zmq(), actors=True),
-            Row("recorded call", "calls:recorded", limit=_zmq()),
-            Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), actors=True),
-            Row("torch operator", "calls:torch_operator", limit=_zmq()),
-            Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
-        ),
-    ),
-    Group(
-        "calls at once",
-        (
-            Row(
-                "pipelined calls per second",
-                "calls:pipelined",
-                unit=Unit.RATE,
-                limit=_RATE,
-                actors=True,
-            ),
-            Row(
-                "calls of 8 threads per second",
-                "calls:threads",
-                (8,),
-                Unit.RATE,
-                limit=_RATE,
-                actors=True,
-            ),
-            Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
-        ),
-    ),
+    Group("calls", _CALLS),
+    Group("calls at once", _CALLS_AT_ONCE),
     Group("tensors", _tensor_rows()),
-    Group(
-        "fan-out",
-        (
-            Row(
-                "fan-out, 1 MiB to 7 workers",
-                "tensors:fan_out",
-                (_MIB,),
-                limit=_copies(_MIB, 7),
-                tcp_limit=_zmq(_MIB, 7),
-                actors=True,
-            ),
-        ),
-        workers=8,
-    ),
-    Group(
-        "first messages",
-        (
-            Row(
-                "first large message, 100 MB from each of 5 workers and back",
-                "tensors:first_large",
-                (100_000_000,),
-            ),
-        ),
-        workers=6,
-        turns=1,
-    ),
-    Group(
-        "references",
-        (
-            Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
-            Row("RRef method", "references:method", limit=_zmq(), actors=True),
-            Row(
-                "RRefs made and dropped per second",
-                "references:made_and_dropped",
-                unit=Unit.RATE,
-                limit=_RATE,
-            ),
-        ),
-    ),
-    Group(
-        "autograd",
-        tuple(
-            Row(
-                f"autograd step, width {width}",
-                "autograd:step",
-                (width,),
-                limit=Limit("local+ZeroMQ", "baselines:local_step", (width,)),
-            )
-            for width in (16, 512)
-        ),
-    ),
-    Group(
-        "programs",
-        (
-            Row(
-                "parameter server, updates of 3 trainers per second",
-                "programs:parameter_server",
-                unit=Unit.RATE,
-            ),
-            Row("RNN with remote tables, training step", "programs:rnn"),
-            Row("pipeline of 3 stages, training step", "programs:pipeline"),
-            Row(
-                "agent with 3 observers, steps per second",
-                "programs:reinforcement",
-                unit=Unit.RATE,
-            ),
-        ),
-        workers=4,
-    ),
+    Group("fan-out", (_FAN_OUT,), workers=8),
+    Group("first messages", (Row(_FIRST, "tensors:first_large", (10**8,)),), workers=6, turns=1),
+    Group("references", _REFERENCES),
+    Group("autograd", _autograd_rows()),
+    Group("programs", _PROGRAMS, workers=4),
     Group("costs", _cost_rows()),
     Group("memory", _memory_rows(), fresh=True, turns=1),
     Group("skeleton", _skeleton_rows()),

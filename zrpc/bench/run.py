@@ -9,10 +9,10 @@ a mesh is paused, so that it takes no processor time from another. Each round ha
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 from zrpc.bench.mesh import HungError, MeshError
 from zrpc.bench.participant import Participant
@@ -24,7 +24,7 @@ from zrpc.bench.settings import Settings
 from zrpc.launch import LaunchError, Starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
 
-__all__ = ["Run", "Watcher", "warm_starter"]
+__all__ = ["Run", "warm_starter"]
 
 _PRELOAD = (
     *DEFAULT_PRELOAD,
@@ -35,16 +35,6 @@ _PRELOAD = (
     "zrpc.bench.raw_zmq",
     *sorted(WORKLOAD_MODULES),
 )
-
-
-class Watcher(Protocol):
-    """An observer of a run's progress."""
-
-    def row_started(self, number: int, group: Group, row: Row) -> None:
-        """Takes note that a row is about to be measured in the round with this number."""
-
-    def row_finished(self) -> None:
-        """Takes note that the row was measured."""
 
 
 @dataclass
@@ -67,8 +57,11 @@ class Run:
         self.results = [RowResult(row) for group in self.groups for row in group.rows]
         self._result_of_row = {result.row.name: result for result in self.results}
 
-    def run(self, watcher: Watcher) -> None:
+    def run(self, show: Callable[[int, Group, Row], None]) -> None:
         """Measures all rows in all rounds.
+
+        Args:
+            show: called with the number of the round as each row begins.
 
         Raises:
             LaunchError: no process can be started.
@@ -80,9 +73,12 @@ class Run:
                 fresh = stack.enter_context(Starter("spawn", env=_environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
-                    self._measure(number, group, fresh if group.fresh else warm, watcher)
+                    starter = fresh if group.fresh else warm
+                    self._measure(number, group, starter, partial(show, number, group))
 
-    def _measure(self, number: int, group: Group, starter: Starter, watcher: Watcher) -> None:
+    def _measure(
+        self, number: int, group: Group, starter: Starter, show: Callable[[Row], None]
+    ) -> None:
         """Measures one group, in fresh meshes that exist at the same time and take turns."""
         with ExitStack() as stack:
             participants = [
@@ -90,9 +86,8 @@ class Run:
                 for name in self.settings.participant_names
             ]
             for row in group.rows:
-                watcher.row_started(number, group, row)
+                show(row)
                 self._measure_row(row, group.turns, participants)
-                watcher.row_finished()
         for participant in participants:
             self.notes += [
                 f"round {number}, {group.name}: {error}" for error in participant.shutdown_errors

@@ -19,8 +19,6 @@ from zrpc.bench import targets
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = ["callee", "caller"]
-
 _WARM_UP_CALLS = 500
 _COUNTED_CALLS = 200
 # The thread that handles calls changes now and then.

@@ -17,15 +17,11 @@ __all__ = ["align_columns", "as_data", "as_text", "headline", "quantity"]
 
 # The full reason is shown below the table.
 _MAX_REASON_CHARS = 20
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_RATES = ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s"))
-_BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-_COUNTS = ((1.0, ""),)
-_SCALES = {
-    Unit.SECONDS: _SECONDS,
-    Unit.RATE: _RATES,
-    Unit.BYTES: _BYTES,
-    Unit.COUNT: _COUNTS,
+_SCALES: dict[Unit, tuple[tuple[float, str], ...]] = {
+    Unit.SECONDS: ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+    Unit.RATE: ((1e6, "M/s"), (1e3, "k/s"), (1.0, "/s")),
+    Unit.BYTES: ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")),
+    Unit.COUNT: ((1.0, ""),),
 }
 
 

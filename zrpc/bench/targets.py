@@ -13,30 +13,6 @@ from zrpc.agent.current import current_agent
 from zrpc.bench import library
 from zrpc.bench.machine import read_kib
 
-__all__ = [
-    "Counter",
-    "Thing",
-    "accumulate",
-    "add",
-    "burn",
-    "burning",
-    "context_switches",
-    "echo",
-    "gradient_sum",
-    "hop",
-    "layer",
-    "messages",
-    "nothing",
-    "prepare_push",
-    "processor_time",
-    "push",
-    "resident",
-    "send_to_others",
-    "stop_burning",
-    "take",
-    "things",
-]
-
 # No handler burns for longer, even if its caller is gone.
 _MAX_BURN_SECONDS = 60.0
 _burning = threading.Event()

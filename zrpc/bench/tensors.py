@@ -11,16 +11,6 @@ from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
 
-__all__ = [
-    "all_to_all",
-    "echo",
-    "echo_many",
-    "fan_out",
-    "first_large",
-    "many_clients",
-    "one_way",
-]
-
 _ELEMENT = 7.0
 
 

@@ -39,25 +39,25 @@ class WorkerSettings:
 
     Attributes:
         participant: a library's name, or ``limit``.
-        rank: the worker's rank.
         workers: the number of workers.
         forms_mesh: whether they form a mesh.
         tcp: whether to use only tcp.
         keys: whether zrpc encrypts what it sends over tcp.
+        rank: the worker's rank.
         namespace: the network namespace that the worker enters; empty for none.
         directory: the mesh's directory.
         socket: the descriptor of the socket for requests and replies.
     """
 
     participant: str
-    rank: int
     workers: int
     forms_mesh: bool
     tcp: bool
     keys: bool
-    namespace: str
-    directory: str
-    socket: int
+    rank: int = 0
+    namespace: str = ""
+    directory: str = ""
+    socket: int = -1
 
 
 def main(settings: WorkerSettings) -> NoReturn:

@@ -302,7 +302,11 @@ class Caller:
             self._undo(call)
             raise
         if state is _SENDING:
-            self._send(call, message)
+            try:
+                self._send(call, message)
+            except Exception:  # not the outcome: the frames of this error hold the future
+                call.withdraw()
+                raise
         elif state is not _QUEUED:
             self._undo(call)
 
@@ -345,8 +349,6 @@ class Caller:
             self._outbox.undo(call.peer, message)
             lack = exhausted(error)
             if lack is not None:
-                # Its future is not told: the two would keep each other by the error's traceback.
-                self.calls.settle(call.call_id, exhausted(error), notify=False)
                 self._undo(call)
                 raise lack from error
             # The peer's mailbox is closed when it is lost, and all are at the end.

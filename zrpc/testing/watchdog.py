@@ -8,11 +8,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from zrpc.testing.deadlocks import describe_deadlocks
+from zrpc.services.inspection.discovery import ask, directories, meshes
+from zrpc.services.inspection.report import Report
 from zrpc.testing.entry import Entry
 from zrpc.testing.stacks import other_stacks
 
@@ -25,6 +26,8 @@ __all__ = ["MeshTimeout", "Watchdog"]
 _FIRST_INTERRUPT_SECONDS = 0.25
 _INTERRUPT_SECONDS = 1.0
 _LAST_RESORT_SECONDS = 15.0
+# How long workers may take to describe what they wait for.
+_ANSWER_SECONDS = 1.0
 # Stands for no deadline. `MeshSpec` takes at most as much, and waits in C can hold it.
 _NO_DEADLINE_SECONDS = 3e7
 
@@ -208,7 +211,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _report(seconds: float, meshes: Sequence[Mesh]) -> str:
     work = [line for mesh in meshes for line in mesh._work_in_progress()]
     names = {name for mesh in meshes for name in mesh.names}
-    deadlocks = describe_deadlocks({pid for mesh in meshes for pid in mesh._process_ids()})
+    deadlocks = _describe_deadlocks({pid for mesh in meshes for pid in mesh._process_ids()})
     return "\n".join(
         [
             f"not finished within {seconds:g} s (the mesh's timeout)",
@@ -220,6 +223,17 @@ def _report(seconds: float, meshes: Sequence[Mesh]) -> str:
             other_stacks(names),
         ]
     )
+
+
+def _describe_deadlocks(pids: Collection[int]) -> str:
+    """Describes the deadlocks in meshes that have a worker in these processes.
+
+    Returns an empty text if there are none. Takes a second at most. May be called from any
+    thread but those in which workers receive.
+    """
+    found, _ = meshes(ask(directories(), _ANSWER_SECONDS))
+    reports = [Report(mesh) for mesh in found if set(pids) & set(mesh.pids.values())]
+    return "\n\n".join("\n".join(lines) for report in reports for lines in report.cycles())
 
 
 def print_report(report: str) -> None:

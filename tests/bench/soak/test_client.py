@@ -16,7 +16,7 @@ def tally_of(error: Exception, doomed: str | None = "worker3") -> Tally:
         raise error
 
     peers, weighted = ["worker1", "worker3"], [(action, 1)]
-    client = Client("a", "seed", "worker0", peers, doomed, time.monotonic(), weighted, False)
+    client = Client("a", "worker0", peers, doomed, time.monotonic(), weighted)
     client.perform(action)
     return client.tally
 

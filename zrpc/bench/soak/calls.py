@@ -20,8 +20,6 @@ from zrpc.errors import (
     SerializationError,
 )
 
-__all__ = ["ACTIONS", "same"]
-
 # How long a handler takes, and the timeout of the call. On a busy machine the error may come later.
 _HANDLER_SECONDS = 0.3
 _TIMEOUT_SECONDS = 0.05

@@ -62,8 +62,7 @@ class Client(threading.Thread):
     """A thread that performs random actions until its time is over.
 
     Args:
-        name: unique in the episode.
-        seed: the seed of its random numbers.
+        name: unique in the episode; the seed of its random numbers.
         worker: the name of its worker.
         peers: the names of the other workers, including one that will be killed or is dead.
         doomed: the worker that may die meanwhile, or is dead.
@@ -72,7 +71,7 @@ class Client(threading.Thread):
         warm_up: whether to perform each action once first.
 
     Attributes:
-        rng: random numbers from the seed.
+        rng: random numbers from the name.
         tally: what it has done.
         marks_sent: by worker, how many marks it has sent.
         kept: objects that last from one action to the next.
@@ -81,17 +80,16 @@ class Client(threading.Thread):
     def __init__(
         self,
         name: str,
-        seed: str,
         worker: str,
         peers: Sequence[str],
         doomed: str | None,
         until: float,
         actions: Sequence[tuple[Action, int]],
-        warm_up: bool,
+        warm_up: bool = False,
     ) -> None:
         super().__init__(name=f"zrpc-soak-{name}", daemon=True)
         self.client_name = name
-        self.rng = random.Random(seed)
+        self.rng = random.Random(name)
         self.worker = worker
         self.peers = list(peers)
         self.doomed = doomed

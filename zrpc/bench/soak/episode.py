@@ -237,12 +237,10 @@ class _Driver:
             if lines:
                 self._report.outputs[name] = "\n".join(lines)
 
-    def _submit(self, function: Callable[..., T], *args: Any) -> dict[int, Future[T]]:
-        return {rank: self._mesh.submit(rank, function, *args) for rank in self._living}
-
     def _all(self, function: Callable[..., T], *args: Any) -> dict[int, T]:
         """Returns the function's result on each worker that lives."""
-        return _results(self._submit(function, *args))
+        submit = self._mesh.submit
+        return _results({rank: submit(rank, function, *args) for rank in self._living})
 
 
 def _results(futures: dict[int, Future[T]]) -> dict[int, T]:

@@ -14,8 +14,6 @@ from zrpc.bench.soak.calls import same
 from zrpc.bench.soak.client import Action, Client
 from zrpc.optim import DistributedOptimizer
 
-__all__ = ["ACTIONS"]
-
 _WIDTH = 6
 # This worker's weights, by seed, while a context uses them. The lock guards the table.
 _lock = threading.Lock()

@@ -107,18 +107,9 @@ def run_phase(phase: Phase) -> Tally:
     doomed_calls = (
         _DoomedCalls(phase.doomed) if phase.doomed not in (None, me) and not phase.dead else None
     )
+    names = [f"{phase.name}.{me}.{number}" for number in range(phase.clients)]
     clients = [
-        Client(
-            f"{phase.name}.{me}.{number}",
-            f"{phase.name}.{me}.{number}",
-            me,
-            peers,
-            phase.doomed,
-            until,
-            _ACTIONS,
-            phase.warm_up,
-        )
-        for number in range(phase.clients)
+        Client(name, me, peers, phase.doomed, until, _ACTIONS, phase.warm_up) for name in names
     ]
     for client in clients:
         client.start()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from zrpc.bench.progress import open_bar
 from zrpc.bench.soak.report import Report
 
 __all__ = ["progress"]
@@ -24,29 +25,14 @@ def progress(
         seconds: the expected duration of the run.
         stream: where to show the progress.
     """
-
-    def line(what: str) -> None:
-        taken = time.monotonic() - report.began
-        print(f"{taken:4.0f} s, {report.actions:,} actions: {what}", file=stream, flush=True)
-
-    if not stream.isatty():
-        yield line
-        return
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:  # rich is optional
-        yield line
-        return
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        task = bar.add_task("starting", total=seconds)
+    with open_bar(seconds, stream, "TimeElapsedColumn") as update:
 
         def show(what: str) -> None:
-            bar.update(
-                task,
-                completed=time.monotonic() - report.began,
-                description=f"{report.actions:,} actions; {what}",
-            )
+            taken = time.monotonic() - report.began
+            if update is None:
+                text = f"{taken:4.0f} s, {report.actions:,} actions: {what}"
+                print(text, file=stream, flush=True)
+            else:
+                update(completed=taken, description=f"{report.actions:,} actions; {what}")
 
         yield show

@@ -9,8 +9,6 @@ import zrpc
 from zrpc.bench.soak import targets
 from zrpc.bench.soak.client import Action, Client
 
-__all__ = ["ACTIONS"]
-
 # The most RRefs that a client keeps from one action to the next.
 _MAX_KEPT = 8
 

@@ -5,6 +5,8 @@ This is the only module of the soak test that reads private attributes of the ag
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import sys
 import threading
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from zrpc.agent.current import current_agent
-from zrpc.bench.soak import gradients, memory, targets
+from zrpc.bench.machine import read_kib
+from zrpc.bench.soak import gradients, targets
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.service import RRefService
 from zrpc.services.shm.service import SharedMemoryService
@@ -71,9 +74,9 @@ def measure() -> Resources:
     gc.collect()
     return Resources(
         leftovers=left,
-        memory=memory.in_use(),
+        memory=_memory_in_use(),
         blocks=sys.getallocatedblocks(),
-        resident=memory.resident(),
+        resident=_resident(),
         threads=threading.active_count(),
         descriptors=sum("/memfd:zrpc-" not in target for target in descriptors().values()),
         objects=_objects(),
@@ -142,3 +145,34 @@ def _objects() -> Counter[str]:
         elif issubclass(kind, torch.Tensor):
             found["torch.Tensor"] += 1
     return found
+
+
+class _Mallinfo(ctypes.Structure):
+    """The result of glibc's ``mallinfo2``: sums over all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def _memory_in_use() -> int:
+    """Returns the bytes that malloc has given out; 0 if the C library can't report them."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return 0
+    mallinfo2.restype = _Mallinfo
+    info = mallinfo2()
+    total: int = info.uordblks + info.hblkhd
+    return total
+
+
+def _resident() -> int:
+    """Returns the resident bytes of this process alone, after malloc has freed what it can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    return read_kib("/proc/self/status", "RssAnon")

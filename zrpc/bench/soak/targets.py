@@ -12,28 +12,6 @@ import torch
 
 import zrpc
 
-__all__ = [
-    "Account",
-    "ComplaintError",
-    "ask_another",
-    "complain",
-    "complain_oddly",
-    "draw",
-    "forget",
-    "hop",
-    "keep",
-    "later",
-    "leave",
-    "mark",
-    "marked",
-    "rest",
-    "scale",
-    "scale_slowly",
-    "unpicklable",
-    "until_cancelled",
-    "until_cancelled_slowly",
-]
-
 # The lock guards both: all that is kept here between calls.
 _lock = threading.Lock()
 _marks: Counter[str] = Counter()

@@ -10,11 +10,11 @@ All functions may be called from any thread, at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from zrpc.testing.faults.proxy import Link, MessageFault, Relays
+from zrpc.testing.faults.proxy import Disturbance, Relays
 
 if TYPE_CHECKING:
     from zrpc.testing.mesh import Mesh
@@ -31,14 +31,14 @@ class Fault:
         ...     pass
     """
 
-    def __init__(self, end: Callable[[], None], message_fault: MessageFault | None = None) -> None:
+    def __init__(self, end: Callable[[], None], disturbance: Disturbance | None = None) -> None:
         self._end: Callable[[], None] | None = end
-        self._message_fault = message_fault
+        self._disturbance = disturbance
 
     @property
     def happened(self) -> int:
         """The number of messages dropped or duplicated; 0 for faults of other kinds."""
-        return 0 if self._message_fault is None else self._message_fault.happened
+        return 0 if self._disturbance is None else self._disturbance.happened
 
     def end(self) -> None:
         """Ends the fault. Idempotent."""
@@ -102,14 +102,7 @@ def cut(mesh: Mesh, one: str | int, other: str | int) -> Fault:
         LookupError: there is no such worker.
         ValueError: both are the same worker.
     """
-
-    def change(by: int) -> Callable[[Link], None]:
-        def apply(link: Link) -> None:
-            link.cuts += by
-
-        return apply
-
-    return _fault(mesh, [(one, other), (other, one)], change(1), change(-1))
+    return _disturb(mesh, [(one, other), (other, one)], Disturbance(cut=True))
 
 
 def delay(mesh: Mesh, one: str | int, other: str | int, seconds: float) -> Fault:
@@ -128,13 +121,7 @@ def delay(mesh: Mesh, one: str | int, other: str | int, seconds: float) -> Fault
     """
     if not 0 <= seconds < float("inf"):
         raise ValueError(f"seconds must be 0 or more, but got {seconds}")
-    pairs = [(one, other), (other, one)]
-    return _fault(
-        mesh,
-        pairs,
-        lambda link: link.delays.append(seconds),
-        lambda link: link.delays.remove(seconds),
-    )
+    return _disturb(mesh, [(one, other), (other, one)], Disturbance(delay=seconds))
 
 
 def drop(mesh: Mesh, sender: str | int, receiver: str | int, count: int | None = 1) -> Fault:
@@ -154,7 +141,7 @@ def drop(mesh: Mesh, sender: str | int, receiver: str | int, count: int | None =
         LookupError: there is no such worker.
         ValueError: both are the same worker.
     """
-    return _add_message_fault(mesh, sender, receiver, MessageFault(0, count))
+    return _disturb(mesh, [(sender, receiver)], Disturbance(copies=0, left=count))
 
 
 def duplicate(mesh: Mesh, sender: str | int, receiver: str | int, count: int | None = 1) -> Fault:
@@ -163,28 +150,13 @@ def duplicate(mesh: Mesh, sender: str | int, receiver: str | int, count: int | N
     ZeroMQ itself never does that, and zrpc does not compensate for it: a function whose call is
     duplicated runs twice.
     """
-    return _add_message_fault(mesh, sender, receiver, MessageFault(2, count))
+    return _disturb(mesh, [(sender, receiver)], Disturbance(copies=2, left=count))
 
 
-def _add_message_fault(
-    mesh: Mesh, sender: str | int, receiver: str | int, message_fault: MessageFault
+def _disturb(
+    mesh: Mesh, pairs: Sequence[tuple[str | int, str | int]], disturbance: Disturbance
 ) -> Fault:
-    fault = _fault(
-        mesh,
-        [(sender, receiver)],
-        lambda link: link.message_faults.append(message_fault),
-        lambda link: link.message_faults.remove(message_fault),
-    )
-    fault._message_fault = message_fault
-    return fault
-
-
-def _fault(
-    mesh: Mesh,
-    pairs: list[tuple[str | int, str | int]],
-    begin: Callable[[Link], None],
-    end: Callable[[Link], None],
-) -> Fault:
+    """Disturbs the ways from one worker to another; each pair is a sender and a receiver."""
     relays: Relays = mesh.relays
     ranks = [(mesh.rank(sender), mesh.rank(receiver)) for sender, receiver in pairs]
     if any(sender == receiver for sender, receiver in ranks):
@@ -192,13 +164,13 @@ def _fault(
     with relays.lock:
         links = [relays.link(*pair) for pair in ranks]
         for link in links:
-            begin(link)
+            link.append(disturbance)
     relays.changed()
 
     def undo() -> None:
         with relays.lock:
             for link in links:
-                end(link)
+                link.remove(disturbance)
         relays.changed()
 
-    return Fault(undo)
+    return Fault(undo, disturbance)

@@ -15,13 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
 from zrpc.transport.identity import HEARTBEAT_LETTER, identity_of
 
-__all__ = ["Link", "MessageFault", "Relays"]
+__all__ = ["Disturbance", "Relays"]
 
 _READ_BYTES = 1 << 18
 # A connection that holds back this much is no longer read.
@@ -29,47 +30,42 @@ _MAX_HELD_BYTES = 1 << 28
 _JOIN_SECONDS = 5.0
 
 
-class MessageFault:
-    """A fault that drops or duplicates messages on one link, in one direction.
+@dataclass(eq=False)
+class Disturbance:
+    """What a fault does to each link that it disturbs.
 
-    Args:
+    Attributes:
+        cut: whether it cuts the link.
+        delay: by how many seconds it slows the link.
         copies: how many times each message is sent on: 0 drops it.
-        count: the number of messages that are affected; None for all.
-
-    Attributes:
-        happened: the number of messages affected so far.
+        left: the number of messages that it still drops or duplicates; None for all.
+        happened: the number of messages that it has dropped or duplicated.
     """
 
-    def __init__(self, copies: int, count: int | None) -> None:
-        self.copies = copies
-        self.left = count
-        self.happened = 0
+    cut: bool = False
+    delay: float = 0.0
+    copies: int = 1
+    left: int | None = 0
+    happened: int = 0
 
 
-class Link:
-    """The faults in one direction: from one worker to another.
+# What disturbs one direction, from one worker to another.
+_Link = list[Disturbance]
 
-    Attributes:
-        cuts: the number of active faults that cut it.
-        delays: the delay of each active fault that slows it, in seconds.
-        message_faults: the faults of its messages. The first that isn't used up applies.
-    """
 
-    def __init__(self) -> None:
-        self.cuts = 0
-        self.delays: list[float] = []
-        self.message_faults: list[MessageFault] = []
+def _is_cut(*links: _Link) -> bool:
+    return any(each.cut for link in links for each in link)
 
-    def copies(self, unit: Unit) -> int:
-        """Returns how many times to send on the next unit."""
-        if unit.is_message:
-            for fault in self.message_faults:
-                if fault.left != 0:
-                    fault.happened += 1
-                    if fault.left is not None:
-                        fault.left -= 1
-                    return fault.copies
+
+def _copies(link: _Link, unit: Unit) -> int:
+    """Returns how many times to send on the next unit; the first that isn't used up decides."""
+    each = next((each for each in link if each.left != 0), None)
+    if each is None or not unit.is_message:
         return 1
+    each.happened += 1
+    if each.left is not None:
+        each.left -= 1
+    return each.copies
 
 
 class Relays:
@@ -86,7 +82,7 @@ class Relays:
         self._tokens = tokens
         # The lock guards the faults. `changed` must be called after each change.
         self.lock = threading.Lock()
-        self._links: dict[tuple[int, int], Link] = {}
+        self._links: dict[tuple[int, int], _Link] = {}
         self._connections: list[_Connection] = []
         self._waker, self._woken = socket.socketpair()
         self._closed = False
@@ -95,9 +91,9 @@ class Relays:
         self._thread = threading.Thread(target=self._serve, name="zrpc-test-relays", daemon=True)
         self._thread.start()
 
-    def link(self, sender: int, receiver: int) -> Link:
-        """Returns the faults from one worker to another; the caller holds the lock."""
-        return self._links.setdefault((sender, receiver), Link())
+    def link(self, sender: int, receiver: int) -> _Link:
+        """Returns what disturbs one worker's way to another; the caller holds the lock."""
+        return self._links.setdefault((sender, receiver), [])
 
     def changed(self) -> None:
         """Makes changes of faults take effect."""
@@ -153,8 +149,7 @@ class Relays:
 
     def _register(self, connection: _Connection, interest: dict[int, int]) -> float | None:
         """Adds the events to wait for on a connection; returns the longest wait in seconds."""
-        forward, backward = self._links_of(connection)
-        if forward.cuts or backward.cuts:
+        if _is_cut(*self._links_of(connection)):
             return None
         now = time.monotonic()
         waits = []
@@ -170,10 +165,10 @@ class Relays:
                     waits.append(due - now)
         return min(waits, default=None)
 
-    def _links_of(self, connection: _Connection) -> tuple[Link, Link]:
-        """Returns the faults of a connection, forward and backward."""
+    def _links_of(self, connection: _Connection) -> tuple[_Link, _Link]:
+        """Returns what disturbs a connection, forward and backward."""
         if connection.sender is None:
-            return Link(), Link()
+            return [], []
         pair = connection.sender, connection.receiver
         return self.link(*pair), self.link(*reversed(pair))
 
@@ -192,7 +187,7 @@ class Relays:
     def _pump(self, connection: _Connection, ready: Mapping[int, int]) -> None:
         for index, stream in enumerate(connection.streams):
             links = self._links_of(connection)
-            if any(link.cuts for link in links):
+            if _is_cut(*links):
                 return
             if ready.get(stream.source.fileno()) and stream.readable(connection.known):
                 self._read(connection, stream, links[index])
@@ -201,7 +196,7 @@ class Relays:
             connection.close()
             self._connections.remove(connection)
 
-    def _read(self, connection: _Connection, stream: _Stream, link: Link) -> None:
+    def _read(self, connection: _Connection, stream: _Stream, link: _Link) -> None:
         data = stream.read(connection.known)
         if stream is connection.streams[0]:
             units = connection.splitter.feed(data)
@@ -212,10 +207,10 @@ class Relays:
                 link = self._links_of(connection)[0]
         else:
             units = [Unit(data, False)] if data else []
-        due = time.monotonic() + sum(link.delays)
+        due = time.monotonic() + sum(each.delay for each in link)
         for unit in units:
             # A message of the heartbeats' connection is a greeting.
-            copies = 1 if connection.beats else link.copies(unit)
+            copies = 1 if connection.beats else _copies(link, unit)
             stream.put(unit.data, due, copies)
 
 

@@ -1,4 +1,4 @@
-"""Whether calls import the compiler of torch."""
+"""Tests that need a process of their own, since they change it, or look at a fresh one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.own_process import passes_in_its_own_process
 
 COMPILED = """
 import sys
@@ -25,6 +27,14 @@ with local_mesh(2) as mesh:
 from torch._dynamo.utils import counters
 print(before, counters["frames"]["total"])
 """
+
+
+# Dynamo changes how a process runs all Python functions. If a signal's handler raises between the
+# last two steps of a part, that part may stay begun in its process.
+@pytest.mark.system
+@pytest.mark.parametrize("cases", ["torch_compile_cases", "signal_steps_cases"])
+def test_cases_that_change_their_process_pass(cases: str) -> None:
+    passes_in_its_own_process(Path(__file__).with_name(f"{cases}.py"))
 
 
 @pytest.mark.system
