@@ -77,8 +77,8 @@ _SURFACE = {
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
         launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",
-    "zrpc.calls": """call_counters callee caller cancel_scope codec execution function_names future
-        future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
+    "zrpc.calls": """call_counters callee callees caller cancel_scope codec execution function_names
+        future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
         pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """autograd.grad_lock autograd.service collectives

@@ -129,7 +129,7 @@ def test_the_calls_to_one_peer_fail(calls: PendingCalls) -> None:
 
 
 def test_a_call_to_a_peer_that_is_lost_is_not_sent() -> None:
-    callees = Callees()
+    callees: Any = Callees()
     callees.lost.add(MemberId(1))
     call = entered_call(PendingCalls(callees), peer=1, timeout=0)
     assert call.state is State.UNSENT
@@ -148,7 +148,7 @@ def test_a_table_that_is_closed_takes_no_more_calls(calls: PendingCalls) -> None
 
 
 def test_only_sent_calls_are_cancelled_at_the_callee() -> None:
-    callees = Callees()
+    callees: Any = Callees()
     calls = PendingCalls(callees, limit=KIB)
     sent, unsent = Sender(calls).send(0), Sender(calls)
     waiting = unsent.start(0)

@@ -31,7 +31,8 @@ class Callees:
 
 def table(limit: int = 0) -> PendingCalls:
     """Makes an empty table."""
-    return PendingCalls(Callees(), limit)
+    callees: Any = Callees()
+    return PendingCalls(callees, limit)
 
 
 def entered_call(calls: PendingCalls, peer: int, timeout: float, holds: Any = None) -> PendingCall:

@@ -40,6 +40,7 @@ from zrpc.agent.service import Service
 from zrpc.agent.shutdown import Shutdown, ShutdownTiming, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
+from zrpc.calls.callees import Callees
 from zrpc.calls.caller import Caller
 from zrpc.calls.codec import Codec
 from zrpc.calls.last_calls import read_hops
@@ -128,6 +129,7 @@ class Agent:
         )
         self.outbox = Outbox(network, membership, self.receiver.in_io_thread, shutdown)
         self.codec = Codec(self, membership)
+        self.callees = Callees(membership, self.outbox, self.why_gone, self._explain)
         self.caller = Caller(
             membership,
             self.codec,
@@ -135,8 +137,7 @@ class Agent:
             options,
             self.receiver,
             submit=self.completions.submit,
-            why_gone=self.why_gone,
-            explain=self._explain,
+            callees=self.callees,
         )
         self.callee = Callee(
             membership,
@@ -305,7 +306,7 @@ class Agent:
                     logger.exception("%s: a part of a tick failed", self.worker_info)
 
     def _on_member_lost(self, member: MemberId) -> None:
-        self.caller.calls.fail(self.caller.died, member)
+        self.caller.calls.fail(self.callees.died, member)
         self.callee.requests.on_member_lost(member)
         # Not here: a thread may be copying what it sends.
         self.completions.submit(partial(self.network.drop, member))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.finalizer_calls import NextTurn, call_soon
@@ -57,7 +58,6 @@ from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import METERED, Kind, Tag
-from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 __all__ = ["Caller", "Receiver"]
@@ -87,8 +87,7 @@ class Caller:
         options: for the timeout, and the limit of bytes in flight.
         receiver: receives answers.
         submit: has a call sent by another thread.
-        why_gone: for error messages, why a peer is gone.
-        explain: for error messages, why a peer may not answer.
+        callees: the members that it calls.
 
     Attributes:
         calls: those that wait for answers.
@@ -107,8 +106,7 @@ class Caller:
         receiver: Receiver,
         *,
         submit: Callable[[Callable[[], None]], None],
-        why_gone: Callable[[MemberId], str],
-        explain: Callable[[MemberId], str],
+        callees: Callees,
     ) -> None:
         self._membership = membership
         self._own_id = membership.own_id
@@ -117,9 +115,8 @@ class Caller:
         self._receiver = receiver
         self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
         self._submit_job = submit
-        self._why_gone = why_gone
-        self.explain = explain
-        self.calls = PendingCalls(self, options.max_bytes_in_flight)
+        self._died = callees.died
+        self.calls = PendingCalls(callees, options.max_bytes_in_flight)
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
@@ -249,7 +246,8 @@ class Caller:
         hops = () if self.last_calls is None else self.last_calls.admit(message)
         observation = None
         if self.recorder is not None or profiler._is_profiler_enabled or API in _modules:
-            observation = self._observe(to, kind, obj, waits)
+            ends = self._membership.info.name, to.name
+            observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
         peer = to.member_id
         encoder = self._codec.encoder(peer)
         try:
@@ -398,10 +396,6 @@ class Caller:
             raise _error_in(outcome)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
 
-    def _observe(self, to: WorkerInfo, kind: Kind, obj: Any, waits: bool) -> CallObservation:
-        ends = self._membership.info.name, to.name
-        return CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
-
     # -- what comes instead of the answer, or on the way -----------------------------------
 
     def on_answer(self, answer: Message) -> None:
@@ -421,7 +415,7 @@ class Caller:
         hint = advice(error)
         why = f"{error}; {hint}" if hint else error
         unread = ProtocolError(f"the answer can't be read: {why}")
-        outcome: RpcError = self.died(call) if gone else unread
+        outcome: RpcError = self._died(call) if gone else unread
         outcome.executed = True
         call.fail(outcome)
         return gone
@@ -440,30 +434,6 @@ class Caller:
         # What went to a member that is lost is undone by the services.
         if call.peer not in self._membership.lost:
             call.take_back()
-
-    # -- for the table of calls ------------------------------------------------------------
-
-    @property
-    def lost(self) -> Collection[MemberId]:
-        """The members that are gone."""
-        return self._membership.lost
-
-    def describe(self, peer: MemberId) -> str:
-        """Returns a member's name and rank."""
-        info = self._membership.infos[peer]
-        return f"{info.name} (rank {info.rank})"
-
-    def died(self, call: PendingCall) -> WorkerDied:
-        """Makes the error of a call whose callee is gone."""
-        return call.died(
-            f"{self._why_gone(call.peer)}; calls to it fail, unless another one is started under "
-            "its name and joins the mesh"
-        )
-
-    def tell_cancelled(self, call: PendingCall) -> None:
-        """Tells the callee that the caller no longer waits for its answer; in any thread."""
-        if not self._outbox.closed:
-            self._outbox.post(call.peer, Message(Kind.CANCEL, call.call_id))
 
 
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -19,11 +19,12 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from zrpc.calls.call_counters import CallCount, Table
+from zrpc.calls.callees import Callees
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import NEVER, PendingCall, State
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, has_shut_down
@@ -33,7 +34,7 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["OVERHEAD_BYTES", "Callees", "Load", "PendingCalls"]
+__all__ = ["OVERHEAD_BYTES", "Load", "PendingCalls"]
 
 # What the parts of a call other than its message occupy, in bytes, at the caller and at the callee;
 # measured: 1.8 and 1.5 kB. So it bounds the number of small calls.
@@ -42,29 +43,6 @@ OVERHEAD_BYTES = 2048
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _QUEUED, _SENDING, _UNSENT, _SETTLED = State.QUEUED, State.SENDING, State.UNSENT, State.SETTLED
 _ERROR = int(Kind.ERROR)
-
-
-class Callees(Protocol):
-    """What a table asks about the peers of its calls. Any thread may call its methods."""
-
-    @property
-    def lost(self) -> Collection[MemberId]:
-        """The peers that are gone; a peer is first added, and then its calls fail."""
-
-    def explain(self, peer: MemberId) -> str:
-        """Returns what is known about why a peer does not answer, for error messages.
-
-        It begins with a semicolon, or is empty.
-        """
-
-    def describe(self, peer: MemberId) -> str:
-        """Returns a peer's name and rank, for error messages."""
-
-    def died(self, call: PendingCall) -> Exception:
-        """Returns the error of a call whose peer is gone."""
-
-    def tell_cancelled(self, call: PendingCall) -> None:
-        """Tells the peer that the caller no longer waits for the answer to a call."""
 
 
 class Load(NamedTuple):
@@ -118,7 +96,7 @@ class PendingCalls:
     call, which needs the lock.
 
     Args:
-        callees: answers questions about peers.
+        callees: the peers of the calls.
         limit: the most bytes in flight to one peer; a single call may be larger. 0: no limit.
 
     Attributes:
