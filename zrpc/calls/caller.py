@@ -65,7 +65,6 @@ __all__ = ["Caller", "Receiver"]
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _QUEUED, _SENDING = State.QUEUED, State.SENDING
 _REMOTE, _ERROR = Kind.REMOTE, Kind.ERROR
-_modules = sys.modules
 
 
 class Receiver(NextTurn, Protocol):
@@ -245,7 +244,7 @@ class Caller:
         message = Message(kind)
         hops = () if self.last_calls is None else self.last_calls.admit(message)
         observation = None
-        if self.recorder is not None or profiler._is_profiler_enabled or API in _modules:
+        if self.recorder is not None or profiler._is_profiler_enabled or API in sys.modules:
             ends = self._membership.info.name, to.name
             observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
         peer = to.member_id
