@@ -55,7 +55,7 @@ def step(number: int, slowly: bool) -> float:
 
 
 def train(trainers: list[str], steps: int, slow: str) -> None:
-    """Has all trainers do some steps; called on the coordinator."""
+    """Does some steps with all trainers; called on the coordinator."""
     for number in range(steps):
         with rpc.span(f"step {number}"):
             rpc.wait_all(

@@ -62,7 +62,7 @@ def main() -> None:
     with rpc.session(rpc_backend_options=options) as worker:
         if worker.id == 0:
             train(args.checkpoint, args.steps)
-    # The signal may reach this node only now. This worker has succeeded all the same.
+    # The signal may reach this node only now. This worker has succeeded nevertheless.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 

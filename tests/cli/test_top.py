@@ -131,7 +131,7 @@ def test_handlers_and_queue(mesh: Mesh, door: Gate) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"warn_after": 0.2})
-def test_worker_whose_call_waits_for_long_is_stuck(mesh: Mesh, door: Gate) -> None:
+def test_worker_whose_call_waits_too_long_is_stuck(mesh: Mesh, door: Gate) -> None:
     future = mesh.run(0, zrpc.rpc_async, 1, doors.knock)
     until(lambda: states() == {"worker0": "stuck", "worker1": "running"})
     door.open()

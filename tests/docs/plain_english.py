@@ -37,14 +37,21 @@ _WORDS = {
     # "stays where it is" asks for a place, and ends there.
     rf"{_NO_PLACE}\bwhere (?:it|they|this|that|one) {_VERB}\b(?= \w)": _IF,
     r"\b(?:also|even|only) where\b": _IF,
+    r"\b(?:of|by) which\b": "a sentence of its own",
+    r"\bfor long\b(?!-)": "how long, or until what",
+    r"\bjust now\b": "at this moment, or nothing",
+    r"\ball the same\b": "still, or anyway",
+    # "Has gradients sent that are held back." Questions and "Has no effect" are not meant.
+    r"(?:\A|[.!?] )(?-i:Has) (?!(?:an effect|been|no|not)\b)(?![^.]*\?)[^.]{2,60}": (
+        "the verb of the act: 'Sends …'"
+    ),
     # A clause before the main one: "Where a worker fails, it is started again."
-    r"(?:^|[.!?:*] )Where (?!and\b|you\b)[^.,:;?]{3,90}, "
+    r"(?:^|[.!?:*] )(?-i:Where) (?!and\b|you\b)[^.,:;?]{3,90}, "
     r"(?!(?:and|as|or|how|in|when|which|who)\b)": _IF,
 }
 # Between two words there may be the end of a line, but not of a paragraph.
 _PATTERNS = [
-    (re.compile(words.replace(" ", r"\s"), re.M | (0 if "Where" in words else re.I)), better)
-    for words, better in _WORDS.items()
+    (re.compile(words.replace(" ", r"\s"), re.M | re.I), better) for words, better in _WORDS.items()
 ]
 _LITERALS = {tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 # Around the text of a string or a comment.

@@ -58,6 +58,12 @@ def test_names_of_tests_are_in_plain_english() -> None:
         "Also where a call fails.",
         "Only where it is not used.",
         "Where a worker fails, it is started again.",
+        "Four workers, one of which leaves.",
+        "The number by which it is found.",
+        "It has waited for long.",
+        "It has just now begun.",
+        "It is sent all the same.",
+        "Has gradients sent that are held back.",
     ],
 )
 def test_words_to_replace_are_found(text: str) -> None:
@@ -82,6 +88,8 @@ def test_words_to_replace_are_found(text: str) -> None:
         "Large tensors are sent from where they are, so changes arrive.",
         "Workers meet at the address where the store listens.",
         "It would forever give up the lead.",
+        "It waits for longer. A place for long-lived values.",
+        "Has no effect. Has an effect only once. It has gradients. Has it been sent?",
         "`likewise` is code, and so is\n\n```text\nso many\n```\n",
     ],
 )

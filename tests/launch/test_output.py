@@ -89,7 +89,7 @@ def test_last_state_of_a_bar_is_shown_while_its_worker_is_silent(shown: tuple[in
     worker.exit()
 
 
-def test_report_of_a_failure_has_limited_memory_for_long_lines(shown: tuple[int, int]) -> None:
+def test_report_of_a_failure_keeps_a_limited_part_of_long_lines(shown: tuple[int, int]) -> None:
     with open(os.devnull, "wb") as null:
         worker = Worker(null.fileno())
         for _ in range(4):

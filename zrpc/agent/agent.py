@@ -155,7 +155,7 @@ class Agent:
         self._closing = Closing(self, shutdown)
 
     def _wire(self, shutdown: Shutdown) -> None:
-        """Has each message that comes in given to the part that handles it."""
+        """Gives each message that comes in to the part that handles it."""
         self.dispatcher = Dispatcher(
             self.membership,
             self.callee,
@@ -240,7 +240,7 @@ class Agent:
         return sorted(living, key=lambda info: info.id)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Has what happens here recorded from now on, or no longer."""
+        """Records what happens here from now on, or no longer."""
         self.recorder = recorder
         for part in (self.caller, self.callee, self.outbox, self.dispatcher):
             part.recorder = recorder
@@ -278,7 +278,7 @@ class Agent:
                 meanwhile is not waited for.
 
         Raises:
-            RpcTimeoutError: the others did not come in time; this agent is closed all the same.
+            RpcTimeoutError: the others did not come in time; this agent is closed nevertheless.
             RpcError: called from a handler with ``graceful``, which would wait for itself.
         """
         self._closing.shutdown(graceful, timeout)

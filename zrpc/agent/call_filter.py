@@ -54,6 +54,6 @@ _OWN = CallFilter()
 def tag_own_loggers() -> None:
     """Adds the attributes of `CallFilter` to the records of zrpc's loggers."""
     for name, logger in list(logging.root.manager.loggerDict.items()):
-        # A placeholder stands for a name of which only children were asked for.
+        # A placeholder stands for a name if only its children were asked for.
         if name.partition(".")[0] == "zrpc" and isinstance(logger, logging.Logger):
             logger.addFilter(_OWN)  # has no effect if it has it already

@@ -83,14 +83,14 @@ class Dispatcher:
         self._readers: dict[int, ExtensionReader] = {}
 
     def register(self, kind: Kind, handler: Handler) -> None:
-        """Has messages of a kind given to a handler, in the I/O thread.
+        """Gives messages of a kind to a handler, in the I/O thread.
 
         The handler must neither wait nor unpickle. Only before the agent serves.
         """
         self._handlers[kind] = handler
 
     def register_extension(self, tag: Tag, reader: ExtensionReader) -> None:
-        """Has extensions with a tag read by ``reader(message, data)``, in the I/O thread.
+        """Reads extensions with a tag by ``reader(message, data)``, in the I/O thread.
 
         What it returns is ``message.attachments[tag]``. Only before the agent serves.
         """

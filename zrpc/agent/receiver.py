@@ -2,7 +2,7 @@
 
 One of two I/O threads receives, see `zrpc.runtime.leader_follower`. A thread that waits for an
 answer receives in its place for a short time, see `Receiver.receive`. "The I/O thread" is, here and
-in the services, the thread that receives just now, whichever that is. It reads headers, settles
+in the services, whichever thread receives at the moment. It reads headers, settles
 calls and hands requests to the pool. It neither unpickles, nor runs what a user wrote, nor waits
 for a peer, except for handlers that have been quick of late: these it runs itself, between two
 messages.
@@ -118,8 +118,8 @@ class Receiver:
     ) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible.
 
-        So no other thread need wake up. Not for long: then the I/O thread goes on. The thread has
-        signal handlers held back.
+        So no other thread need wake up. After some milliseconds the I/O thread goes on. The calling
+        thread has signal handlers held back.
 
         Args:
             gate: opened by what is to be received.
@@ -149,30 +149,30 @@ class Receiver:
         return self._threads.seated()
 
     def run(self, job: Callable[[], None]) -> None:
-        """Has a handler's job run: in the pool, or by the I/O thread after its present turn."""
+        """Runs a handler's job: in the pool, or in the I/O thread after its present turn."""
         if self._threads.take(self._pool, job):
             self._handler_taken = True
         else:
             self._pool.submit(job)
 
     def complete(self, job: Callable[[], None]) -> None:
-        """Has a future completed that no thread waits for."""
+        """Completes a future that no thread waits for, by a job."""
         if not self._threads.take(self._completions, job):
             self._completions.submit(job)
 
     def in_io_thread(self, errand: Callable[[], None]) -> None:
-        """Has something done in the I/O thread soon. Not for finalizers: it takes locks."""
+        """Runs a job in the I/O thread soon. Not for finalizers: it takes locks."""
         self._errands.append(errand)
         self._network.wake()
 
     def in_next_turn(self, errand: Callable[[], object]) -> None:
-        """Has something done in the I/O thread at its next tick at the latest; takes no locks."""
+        """Runs a job in the I/O thread, at its next tick at the latest; takes no locks."""
         self._errands.append(errand)
 
     # -- the I/O thread --------------------------------------------------------------------
 
     def hasten(self, next_tick: float) -> None:
-        """Has the next tick come at this time, or before, on the clock of ``time.monotonic``."""
+        """Sets the next tick to this time, or before, on the clock of ``time.monotonic``."""
         self._next_tick = min(self._next_tick, next_tick)
 
     def _lead(self) -> None:

@@ -27,7 +27,7 @@ ExtensionReader = Callable[[Message, bytes], Any]
 class Service:
     """Plugs into an agent. Override what is needed: here each method does nothing.
 
-    "The I/O thread" is the thread that receives just now, whichever that is. What is called there
+    "The I/O thread" is whichever thread receives at the moment. What is called there
     must neither wait, nor unpickle, nor run what a user wrote.
 
     Attributes:
@@ -75,7 +75,7 @@ class Service:
         """Drops what belongs to a member that is lost, and fails what waits for it."""
 
     def on_messages_lost(self, member: MemberId) -> None:
-        """Fails what waits for messages of a member, some of which are lost.
+        """Fails what waits for messages of a member, since some of them are lost.
 
         Which of them is not known. Lost requests and answers are told to their callers instead.
         """

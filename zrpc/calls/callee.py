@@ -185,7 +185,7 @@ class Callee:
         return False
 
     def on_lost(self, request: Message, error: Exception) -> None:
-        """Answers a request of which only the header arrived. In the I/O thread."""
+        """Answers a request if only its header arrived. In the I/O thread."""
         self.answer_error(request, error, [(Tag.UNREAD, b"")])
 
     def answer_error(

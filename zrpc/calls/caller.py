@@ -74,7 +74,7 @@ class Receiver(NextTurn, Protocol):
         """Receives until a gate opens, in the thread that waits for it, if that is possible."""
 
     def complete(self, job: Callable[[], None]) -> None:
-        """Has a future completed that no thread waits for."""
+        """Completes a future that no thread waits for, by a job."""
 
 
 class Caller:
@@ -420,7 +420,7 @@ class Caller:
         return gone
 
     def on_lost(self, answer: Message, error: Exception) -> None:
-        """Fails the call of an answer of which only the header has come. In the I/O thread."""
+        """Fails the call of an answer if only its header has come. In the I/O thread."""
         self.calls.settle(answer.call_id, error)
 
     def on_unread(self, answer: Message, _data: bytes) -> None:

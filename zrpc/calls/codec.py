@@ -46,7 +46,7 @@ class Codec:
         self._openers: dict[int, Callable[[Decoder], None]] = {}
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
-        """Has these hooks look at messages. Only before the agent serves."""
+        """Lets these hooks look at messages. Only before the agent serves."""
         self._contexts = [each.context.get for each in hooks if each.context is not None]
         self._tags = {each.tag for each in hooks if each.context is not None and each.tag}
         self._finishers = [each.finish for each in overriding(MessageHooks, "finish", hooks)]

@@ -20,7 +20,7 @@ class NextTurn(Protocol):
     """What has turns; see `zrpc.agent.receiver`."""
 
     def in_next_turn(self, errand: Callable[[], object]) -> None:
-        """Has something done in the I/O thread soon. Takes no locks."""
+        """Runs a job in the I/O thread soon. Takes no locks."""
 
 
 def call_soon(
@@ -28,7 +28,7 @@ def call_soon(
     receiver: NextTurn,
     submit: Callable[[Callable[[], None]], None],
 ) -> Future[Any]:
-    """Has a call made by another thread; returns a future of its value.
+    """Makes a call in another thread; returns a future of its value.
 
     Args:
         make: makes the call. It runs in a copy of the present context.

@@ -55,7 +55,7 @@ class Calling(Protocol):
         """Runs a job in another thread; used if no thread waits for the call."""
 
     def in_next_turn(self, errand: Callable[[], object]) -> None:
-        """Has something done in the I/O thread soon. Takes no locks."""
+        """Runs a job in the I/O thread soon. Takes no locks."""
 
 
 def _no_source() -> None:
@@ -145,7 +145,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             try:
                 self._calling.wait(call)
             except BaseException:
-                # Interrupted. If the call was settled just now, another thread must complete it.
+                # Interrupted. If the call was settled meanwhile, another thread must complete it.
                 if call.settled:
                     self._calling.complete(functools.partial(self._complete, call))
                 release_interrupts()
@@ -200,7 +200,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             return cancelled
         if self.done():
             return False
-        # False if another thread completes it just now.
+        # False if another thread completes it at this moment.
         return self._complete_by(
             self._claim_for_cancel, None, RpcCancelledError("the future was cancelled")
         )
@@ -342,7 +342,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         raise RuntimeError("Can not pickle torch.futures.Future")
 
     def on_settled(self, call: PendingCall) -> None:
-        """Has another thread complete the future, unless a thread waits for it and will do so.
+        """Completes the future in another thread, unless a thread waits for it and will do so.
 
         Runs in the thread that settled the call, mostly the I/O thread, which must not run user
         code: unpickling and callbacks.

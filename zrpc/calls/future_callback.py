@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextvars
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zrpc.calls import trampoline
 from zrpc.errors import CallbackError
 from zrpc.runtime.interrupts import run_interruptibly
-
-if TYPE_CHECKING:
-    from zrpc.calls.future import Future
 
 __all__ = ["Callback", "check_callback"]
 
@@ -42,9 +39,7 @@ class Callback:
 
     __slots__ = ("_claimed", "_context", "_function", "_future", "_results")
 
-    def __init__(
-        self, function: Callable[[Any], Any], future: Future[Any], results: list[Future[Any]]
-    ) -> None:
+    def __init__(self, function: Callable[[Any], Any], future: Any, results: list[Any]) -> None:
         self._function = function
         self._future = future
         self._results = results

@@ -48,7 +48,7 @@ class Failure:
         """Raises the error, because its value was asked for."""
         self.seen = True
         self._fail()
-        # What could not be unpickled before now can. The future has failed all the same: torch
+        # What could not be unpickled before now can. The future has failed nevertheless: torch
         # would take None for its value.
         raise copied(self._for_log, self._for_log.__cause__)
 

@@ -10,7 +10,7 @@ threads must not bring about each other's handlers without limit. So each of the
 its *hops*: how many of them, one after the other, have brought it about. The handlers of calls with
 many hops don't count.
 
-A call of a callback adds a hop too. A chain of callbacks, each of which makes the next call, may go
+A call of a callback adds a hop too. A chain of callbacks, if each makes the next call, may go
 on for some seconds, and in any case for many calls.
 """
 

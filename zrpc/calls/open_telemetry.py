@@ -165,9 +165,9 @@ class HandlerSpans(MessageHooks):
 
     @contextlib.contextmanager
     def request_scope(self, request: Message) -> Iterator[None]:
-        """Has a handler run within its span."""
+        """Runs a handler within its span."""
         span = (request.attachments or {}).get(self.tag)
-        if span is None:  # or the request was dropped just now; then its handler does not begin
+        if span is None:  # or the request was dropped meanwhile; then its handler does not begin
             yield
             return
         from opentelemetry import context

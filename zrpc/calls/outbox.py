@@ -65,7 +65,7 @@ class Outbox:
         self.recorder: Recorder | None = None
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
-        """Has these hooks carry large buffers. Only before the agent serves."""
+        """Lets these hooks carry large buffers. Only before the agent serves."""
         self._carriers = overriding(MessageHooks, "carry", hooks)
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class Outbox:
             self.post(*self._unsent.popleft())
 
     def retry_soon(self) -> None:
-        """Has the I/O thread look for descriptors, and `retry`."""
+        """Looks for descriptors in the I/O thread, and calls `retry`."""
         self._in_io_thread(self.retry)
 
     def close(self) -> None:

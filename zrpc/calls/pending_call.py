@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
 from enum import IntEnum
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from zrpc.errors import WorkerDied
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.wire.member_id import MemberId
 
-if TYPE_CHECKING:
-    from zrpc.calls.observation import CallObservation
-    from zrpc.calls.pending_calls import PendingCalls, Room, Window
-
-__all__ = ["DEFAULT_LIMIT", "NEVER", "OWN_LIMIT", "Follower", "Limit", "PendingCall", "State"]
+__all__ = [
+    "DEFAULT_LIMIT",
+    "NEVER",
+    "OWN_LIMIT",
+    "Follower",
+    "Limit",
+    "PendingCall",
+    "Room",
+    "State",
+    "Window",
+]
 
 NEVER = float("inf")
 
@@ -73,6 +80,50 @@ class State(IntEnum):
     SETTLED = 4  # settled after that
 
 
+class Table(Protocol):
+    """The table that the call is entered into; see `zrpc.calls.pending_calls`."""
+
+    ids: Iterator[int]
+
+    def settle(self, call_id: int, outcome: Any, notify: bool = True) -> PendingCall | None: ...
+
+    def cancel(self, call: PendingCall) -> bool: ...
+
+    def withdraw(self, call: PendingCall) -> bool: ...
+
+    def expire_call(self, call: PendingCall) -> None: ...
+
+
+class Window:
+    """The bytes in flight to one peer, of callers of one kind; guarded by the table's lock."""
+
+    __slots__ = ("caller", "peer", "queue", "used")
+
+    def __init__(self, peer: MemberId, caller: Hashable) -> None:
+        self.peer = peer
+        self.caller = caller
+        self.used = 0
+        self.queue: deque[PendingCall] = deque()
+
+
+class Room:
+    """The wait of a call for room.
+
+    Attributes:
+        gate: opens when there is room, or when the call is settled.
+        go: called then, once. It must be quick, and settle no call.
+        thread: the ident of the thread that waits; 0 if none does.
+    """
+
+    __slots__ = ("gate", "go", "thread")
+
+    def __init__(self) -> None:
+        self.gate = threading.Lock()
+        self.gate.acquire()
+        self.go: Callable[[], None] = self.gate.release
+        self.thread = 0
+
+
 class PendingCall:
     """One call in flight: a gate that opens when it is settled, and what settled it.
 
@@ -95,7 +146,7 @@ class PendingCall:
         died: the error if the peer is lost first.
         follower: told by the thread that settles the call, after the gate has opened.
         parent: the scope of the handler that makes the call, which it ends with.
-        observation: what profiles and traces note of it; None if nobody looks.
+        observation: its `CallObservation`; None if nobody looks.
         undo: undoes what was done for the message, if it is not sent.
         outcome: a list with its outcome, until that is claimed.
         waiters: the idents of the threads that wait for the answer.
@@ -114,7 +165,7 @@ class PendingCall:
     died: type[WorkerDied] = WorkerDied
     follower: Follower | None = None
     parent: Parent | None = None
-    observation: CallObservation | None = None
+    observation: Any = None
     undo: Callable[[], None] | None = None
     waiters: tuple[int, ...] = ()
     window: Window | None = None
@@ -122,7 +173,7 @@ class PendingCall:
     room: Room | None = None
     outcome = _NO_OUTCOME
 
-    def __init__(self, calls: PendingCalls, peer: MemberId, timeout: float) -> None:
+    def __init__(self, calls: Table, peer: MemberId, timeout: float) -> None:
         self._calls = calls
         self.call_id = next(calls.ids)
         self.peer = peer

@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.calls.callees import Callees
 from zrpc.calls.function_names import asked_for
-from zrpc.calls.pending_call import NEVER, PendingCall, State
+from zrpc.calls.pending_call import NEVER, PendingCall, Room, State, Window
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, has_shut_down
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
@@ -59,36 +58,6 @@ class Load(NamedTuple):
     waiting: int
 
 
-class Window:
-    """The bytes in flight to one peer, of callers of one kind; guarded by the table's lock."""
-
-    __slots__ = ("caller", "peer", "queue", "used")
-
-    def __init__(self, peer: MemberId, caller: Hashable) -> None:
-        self.peer = peer
-        self.caller = caller
-        self.used = 0
-        self.queue: deque[PendingCall] = deque()
-
-
-class Room:
-    """The wait of a call for room.
-
-    Attributes:
-        gate: opens when there is room, or when the call is settled.
-        go: called then, once. It must be quick, and settle no call.
-        thread: the ident of the thread that waits; 0 if none does.
-    """
-
-    __slots__ = ("gate", "go", "thread")
-
-    def __init__(self) -> None:
-        self.gate = threading.Lock()
-        self.gate.acquire()
-        self.go: Callable[[], None] = self.gate.release
-        self.thread = 0
-
-
 class PendingCalls:
     """The table of calls in flight. Any thread may call its methods.
 
@@ -112,7 +81,7 @@ class PendingCalls:
         self._lost = callees.lost
         self.limit = limit
         self.counts = Table(CallCount)
-        self.ids = itertools.count(1)
+        self.ids: Iterator[int] = itertools.count(1)
         # Guards what follows, and the state, the window and the parent of each call. Only that of
         # the cancel scopes is taken while it is held.
         self._lock = threading.Lock()
@@ -186,7 +155,7 @@ class PendingCalls:
         return call.state
 
     def when_room(self, call: PendingCall, go: Callable[[], None]) -> None:
-        """Has ``go()`` called when a queued call has room or is settled; see `Room`."""
+        """Calls ``go()`` when a queued call has room or is settled; see `Room`."""
         with self._lock:
             if call.state is _QUEUED:
                 assert call.room is not None

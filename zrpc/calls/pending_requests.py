@@ -1,6 +1,6 @@
 """The requests of other workers that this worker has not answered yet.
 
-No I/O in here. Each request has a `CancelScope`, by which it is dropped when its caller no longer
+No I/O in here. Each request has a `CancelScope`: it is dropped when its caller no longer
 waits: the caller cancelled it or is gone, or its deadline has passed. If its handler has not begun,
 it never will, and the message is freed. If the handler runs, the scope cancels what it can. If the
 handler has returned a future that is not done, the request no longer counts as in progress.

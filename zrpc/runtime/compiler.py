@@ -108,7 +108,7 @@ def _set_rules() -> None:
 
 
 def _switch_off(module: ModuleType) -> None:
-    """Has Dynamo skip a module's functions, and all that they call."""
+    """Makes Dynamo skip a module's functions, and all that they call."""
     skip = _rule()
     for function in _functions(module, module.__name__):
         # What `torch.compiler.disable` sets: errors and the log of graph breaks show the reason.

@@ -1,4 +1,4 @@
-"""Where Python's garbage collector runs just now, and whether it has interrupted zrpc there.
+"""Which thread Python's garbage collector runs in, and whether it has interrupted zrpc there.
 
 The collector runs the finalizers (``__del__``) of objects that refer to each other, in any thread:
 whichever has just made one object too many. In the midst of zrpc's own code, that thread may hold a

@@ -157,7 +157,7 @@ class LeaderFollower:
             return not any(thread.is_alive() for thread in others)
 
     def take(self, pool: HandlerPool, job: Callable[[], None]) -> bool:
-        """Has the current thread run ``job`` after its turn, as a guest of ``pool``.
+        """Runs ``job`` in the current thread after its turn, as a guest of ``pool``.
 
         Returns:
             False if it won't: it is in no turn, it has a job already, the other thread can't
@@ -184,7 +184,7 @@ class LeaderFollower:
                 self._wake(self._leader)
 
     def rest(self, until: float) -> None:
-        """Has the leader rest after its turn, while others sit. Has an effect in its turn only.
+        """Lets the leader rest after its turn, while others sit. Has an effect in its turn only.
 
         The last rest was too short: otherwise another thread would have received this answer.
 
@@ -219,7 +219,7 @@ class LeaderFollower:
         self._seat.release()
 
     def end_rest(self) -> None:
-        """Has the leader receive again."""
+        """Makes the leader receive again."""
         with self._lock:
             self._end_rest()
 
@@ -300,6 +300,6 @@ class LeaderFollower:
             pause = _CHECK_SECONDS if asleep else min(2 * pause, _MAX_CHECK_SECONDS)
 
     def _wake(self, thread: int) -> None:
-        """Has a follower check at once; the lock is held."""
+        """Makes a follower check at once; the lock is held."""
         if self._gates[thread].locked():
             self._gates[thread].release()

@@ -1,4 +1,4 @@
-"""Large messages in chunks, each of which is a ZeroMQ message of its own.
+"""Large messages in chunks; each chunk is a ZeroMQ message of its own.
 
 An inbox that listens on tcp accepts no frame above ``MAX_FRAME_BYTES`` (ZMQ_MAXMSGSIZE). ZeroMQ
 holds a frame in memory until all of it has arrived, even before it knows who sends it. So a
@@ -107,7 +107,7 @@ class Assembler:
     def __init__(self, on_lost: Callable[[Any, bytes], None]) -> None:
         self._on_lost = on_lost
         self.unfinished: dict[Hashable, _Unfinished] = {}
-        # The numbers of lost messages, of which more chunks may arrive.
+        # The numbers of lost messages; more of their chunks may arrive.
         self._lost: dict[Hashable, deque[int]] = {}
 
     def add(

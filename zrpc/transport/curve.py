@@ -8,7 +8,7 @@ key belongs to a peer, and to which one. In the same handshake, each mailbox che
 inbox that it connects to.
 
 ZeroMQ attaches the answer to each message of that connection, and the inbox takes the sender from
-there, not from the routing id by which the connection names itself. So a member can't pose as
+there, not from the routing id that the connection gives itself. So a member can't pose as
 another. A part of each routing id is random, and only the two ends of the connection know it. So no
 other member can take over the connection by its routing id, and the inbox needs to look up the
 sender of each routing id only once.

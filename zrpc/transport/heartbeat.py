@@ -1,4 +1,4 @@
-"""The connections by which a worker knows that its peers live, whatever these are doing.
+"""The connections that tell a worker that its peers live, whatever these are doing.
 
 ZeroMQ's own heartbeats (ZMTP's PING and PONG) are answered by libzmq's I/O thread, even while
 Python holds the interpreter's lock for minutes. They have connections of their own. On a mailbox's

@@ -31,7 +31,7 @@ class Mailbox:
 
     Args:
         context: the context of all of the worker's sockets.
-        identity: the sender's, by which the peer's inbox recognizes its messages.
+        identity: the sender's; the peer's inbox recognizes its messages by it.
         endpoint: the peer's inbox.
         guard: makes the socket's connections succeed with that peer only, see `Curve`.
 

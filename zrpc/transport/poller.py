@@ -20,7 +20,7 @@ class Poller:
         self._callbacks: dict[int, Callable[[], None]] = {}
 
     def watch_readable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``fd`` can be read.
+        """Calls ``callback`` whenever ``fd`` can be read.
 
         Raises:
             OSError: the system allows no more watches; ``fd`` is not watched.
@@ -30,7 +30,7 @@ class Poller:
         self._callbacks[fd] = callback
 
     def watch_writable(self, fd: int, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called whenever ``fd`` can be written; see `watch_readable`."""
+        """Calls ``callback`` whenever ``fd`` can be written; see `watch_readable`."""
         self._epoll.register(fd, select.EPOLLOUT)
         self._callbacks[fd] = callback
 

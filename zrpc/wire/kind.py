@@ -85,7 +85,7 @@ class Tag(IntEnum):
     PASS = 4  # the backward pass that a message is about
     SHARED = 5  # which buffers of a message are in shared memory, and where
     RETURNED = 6  # the shared-memory segments that are returned with a message
-    UNREAD = 7  # answers a request of which only the header arrived: its forks have not
+    UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called

@@ -53,7 +53,7 @@ _dispatch_table: dict[type, Reducer] = {**copyreg.dispatch_table, **REDUCERS}
 
 
 def register_reducer(cls: type, reducer: Reducer) -> None:
-    """Has instances of ``cls`` pickled by ``reducer``, in messages only.
+    """Pickles instances of ``cls`` by ``reducer``, in messages only.
 
     Args:
         cls: the type, without its subclasses.
@@ -229,7 +229,7 @@ class Encoder:
         return self.extensions.setdefault(tag, bytearray())
 
     def undo(self, action: Callable[[], None]) -> None:
-        """Has ``action`` called if the message is not sent after all."""
+        """Calls ``action`` if the message is not sent after all."""
         self.to_undo.append(action)
 
     def abort(self) -> None:

@@ -156,7 +156,7 @@ def test_guests_that_are_killed(
     PrivateDirectory().remove()
 
 
-def test_the_mailbox_by_which_a_worker_is_told_that_it_was_declared_dead_is_closed(
+def test_the_mailbox_that_tells_a_worker_that_it_was_declared_dead_is_closed(
     elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "_SEND_SECONDS", 0.5)

@@ -54,7 +54,7 @@ current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def in_context(context_id: int | None) -> Iterator[None]:
-    """Has this thread be in a context within a block, or outside of contexts."""
+    """Puts this thread into a context within a block, or outside of contexts."""
     token = current_id.set(context_id)
     try:
         yield

@@ -131,7 +131,7 @@ class Tracer:
         return 1 << bit
 
     def _walk(self, node: Any) -> None:
-        """Finds the sets of a node and of all nodes below it, each of which has none yet."""
+        """Finds the sets of a node and of all nodes below it; none of them has one yet."""
         sets = self._sets
         # The nodes above, each with the edges that are left, and with what the others lead to.
         above: list[tuple[Any, Iterator[tuple[Any, int]], int]] = []

@@ -137,7 +137,7 @@ def run(
 
 def _add(state: ContextState, found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Adds the gradients of leaves to those of the context; takes them out of the list."""
-    # As in torch, gradients of which there are copies live until all are added. So no copy has the
+    # As in torch, gradients that have copies live until all are added. So no copy has the
     # memory in which a hook has seen a gradient.
     own, shared = [], []
     while found:
@@ -207,7 +207,7 @@ class _Accumulation:
         self._graph_task: int | None = None
 
     def begin_with(self, begin: torch.Tensor) -> None:
-        """Has the run learn its graph task from a tensor that it begins with, before any leaf.
+        """Tells the run its graph task by a tensor that it begins with, before any leaf.
 
         The tensor's node must belong to this run alone.
         """

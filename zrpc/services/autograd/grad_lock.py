@@ -126,8 +126,8 @@ class GradLock:
             )
         if in_pass and shared and self._use is Use.STEP:
             raise RpcError(
-                "expected a hook that steps over its own parameter, found a step over others, one "
-                "of which a backward pass of another context uses: that pass may wait for this "
+                "expected a hook that steps over its own parameter, found a step over others; a "
+                "backward pass of another context uses one of them: that pass may wait for this "
                 "hook's. Use an optimizer for each parameter"
             )
         return not users and not self._is_behind_a_step()

@@ -44,7 +44,7 @@ class Part(NamedTuple):
     """What one worker does in a pass.
 
     Attributes:
-        sent: which tensors of which messages that it has sent lead to the roots.
+        sent: which tensors lead to the roots, for each message that it has sent.
         arrived: the messages whose gradients it sends back.
         retain_graph: whether another pass may go over the same graph.
     """
@@ -374,7 +374,7 @@ def worker_died(agent: Agent, member: MemberId) -> WorkerDied:
 
 
 def messages_lost(agent: Agent, member: MemberId) -> RpcError:
-    """Returns the error of a pass of which messages may be lost."""
+    """Returns the error of a pass if some of its messages may be lost."""
     return RpcError(
         f"during a backward pass, messages from {agent.membership.infos[member]} were lost: a "
         "connection broke, or there was no memory or file descriptor for them; run the pass again "
