@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from tests.support.failing_log import failing_log
 from zrpc import WorkerInfo
 from zrpc.agent.receiver import Receiver
-from zrpc.agent.shutdown import Shutdown, ShutdownTiming
+from zrpc.agent.shutdown import Phase
 from zrpc.calls.pending_call import NEVER
 from zrpc.runtime.job_times import JobTimes
 
@@ -60,7 +61,7 @@ def started(
     messages: Any, pool: Any, calls: Any, tick: Callable[[], None] = lambda: None
 ) -> Receiver:
     """Returns a receiver that was started, but for its threads."""
-    shutdown = Shutdown(ShutdownTiming())
+    shutdown: Any = SimpleNamespace(phase=Phase.RUNNING)
     worker = WorkerInfo("test", 0)
     receiver = Receiver(worker, contextvars.Context(), messages, pool, pool, shutdown)
     receiver._threads.start = lambda: None  # type: ignore[method-assign]
