@@ -18,8 +18,7 @@ import pytest
 
 from tests.launch.conftest import Start, Write
 from tests.support.waiting import SOON
-from zrpc.launch import Job, LaunchError, Starter, Task, launch, launcher
-from zrpc.launch.channel import EXIT_RECORD
+from zrpc.launch import Exit, Job, LaunchError, Starter, Task, launch, launcher
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
@@ -81,23 +80,29 @@ class OneProcessId(Starter):
     """Gives all processes the same id, one after the other; each exits with 0 at once."""
 
     def start(self) -> None:
-        self._exits, self._writing = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.unread = 0
+        self.reading, self.writing = socket.socketpair()
+        self.writing.send(b"an exit")
 
     def spawn(self, task: Task, *, pass_fds: Sequence[int] = (), **streams: Any) -> int:
         for fd in pass_fds:
             os.write(fd, struct.pack("=q", 2))  # as the store's process, which reserves ranks
-        self._writing.send(EXIT_RECORD.pack(4711, 0))
+        self.unread += 1
         return 4711
 
-    def send_signal(self, pid: int, number: int, *, group: bool = False) -> bool:
-        return False
+    def fileno(self) -> int:
+        return self.reading.fileno()
+
+    def exits(self, timeout: float = 0.0) -> list[Exit]:
+        count, self.unread = self.unread, 0
+        return [Exit(4711, 0)] * count
 
     def make_directory(self) -> str:
         raise NotImplementedError
 
     def close(self, timeout: float = 10.0) -> None:
-        self._exits.close()
-        self._writing.close()
+        self.reading.close()
+        self.writing.close()
 
 
 def test_a_worker_with_the_process_id_of_the_store_that_has_exited(

@@ -174,10 +174,9 @@ def launch(job: Job) -> int:
             given=given,
             spare_detached=True,
         )
-        stack.callback(starter.close)
         try:
             with inbox.interrupting(STOPS):
-                starter.start()
+                stack.enter_context(starter)
         except (KeyboardInterrupt, LaunchError):  # while torch was imported, perhaps by all
             if stops := inbox.take() & STOPS:  # there is nothing to stop yet
                 return 128 + min(stops)
