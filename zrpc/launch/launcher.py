@@ -174,9 +174,10 @@ def launch(job: Job) -> int:
             given=given,
             spare_detached=True,
         )
+        stack.callback(starter.close)
         try:
             with inbox.interrupting(STOPS):
-                stack.enter_context(starter)
+                starter.start()
         except (KeyboardInterrupt, LaunchError):  # while torch was imported, perhaps by all
             if stops := inbox.take() & STOPS:  # there is nothing to stop yet
                 return 128 + min(stops)
