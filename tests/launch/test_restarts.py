@@ -124,20 +124,12 @@ RESTARTED = """
     back = threading.Event()
     rpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
     if rank == 1:
-        kept = rpc.remote("worker0", dict, (), {"of": "the first"})
-        assert kept.to_here() == {"of": "the first"}
         try:
             rpc.rpc_sync("worker0", os.kill, (rpc.rpc_sync("worker0", os.getpid), signal.SIGKILL))
         except rpc.WorkerDied as error:
             print("died:", error)
         assert back.wait(20)
         print("incarnation", rpc.rpc_sync("worker0", lambda: rpc.get_worker_info().incarnation))
-        fresh = rpc.remote("worker0", dict, (), {"of": "the second"})
-        print(fresh.to_here())
-        try:
-            kept.to_here()
-        except rpc.OwnerDied:
-            print("the old value is gone")
     if rank == 0:
         print("count", count)
     rpc.shutdown()
@@ -154,8 +146,7 @@ def test_the_others_call_a_worker_that_was_killed_and_started_again(
     assert "rank 0 failed (SIGKILL" in err
     assert re.search(r"\[1\] died: worker worker0 \(rank 0\) is gone", out)
     assert "[0] count 1" in out
-    for line in ("incarnation 1", "{'of': 'the second'}", "the old value is gone"):
-        assert f"[1] {line}\n" in out
+    assert "[1] incarnation 1\n" in out
 
 
 ELASTIC = """
