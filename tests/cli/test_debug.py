@@ -24,25 +24,20 @@ IMPORTS = """
     import zrpc as rpc
     rank = int(os.environ["RANK"])
 """
-INIT_RPC = """
-    rpc.init_rpc(f"worker{rank}")
+BEGIN = f"""{IMPORTS}
+    rpc.init_rpc(f"worker{{rank}}")
 """
-BEGIN = IMPORTS + INIT_RPC
-HANDLER = (
-    IMPORTS
-    + """
+HANDLER = f"""{IMPORTS}
     def handler(number):
         local = number + 1
         breakpoint()
         return local
-    """
-    + INIT_RPC
-    + """
+
+    rpc.init_rpc(f"worker{{rank}}")
     if rank == 0:
         print("got", rpc.rpc_sync("worker1", handler, (6,), timeout=2))
     rpc.shutdown()
 """
-)
 Begin = Callable[..., TerminalProgram]
 
 

@@ -18,7 +18,6 @@ from zrpc.cli import main
 from zrpc.cli.launch import command
 
 from tests.support.warm import warm_commands
-from zrpc.launch import Job
 
 ZRPC = str(Path(sys.executable).with_name("zrpc"))
 
@@ -130,14 +129,9 @@ def test_bad_arguments_are_explained(
     assert error in result.output
 
 
-@pytest.mark.parametrize("arguments", [[], ["--grace", "0.5"], ["--grace", "0"]])
-def test_the_grace_period_is_passed_on(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs: list[Job] = []
-    monkeypatch.setattr("zrpc.cli.launch.launch", lambda job: jobs.append(job) or 0)
-    assert CliRunner().invoke(command, [*arguments, "script.py"]).exit_code == 0
-    assert jobs[0].grace == float(arguments[1] if arguments else 30)
+def test_the_grace_period_is_30_seconds_unless_another_is_given() -> None:
+    for arguments, grace in ((["s.py"], 30), (["--grace", "0.5", "s.py"], 0.5)):
+        assert command.make_context("launch", arguments).params["grace"] == grace
 
 
 WAITS_FOR_ZRPC = """
@@ -183,18 +177,13 @@ def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None
         assert err.startswith(f"Error: the log directory {place} can't be created: ")
 
 
-def test_a_launcher_without_descriptors_says_which_limit_to_raise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_descriptors(job: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr("zrpc.cli.launch.launch", no_descriptors)
-    (tmp_path / "script.py").touch()
-    done = CliRunner().invoke(main, ["launch", str(tmp_path / "script.py")])
-    assert done.exit_code == 1
-    assert "Too many open files" in done.output
-    assert "raise the limit with `ulimit -n`" in done.output
+def test_a_launcher_without_descriptors_says_which_limit_to_raise(tmp_path: Path) -> None:
+    (tmp_path / "s.py").touch()
+    command = f"ulimit -n 24 && exec {ZRPC} launch -n 16 --start-method spawn s.py"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Too many open files" in done.stderr
+    assert "raise the limit with `ulimit -n`" in done.stderr
 
 
 def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ class Pods:
     def start(self, cwd: Path, command: list[str] | None = None, first: int = 0) -> None:
         """Starts the container of each pod, from ``first`` on; ``command`` replaces the Job's."""
         spec = self.job["spec"]["template"]["spec"]
-        size = self.job["spec"]["completions"]
         [container] = spec["containers"]
-        networks = self._networks(size)
+        networks = self._networks()
+        size = len(networks)
         for index in range(first, size):
             name = f"{self.job['metadata']['name']}-{index}"
             hosts = self.directory / f"hosts{index}"
@@ -98,8 +98,8 @@ class Pods:
         codes = [process.returncode for process in self._processes]
         return list(zip(codes, outputs, strict=True))
 
-    def _networks(self, size: int) -> list[str]:
-        return [f"{self.directory.name}-{index}" for index in range(size)]
+    def _networks(self) -> list[str]:
+        return [f"{self.directory.name}-{n}" for n in range(self.job["spec"]["completions"])]
 
     def _environment(self, variables: list[dict[str, Any]], index: int) -> dict[str, str]:
         """The variables of the manifest, and what Kubernetes and the image add; nothing else."""
@@ -129,7 +129,7 @@ class Pods:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing or os.geteuid() != 0:
             pytest.skip(f"pods need root, and {', '.join(missing or _PROGRAMS)}")
-        switch, *names = [f"{self.directory.name}-switch", *self._networks(self._size)]
+        switch, *names = [f"{self.directory.name}-switch", *self._networks()]
         try:
             try:
                 for each in (switch, *names):
@@ -147,10 +147,6 @@ class Pods:
                 process.communicate(timeout=SOON)
             for each in (switch, *names):
                 subprocess.run(["ip", "netns", "delete", each], capture_output=True, timeout=SOON)
-
-    @property
-    def _size(self) -> int:
-        return int(self.job["spec"]["completions"])
 
 
 def _handles(children: Path, number: int) -> bool:

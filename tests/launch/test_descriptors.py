@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import Write
+from tests.launch.conftest import DRIVER, Write
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
 # Prints so many lines that a line end would be read as a signal if it could be.
@@ -66,9 +67,8 @@ def test_the_command_runs_with_closed_descriptors(
 def test_a_program_can_launch_with_closed_descriptors(
     closing: str, write: Write, tmp_path: Path
 ) -> None:
-    code = "import sys; from zrpc.launch import Job, launch; sys.exit(launch(Job(sys.argv[1], "
-    code += "sys.argv[2:], nprocs=2, preload=())))"
-    assert run(closing, "-c", code, write(_WORKER), str(tmp_path))[0] == 0
+    job = {"target": write(_WORKER), "argv": [str(tmp_path)], "nprocs": 2, "preload": ()}
+    assert run(closing, "-c", DRIVER, json.dumps(job))[0] == 0
     assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch.conftest import Write
+from tests.launch.conftest import DRIVER, Launched, Write
 
 SHOW = """
 import _imp, json, sys
@@ -55,21 +55,8 @@ def test_workers_have_the_options_of_the_launcher(
     script = write("import sys; print(sys._xoptions, sys.get_int_max_str_digits())")
     if hidden:  # then the worker starts another interpreter in its place
         write("", "colorsys.py")
-    driver = write(
-        f"""
-        import sys
-        from zrpc.launch import Job, launch
-        job = Job({script!r}, start_method={method!r}, preload=["colorsys"])
-        sys.exit(launch(job))
-        """,
-        "driver/driver.py",
-    )
-    done = subprocess.run(
-        [sys.executable, "-X", "int_max_str_digits=9999", "-X", "no_debug_ranges", driver],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=marked.env,
-    )
+    job = json.dumps({"target": script, "start_method": method, "preload": ["colorsys"]})
+    options = ["-X", "int_max_str_digits=9999", "-X", "no_debug_ranges"]
+    code, out, err = Launched([sys.executable, *options, "-c", DRIVER, job], marked.env).finish()
     expected = "[0] {'int_max_str_digits': '9999', 'no_debug_ranges': True} 9999\n"
-    assert done.stdout == expected, done.stderr
+    assert (code, out) == (0, expected), err

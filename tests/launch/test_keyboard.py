@@ -19,36 +19,25 @@ import sys
 from zrpc.launch import Job, launch
 sys.exit(launch(Job(sys.argv[1], sys.argv[2:], nprocs=2, preload=())))
 """
-# Worker 0 reads the given number of lines, in one of several ways.
+# Worker 0 evaluates an expression that reads, a number of times.
 READS = """
     import getpass, os, select, subprocess, sys, tty
     if os.environ["RANK"] == "1":
         sys.exit(0)
-    way, count = sys.argv[1:]
+    expression, count = sys.argv[1:]
     print("reads", sys.stdin.isatty())
     for _ in range(int(count)):
-        if way == "input":
-            print("got", repr(input()))
-        elif way == "descriptor":
-            print("got", repr(os.read(0, 100).decode().rstrip()))
-        elif way == "device":
-            print("got", repr(open("/dev/stdin").readline().rstrip()))
-        elif way == "select":
-            select.select([sys.stdin], [], [])
-            print("got", repr(sys.stdin.readline().rstrip()))
-        elif way == "child":
-            text = subprocess.run(["head", "-n1"], stdout=subprocess.PIPE, text=True).stdout
-            print("got", repr(text.rstrip()))
-        elif way == "to the end":
-            print("got", repr(sys.stdin.read()))
-        elif way == "password":
-            print("asks")
-            print("got", len(getpass.getpass("Password:", sys.stdout)), "letters")
-        elif way == "letter":
-            tty.setcbreak(sys.stdin)
-            print("asks")
-            print("got", repr(sys.stdin.read(1)))
+        print("got", repr(eval(expression)))
 """
+LINE = "input()"
+TO_THE_END = "sys.stdin.read()"
+WAYS = {
+    "input": LINE,
+    "descriptor": "os.read(0, 100).decode().rstrip()",
+    "device": "open('/dev/stdin').readline().rstrip()",
+    "select": "select.select([sys.stdin], [], []) and sys.stdin.readline().rstrip()",
+    "child": "subprocess.run(['head', '-n1'], stdout=-1, text=True).stdout.rstrip()",
+}
 
 _WRITES_AT_ONCE = """\
 import os, time
@@ -70,8 +59,8 @@ class Shell(TerminalProgram):
         self.read_until("begins\r\n")
         self.read_until("prompt> ")
 
-    def launch(self, way: str, count: int = 1, before: str = "", after: str = "") -> None:
-        command = [sys.executable, "driver.py", "reads.py", way, str(count)]
+    def launch(self, reads: str, count: int = 1, before: str = "", after: str = "") -> None:
+        command = [sys.executable, "driver.py", "reads.py", reads, str(count)]
         self.type(f"{before} {shlex.join(command)} {after}\n")
 
     def answer(self, text: str) -> None:
@@ -94,11 +83,11 @@ def shell(tmp_path: Path, marked: Any) -> Iterator[Shell]:
     shell.close()
 
 
-@pytest.mark.parametrize("way", ["input", "descriptor", "device", "select", "child"])
+@pytest.mark.parametrize("way", WAYS)
 def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
     shell: Shell, way: str
 ) -> None:
-    shell.launch(way, count=2)
+    shell.launch(WAYS[way], count=2)
     shell.read_until("[0] reads True\r\n")
     for word in ("one", "two"):
         shell.answer(word)
@@ -106,7 +95,7 @@ def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
 
 
 def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
-    shell.launch("nothing")
+    shell.launch("None")
     shell.type("echo type''d ahead\n")
     shell.read_until("[0] reads True\r\n")
     shell.read_until("typed ahead\r\n")
@@ -114,18 +103,18 @@ def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
 
 
 def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
-    shell.launch("input", after="&")
+    shell.launch(LINE, after="&")
     shell.read_until("a worker reads the terminal; it waits until you continue this by fg\r\n")
     shell.type("echo for the sh''ell\n")
     shell.read_until("for the shell\r\n")
     shell.type("fg\n")
-    shell.read_until("reads.py input 1\r\n")
+    shell.read_until("reads.py 'input()' 1\r\n")
     shell.answer("for the worker")
     shell.exit()
 
 
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
-    shell.launch("input", count=3)
+    shell.launch(LINE, count=3)
     shell.read_until("[0] reads True\r\n")
     for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):
         shell.answer(word)
@@ -139,11 +128,11 @@ def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> No
         if command == "bg":
             # Back in the foreground, it had not asked for that: it looks every 0.1 s.
             assert "continue this by fg" not in shell.seen
-            shell.read_until("reads.py input 3 &\r\n")
+            shell.read_until("reads.py 'input()' 3 &\r\n")
             shell.type("echo contin''ued\n")
             shell.read_until("continued\r\n")
         shell.type("fg\n")
-        shell.read_until("reads.py input 3\r\n")
+        shell.read_until("reads.py 'input()' 3\r\n")
     shell.exit()
 
 
@@ -156,7 +145,7 @@ def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
 
     (tmp_path / "reads.py").write_text(_WRITES_AT_ONCE)
     shell.type("stty tostop\n")
-    shell.launch("nothing", after="&")
+    shell.launch("None", after="&")
     shell.type("wait %1\n")
     shell.read_until("Stopped")
     until(lambda: states() == {"T"}, "the workers are stopped")
@@ -166,7 +155,7 @@ def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
 
 
 def test_ctrl_d_ends_the_input(shell: Shell) -> None:
-    shell.launch("to the end", count=2)
+    shell.launch(TO_THE_END, count=2)
     shell.read_until("[0] reads True\r\n")
     shell.type("one\ntwo\n\x04")
     shell.read_until("[0] got 'one\\ntwo\\n'\r\n")
@@ -177,12 +166,12 @@ def test_ctrl_d_ends_the_input(shell: Shell) -> None:
 
 @pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
 def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
-    shell.launch("password")
-    shell.read_until("[0] asks\r\n")
+    shell.launch("len(getpass.getpass('Password:', sys.stdout))")
+    shell.read_until("[0] reads True\r\n")
     until(lambda: not shell.echoes(), "the echo is off")
     if ends == "by itself":
         shell.type("secret\n")
-        shell.read_until("got 6 letters\r\n")
+        shell.read_until("got 6\r\n")
     else:
         shell.type("sec\x03")
         shell.read_until("got SIGINT; stopping ")
@@ -191,8 +180,8 @@ def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
 
 
 def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
-    shell.launch("letter")
-    shell.read_until("[0] asks\r\n")
+    shell.launch("(tty.setcbreak(sys.stdin), sys.stdin.read(1))[1]")
+    shell.read_until("[0] reads True\r\n")
     until(lambda: not shell.echoes(), "the terminal is in the mode for letters")
     shell.type("q")
     shell.read_until("[0] got 'q'\r\n")
@@ -201,7 +190,7 @@ def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
 
 @pytest.mark.parametrize("after", ["", "</dev/tty"])
 def test_a_launch_outside_of_the_terminals_session_reads_nothing(shell: Shell, after: str) -> None:
-    shell.launch("to the end", before="setsid --wait", after=after)
+    shell.launch(TO_THE_END, before="setsid --wait", after=after)
     shell.type("echo for the sh''ell\n")
     shell.read_until("[0] reads False\r\n")
     shell.read_until("[0] got ''\r\n")

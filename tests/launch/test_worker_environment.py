@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from unittest import mock
 
 import pytest
 
@@ -127,7 +128,7 @@ def test_workers_share_a_secret_that_is_on_no_command_line(
     ],
 )
 def test_what_is_given_is_kept_and_the_threads_of_one_worker_are_not_limited(
-    monkeypatch: pytest.MonkeyPatch, nprocs: int, environ: dict[str, str], extra: dict[str, str]
+    nprocs: int, environ: dict[str, str], extra: dict[str, str]
 ) -> None:
-    monkeypatch.setattr("os.environ", environ)
-    assert base_environment(nprocs, extra) == {**environ, **extra}
+    with mock.patch.dict(os.environ, environ, clear=True):
+        assert base_environment(nprocs, extra) == {**environ, **extra}

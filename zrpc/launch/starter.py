@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, MAX_DESCRIPTORS, Channel
 from zrpc.launch.descriptors import output_of_child
@@ -28,7 +28,6 @@ DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent.agent"
 METHODS = ("fork", "spawn")
 _METHOD_VARIABLE = "ZRPC_START_METHOD"
 _REPLY_SECONDS = 120.0  # the first reply takes long, since the server imports modules
-_NOT_RUNNING = "the fork server isn't running; use it in a with statement"
 _KILLED = "the fork server has exited; was it killed?"
 
 _SERVE = """\
@@ -43,6 +42,14 @@ class Exit:
 
     pid: int
     returncode: int  # or minus the number of the signal that killed it, as in `subprocess`
+
+
+class _Server(NamedTuple):
+    """A running server, as its owner sees it."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    exits: socket.socket
 
 
 class Starter:
@@ -100,9 +107,7 @@ class Starter:
         self._spare_detached = spare_detached
         self._unclaimed: deque[Exit] = deque()  # read by `wait` while it waited for another
         self._lock = threading.RLock()  # guards everything below
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
-        self._exits: socket.socket | None = None
+        self._server: _Server | None = None
         self._running: set[int] = set()
         self._directories: list[str] = []
 
@@ -124,9 +129,10 @@ class Starter:
             LaunchError: The server could not be started, or not in time.
         """
         with self._lock:
-            if self._process is not None:
+            if self._server is not None:
                 return
-            self._launch()
+            self._server = self._launch()
+            self.pid = self._server.process.pid
             given = SignalState.current() if self._given is None else self._given
             settings = self._forks, self._preload, given, self._spare_detached
             try:
@@ -135,7 +141,7 @@ class Starter:
                 self.close(timeout=0)
                 raise
 
-    def _launch(self) -> None:
+    def _launch(self) -> _Server:
         # Requests and replies go over one socket, exits over another, so that the owner can wait
         # for exits in a selector and none is hidden in a buffer.
         requests, servers_requests = socket.socketpair()
@@ -145,7 +151,7 @@ class Starter:
             ends = (servers_requests, servers_exits)
             fds = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends]
         try:
-            self._process = self._start_process(fds)
+            process = self._start_process(fds)
         except OSError as error:
             requests.close()
             exits.close()
@@ -154,8 +160,7 @@ class Starter:
             for fd in fds:
                 os.close(fd)
         requests.settimeout(_REPLY_SECONDS)
-        self.pid = self._process.pid
-        self._channel, self._exits = Channel(requests), exits
+        return _Server(process, Channel(requests), exits)
 
     def _start_process(self, fds: Sequence[int]) -> subprocess.Popen[bytes]:
         """Starts the server's process, which serves requests and reports exits at these sockets."""
@@ -230,14 +235,11 @@ class Starter:
     @property
     def broken(self) -> bool:
         """Whether it takes no more requests, since one of them was broken off."""
-        channel = self._channel
-        return channel is not None and channel.fileno() < 0
+        return self._server is not None and self._server.channel.fileno() < 0
 
     def _ask(self, request: tuple[Any, ...], fds: Sequence[int] = ()) -> Any:
         with self._lock:
-            channel = self._channel
-            if channel is None:
-                raise LaunchError(_NOT_RUNNING)
+            channel = self._running_server().channel
             if channel.fileno() < 0:
                 raise ServerDied("the fork server was stopped, as a request to it was broken off")
             try:
@@ -263,7 +265,7 @@ class Starter:
 
     def fileno(self) -> int:
         """Returns a descriptor that is readable when there are exits to report."""
-        return self._exit_socket().fileno()
+        return self._running_server().exits.fileno()
 
     def exits(self, timeout: float = 0.0) -> list[Exit]:
         """Returns the exits since the last call, in the order in which they were noticed.
@@ -299,13 +301,13 @@ class Starter:
             if not exits and left <= 0:
                 raise TimeoutError(f"process {pid} is still running after {timeout:g} s")
 
-    def _exit_socket(self) -> socket.socket:
-        if self._exits is None:
-            raise LaunchError(_NOT_RUNNING)
-        return self._exits
+    def _running_server(self) -> _Server:
+        if self._server is None:
+            raise LaunchError("the fork server isn't running; use it in a with statement")
+        return self._server
 
     def _read_exits(self, timeout: float) -> list[Exit]:
-        sock = self._exit_socket()
+        sock = self._running_server().exits
         poll = select.poll()
         poll.register(sock, select.POLLIN)
         if not poll.poll(timeout * 1000):
@@ -324,20 +326,17 @@ class Starter:
         After `timeout` seconds, the server itself is killed.
         """
         with self._lock:
-            process, self._process = self._process, None
-            if process is None:
+            server, self._server = self._server, None
+            if server is None:
                 return
-            assert self._channel is not None
-            assert self._exits is not None
-            self._channel.close()
-            self._exits.close()
-            self._channel = self._exits = None
+            server.channel.close()
+            server.exits.close()
             try:
-                process.wait(timeout)
+                server.process.wait(timeout)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.returncode != 0:
+                server.process.kill()
+                server.process.wait()
+            if server.process.returncode != 0:
                 self._clean_up_after_server()
             self._running.clear()
 

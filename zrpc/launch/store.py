@@ -81,7 +81,7 @@ def reserve_ranks(
             ready, _, _ = select.select(sources, [], [])
             if inbox.has(STOPS):
                 return None
-        data = report.read()
+        data = report.read(_FIRST_RANK.size)
     if len(data) == _FIRST_RANK.size:
         return pid, *_FIRST_RANK.unpack(data)
     if hosts:
