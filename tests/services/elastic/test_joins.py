@@ -20,7 +20,7 @@ from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.records import MembershipEvent, Verb
+from zrpc.services.elastic.state import MembershipEvent, Verb
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 

@@ -17,8 +17,7 @@ from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import RANKS
 
 SECRET = ClusterSecret(new_secret())

@@ -30,8 +30,7 @@ from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import Change, MembershipState
+from zrpc.services.elastic.state import Change, MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["ElasticMembership"]
