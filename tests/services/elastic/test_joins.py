@@ -295,7 +295,7 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     # The first worker is held up while the second one ends and the third one comes.
     held_up = threading.Event()
     tick = first.liveness.tick
-    first.liveness.tick = lambda leading: [] if held_up.is_set() else tick(leading)
+    first.liveness.tick = lambda everyone: [] if held_up.is_set() else tick(everyone)
     held_up.set()
     elastic.crash(dead)
     next_one = elastic.join("next", options={"port_range": port})
