@@ -58,14 +58,11 @@ def ask(call: Callable[[], T], deadline: float | None, errors: bool = True) -> T
         Exception: as ``call`` raises it.
     """
     if deadline is None:
-        with _without_warnings(errors):
-            return call()
+        return _call(call, errors)
     begun = time.monotonic()
     answer: Future[T] = Future()
-
-    threading.Thread(
-        target=_answer, args=(answer, call, errors), name="zrpc-store", daemon=True
-    ).start()
+    arguments = (answer, call, errors)
+    threading.Thread(target=_answer, args=arguments, name="zrpc-store", daemon=True).start()
     try:
         wait([answer], max(_LEAST_SECONDS, deadline - begun))
     except BaseException:  # Ctrl-C
@@ -82,11 +79,15 @@ def ask(call: Callable[[], T], deadline: float | None, errors: bool = True) -> T
 
 def _answer(answer: Future[T], call: Callable[[], T], errors: bool) -> None:
     try:
-        # Entered here: the thread may log after nobody waits for it any longer.
-        with _without_warnings(errors):
-            answer.set_result(call())
+        answer.set_result(_call(call, errors))
     except BaseException as error:
         answer.set_exception(error)
+
+
+def _call(call: Callable[[], T], errors: bool) -> T:
+    # In the thread that makes the request: it may log after nobody waits for it any longer.
+    with _without_warnings(errors):
+        return call()
 
 
 def _find_level() -> ctypes.c_int | None:
