@@ -342,6 +342,16 @@ def test_what_does_not_count() -> None:
     assert Termination(1, [0, 1]).idle(3, 3) == []
 
 
+def test_counts_of_an_earlier_round_do_not_count() -> None:
+    leader = Termination(0, [0, 1])
+    leader.begin()
+    leader.receive(1, TerminationMessage(Step.JOIN))
+    leader.receive(1, TerminationMessage(Step.COUNTS, 0, 0, 0))
+    leader.idle(0, 0)
+    assert not leader.done
+    assert not leader.asked  # it waits for the counts of this round
+
+
 @pytest.mark.system
 @given(
     st.builds(

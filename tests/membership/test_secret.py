@@ -87,6 +87,17 @@ def test_a_file_that_others_can_open_is_refused(tmp_path: Path) -> None:
     assert find_secret({"ZRPC_SECRET_FILE": str(path)})
 
 
+@_needs_another_user
+def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    write_secret(path, TEXT)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(
+        AuthenticationError, match="found mode 0600, user 12345 and group 12345: its owner could"
+    ):
+        find_secret({"ZRPC_SECRET_FILE": str(path)})
+
+
 def test_a_path_that_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for name, told in [

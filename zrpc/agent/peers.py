@@ -129,7 +129,7 @@ class Peers:
         for peer, first in self._network.heartbeats.notices():
             identity = self._membership.records[MemberId(peer)].identity
             self._dispatcher.dispatch(identity, first, ())
-        for loss in self._liveness.tick(self._shutdown.waits_for_all):
+        for loss in self._liveness.tick(self._shutdown.waits_long_for_all):
             self._drop_or_log(loss)
         before = time.monotonic() - _SEND_SECONDS
         for member in [m for m, told in self._told_dead.items() if told < before]:

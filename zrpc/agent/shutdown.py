@@ -38,6 +38,7 @@ class ShutdownTiming:
         look: how often the I/O thread looks whether this worker is idle. A handler that ends in the
             pool says nothing there.
         remind: how often a worker repeats what may have been lost.
+        monitor: after this time the leader monitors also the workers that it hears nothing of.
         quiet: a worker that leaves by itself must have received nothing for this time: what others
             send together comes together.
         new_work: for this time such a worker also waits for work that began after its wish to
@@ -54,6 +55,7 @@ class ShutdownTiming:
 
     look: float = 0.005
     remind: float = 1.0
+    monitor: float = 1.0
     quiet: float = 0.01
     new_work: float = 1.0
     chains: float = 5.0
@@ -100,7 +102,7 @@ class Shutdown:
         self.done = False
         self._post = post
         self._termination = Termination(membership.own_id, membership.living)
-        self._next_reminder = 0.0
+        self._next_reminder = self._monitor_at = 0.0
         # Open once this worker may leave. Not an event: its lock might be held by a thread that a
         # signal handler interrupts, and the I/O thread would wait for that.
         self._gate = threading.Lock()
@@ -113,9 +115,9 @@ class Shutdown:
         return self.phase > Phase.RUNNING
 
     @property
-    def waits_for_all(self) -> bool:
-        """Whether this worker leads, and all others must tell it that they have begun."""
-        return self._termination.waits_for_all
+    def waits_long_for_all(self) -> bool:
+        """Whether this worker leads, and has waited for the others, all of which must answer."""
+        return self._termination.waits_for_all and time.monotonic() > self._monitor_at
 
     @property
     def asked(self) -> bool:
@@ -150,7 +152,8 @@ class Shutdown:
     def begin(self) -> None:
         """Begins the shutdown of this worker."""
         self._advance(Phase.BEGUN)
-        self._next_reminder = time.monotonic() + self.timing.remind
+        now = time.monotonic()
+        self._next_reminder, self._monitor_at = now + self.timing.remind, now + self.timing.monitor
         self._send(self._termination.begin())
 
     def look(self) -> None:

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.1
 # When to try again what the system did not allow.
 _RETRY_SECONDS = 1.0
-# After this time the leader of a shutdown monitors also the workers that it hears nothing of.
-_LEADER_WAIT_SECONDS = 1.0
 # Why a worker is lost whose process may still run; and reasons that are also learned later.
 _MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
 _FINAL = (Reason.ENDED, Reason.LEFT, Reason.REPLACED)
@@ -73,7 +71,6 @@ class LivenessMonitor:
         self._detector = FailureDetector(limit)
         self._next_tick = 0.0
         self._retry_at = 0.0
-        self._leading_since: float | None = None
         self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
         self.expected: set[MemberId] = set()
         self.missed = self.reconnects = 0
@@ -106,10 +103,11 @@ class LivenessMonitor:
         """Why a worker is gone; None if that was not found here. From any thread."""
         return self._losses[member][0] if member in self._losses else None
 
-    def tick(self, leading: bool) -> list[Loss]:
+    def tick(self, everyone: bool) -> list[Loss]:
         """Monitors the peers; returns the new losses, each once. Must be called often.
 
-        A worker that leads a shutdown waits for all others.
+        Args:
+            everyone: whether to monitor also the workers that this one hears nothing of.
         """
         now = time.monotonic()
         if now < self._next_tick:
@@ -124,7 +122,7 @@ class LivenessMonitor:
             else:
                 self.missed += 1
                 self._detector.disconnected(member, now)
-        self._monitor_new_ones(now, self._waits_for_all(leading, now))
+        self._monitor_new_ones(now, everyone)
         self._check_processes(now)
         losses = self._detector.tick(now) + self._complete_leaves(now)
         for loss in losses:
@@ -226,15 +224,6 @@ class LivenessMonitor:
             if count != self._counted[member]:
                 self._counted[member] = count
                 self._detector.heard(member, now)
-
-    def _waits_for_all(self, leading: bool, now: float) -> bool:
-        if not leading:
-            self._leading_since = None
-        elif self._leading_since is None:
-            self._leading_since = now
-        else:
-            return now - self._leading_since > _LEADER_WAIT_SECONDS
-        return False
 
     def _monitor_new_ones(self, now: float, everyone: bool) -> None:
         """Monitors each peer that a message was exchanged with, or is expected from."""

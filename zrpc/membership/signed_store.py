@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.store_request import ask
 from zrpc.wire.member_id import RANKS
@@ -180,12 +180,7 @@ class SignedStore:
         return bytes(self._ask(self._store.compare_set, key, expected, entry))
 
     def _ask(self, method: Callable[..., T], *arguments: Any) -> T:
-        def request() -> T:
-            # Entered here: the thread may log after nobody waits for it any longer.
-            with without_warnings():
-                return method(*arguments)
-
-        return request() if self.deadline is None else ask(request, self.deadline)
+        return ask(partial(method, *arguments), self.deadline)
 
 
 def take_ranks(entries: SignedStore, count: int) -> int:

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 from torch.distributed import FileStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
-from zrpc.membership.cpp_log import without_warnings
 from zrpc.membership.init_method import agent_store, master, private_file
 from zrpc.membership.store_request import ask
 
@@ -114,15 +113,10 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
     if not hosts:
         _await_listener((host, port), deadline, timeout)
     left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-
-    def connect() -> TCPStore:
-        # Entered here: the thread may log after nobody waits for it any longer.
-        with without_warnings(errors=True):
-            return _make_store(host, port, hosts, left)
-
+    until = time.monotonic() + left.total_seconds() + 1.0
     try:
         # If something else listens at that address, TCPStore waits for an answer without limit.
-        return ask(connect, time.monotonic() + left.total_seconds() + 1.0)
+        return ask(functools.partial(_make_store, host, port, hosts, left), until, errors=False)
     except RendezvousError as error:
         raise _failure(host, port, hosts, timeout, "") from error
     except RuntimeError as error:  # a DistNetworkError; torch 2.6 raises plain ones too

@@ -1,18 +1,29 @@
-"""A request to a store, for whose answer a thread waits only until a deadline.
+"""A request to a store: a thread waits for its answer only until a deadline, and nothing is logged.
 
 TCPStore waits for its host's answer in C++, without limit, and past Ctrl-C. A host that is stopped,
 or cut off, would hold up all the workers that meet in its store.
+
+A TCPStore that loses its host logs a warning with a stack of thirty C++ frames, beside the error
+that it raises. One that can't connect logs such an error. Either is handled, or reported in words
+of our own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from zrpc.errors import RendezvousError
+from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["ask"]
 
@@ -22,9 +33,15 @@ T = TypeVar("T")
 _LEAST_SECONDS = 1.0
 # How long a thread that is interrupted waits for an answer that is almost there.
 _MOMENT_SECONDS = 0.2
+_ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
+
+# Guards the number below and the changes of torch's level.
+_lock = UninterruptedLock()
+_users = 0
+_before = 0
 
 
-def ask(call: Callable[[], T], deadline: float) -> T:
+def ask(call: Callable[[], T], deadline: float | None, errors: bool = True) -> T:
     """Makes a request to a store in a thread of its own; returns its answer.
 
     If there is none, that thread stays until the connection to the store breaks, or the process
@@ -32,16 +49,20 @@ def ask(call: Callable[[], T], deadline: float) -> T:
 
     Args:
         call: makes the request.
-        deadline: on the clock of ``time.monotonic``.
+        deadline: on the clock of ``time.monotonic``. None stands for no limit; then the present
+            thread makes the request.
+        errors: whether C++ errors are logged; warnings never are.
 
     Raises:
         RendezvousError: there is no answer in time.
         Exception: as ``call`` raises it.
     """
+    if deadline is None:
+        return _call(call, errors)
     begun = time.monotonic()
     answer: Future[T] = Future()
-
-    threading.Thread(target=_answer, args=(answer, call), name="zrpc-store", daemon=True).start()
+    arguments = (answer, call, errors)
+    threading.Thread(target=_answer, args=arguments, name="zrpc-store", daemon=True).start()
     try:
         wait([answer], max(_LEAST_SECONDS, deadline - begun))
     except BaseException:  # Ctrl-C
@@ -56,8 +77,53 @@ def ask(call: Callable[[], T], deadline: float) -> T:
     return answer.result()
 
 
-def _answer(answer: Future[T], call: Callable[[], T]) -> None:
+def _answer(answer: Future[T], call: Callable[[], T], errors: bool) -> None:
     try:
-        answer.set_result(call())
+        answer.set_result(_call(call, errors))
     except BaseException as error:
         answer.set_exception(error)
+
+
+def _call(call: Callable[[], T], errors: bool) -> T:
+    # In the thread that makes the request: it may log after nobody waits for it any longer.
+    with _without_warnings(errors):
+        return call()
+
+
+def _find_level() -> ctypes.c_int | None:
+    """Returns torch's own level; None if the user has set one, or this torch keeps it elsewhere."""
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return None
+
+
+_level = _find_level()
+
+
+@contextlib.contextmanager
+def _without_warnings(errors: bool) -> Iterator[None]:
+    """Hides C++ warnings of this process during a block, unless ``TORCH_CPP_LOG_LEVEL`` is set.
+
+    Any thread may enter it; the last one that leaves shows warnings again. Hides errors too if
+    these are not wanted.
+    """
+    if _level is None:
+        yield
+        return
+    global _users, _before
+    with _lock:
+        if not _users:
+            _before = _level.value
+        _level.value = max(_level.value, _ERROR if errors else _FATAL)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if not _users:
+                _level.value = _before

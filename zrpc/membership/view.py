@@ -37,8 +37,8 @@ class Membership:
         self.own_id = own_id
         self.awaited: set[MemberId] = set()  # introduced and not admitted
         self.lost: set[MemberId] = set()
-        # How many members each rank had before this worker joined. Some of them may be gone without
-        # ever having been announced to it.
+        # How many members each rank has had. Some of them may be gone without ever having been
+        # announced to this worker.
         self.starts: Mapping[int, int] = {}
         self._found: set[MemberId] = set()  # could be found at some time
         self._by_name: dict[str, WorkerInfo] = {}

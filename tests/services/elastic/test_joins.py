@@ -20,7 +20,7 @@ from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.records import MembershipEvent, Verb
+from zrpc.services.elastic.state import MembershipEvent, Verb
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
@@ -295,7 +295,7 @@ def test_a_worker_at_the_port_of_one_whose_end_nobody_has_noticed(
     # The first worker is held up while the second one ends and the third one comes.
     held_up = threading.Event()
     tick = first.liveness.tick
-    first.liveness.tick = lambda leading: [] if held_up.is_set() else tick(leading)
+    first.liveness.tick = lambda everyone: [] if held_up.is_set() else tick(everyone)
     held_up.set()
     elastic.crash(dead)
     next_one = elastic.join("next", options={"port_range": port})

@@ -17,8 +17,7 @@ from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import RANKS
 
 SECRET = ClusterSecret(new_secret())
@@ -236,6 +235,16 @@ def test_ranks_start_over_when_all_were_given(store: dist.Store) -> None:
     assert log_in(store).next_rank() == RANKS - 3
     assert take_ranks(entries, 4) == 2  # one after the other
     assert log_in(store).next_rank() == 6
+
+
+def test_deletion_lags_two_snapshots_behind() -> None:
+    bounds = LogBounds()
+    seen = []
+    for base in (40, 90, 150, 200):
+        seen.append(list(bounds.dead))
+        bounds = bounds.moved(base)
+    assert bounds == LogBounds(4, 90, 150, 200)
+    assert seen == [[], [], list(range(40)), list(range(40, 90))]
 
 
 def test_which_member_writes_a_snapshot_and_when() -> None:

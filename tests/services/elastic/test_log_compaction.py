@@ -23,8 +23,7 @@ from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.join import claim
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 
 TIMEOUT_SECONDS = 20.0
 # A snapshot every few events, so that there are many of them.

@@ -12,8 +12,7 @@ from tests.support.records import peer_record
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import RANKS, incarnation_of, member_id_of, rank_of
 
 

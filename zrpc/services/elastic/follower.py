@@ -16,8 +16,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from typing_extensions import override
 
@@ -30,8 +31,7 @@ from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import Change, MembershipState
+from zrpc.services.elastic.state import Change, MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import MemberId
 
 __all__ = ["ElasticMembership"]
@@ -230,19 +230,20 @@ class LogFollower(threading.Thread):
     def _hand_over(self, changes: list[Change]) -> bool:
         """Makes changes in the I/O thread and waits for that; returns False if the agent closes."""
         starts = dict(self._state.starts)
-        with_endpoints: list[tuple[Change, str]] = []
+        jobs: list[Callable[[], object]] = []
         for change in changes:
             if change.record.member_id == self._record.member_id:
                 self._on_own_change(change)
-                continue
-            introduced = change.verb is Verb.JOIN
-            endpoint = self._endpoint_of(change.record) if introduced else ""
-            with_endpoints.append((change, endpoint))
+            else:
+                jobs.append(self._job(change))
         done = threading.Event()
 
         def make_changes() -> None:
             try:
-                self._apply_changes(with_endpoints, starts)
+                for job in jobs:
+                    job()
+                # Workers may have come and gone that the changes do not contain.
+                self._agent.membership.starts = starts
             finally:
                 done.set()
 
@@ -252,29 +253,20 @@ class LogFollower(threading.Thread):
                 return False
         return True
 
-    def _apply_changes(
-        self, changes: Sequence[tuple[Change, str]], starts: Mapping[int, int]
-    ) -> None:
-        """Makes changes to the agent, in the I/O thread.
+    def _job(self, change: Change) -> Callable[[], object]:
+        """Returns what makes a change to the agent, in the I/O thread."""
+        peers, member = self._agent.peers, change.record.member_id
+        if change.verb is Verb.JOIN:
+            return partial(peers.introduce, change.record, self._endpoint_of(change.record))
+        if change.verb is Verb.IN:
+            return partial(peers.admit, member)
+        assert change.why is not None
+        return partial(self._drop, member, change.why)
 
-        Args:
-            changes: each with the endpoint of a worker that was introduced.
-            starts: how many members each rank has had then. Workers may have come and gone that
-                the changes do not contain.
-        """
-        peers = self._agent.peers
-        for change, endpoint in changes:
-            member = change.record.member_id
-            if change.verb is Verb.JOIN:
-                peers.introduce(change.record, endpoint)
-            elif change.verb is Verb.IN:
-                peers.admit(member)
-            else:
-                assert change.why is not None
-                heard = change.why is Reason.LEFT and self._agent.dispatcher.received.get(member)
-                patience = self._state.limits.last_message_seconds if heard else 0.0
-                peers.remove(member, change.why, patience)
-        self._agent.membership.starts = starts
+    def _drop(self, member: MemberId, why: Reason) -> None:
+        heard = why is Reason.LEFT and self._agent.dispatcher.received.get(member)
+        patience = self._state.limits.last_message_seconds if heard else 0.0
+        self._agent.peers.remove(member, why, patience)
 
     def _endpoint_of(self, record: PeerRecord) -> str:
         """Returns where a worker that is about to join can be reached; empty if it is refused."""

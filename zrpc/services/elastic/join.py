@@ -20,8 +20,7 @@ from zrpc.membership.view import Membership
 from zrpc.services.elastic.follower import ElasticMembership
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
-from zrpc.services.elastic.records import MembershipEvent, Verb
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.transport.address import is_alive
 from zrpc.transport.listener_probe import ListenerProbe
 

@@ -19,8 +19,7 @@ import secrets
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
-from zrpc.services.elastic.records import MembershipEvent
-from zrpc.services.elastic.state import MembershipState
+from zrpc.services.elastic.state import MembershipEvent, MembershipState
 
 __all__ = ["MembershipLog"]
 

@@ -30,16 +30,67 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
-from zrpc.services.elastic.records import MembershipEvent, Verb
 from zrpc.wire.member_id import INCARNATIONS, NOBODY, RANKS, MemberId, member_id_of
 
-__all__ = ["Change", "MembershipState"]
+__all__ = ["Change", "MembershipEvent", "MembershipState", "Verb"]
+
+
+class Verb(Enum):
+    """What an event is about."""
+
+    JOIN = "join"
+    IN = "in"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipEvent:
+    """One event of the log."""
+
+    verb: Verb
+    token: str  # of the worker that it is about
+    record: PeerRecord | None = None  # for JOIN
+    # For GONE, with details for the readers of a log file.
+    why: Reason | None = None
+    text: str = ""
+
+    def dump(self) -> str:
+        """Returns the event as text."""
+        record = None if self.record is None else self.record.dump()
+        why = None if self.why is None else self.why.name
+        return json.dumps([self.verb.value, self.token, record, why, self.text])
+
+    @classmethod
+    def parse(cls, text: str) -> MembershipEvent:
+        """Reads an event that was written by `dump`.
+
+        Raises:
+            ValueError: it isn't an event of this version of zrpc.
+        """
+        try:
+            verb, token, record, why, more = json.loads(text)
+            event = cls(
+                Verb(verb),
+                str(token),
+                None if record is None else PeerRecord.parse(record),
+                None if why is None else Reason[why],
+                str(more),
+            )
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ValueError(f"expected an event of a mesh's log, found another: {error}") from None
+        wanted = (event.verb is Verb.JOIN, event.verb is Verb.GONE)
+        if wanted != (event.record is not None, event.why is not None):
+            raise ValueError(f"expected an event of a mesh's log, found half of one: {text:.99}")
+        if event.record is not None and event.record.token != event.token:
+            raise ValueError("expected the record of the event's worker, found another worker's")
+        return event
 
 
 @dataclass(frozen=True, slots=True)
