@@ -179,7 +179,6 @@ def fails_on_worker1(params: Any, lr: float) -> torch.optim.Optimizer:
 
 def test_a_failed_step_of_one_owner_is_raised(caller: Mesh) -> None:
     """The caller gets the error, and the other owners have stepped."""
-
     rrefs = [make(f"w{rank}", rank) for rank in range(3)]
     optimizer = DistributedOptimizer(fails_on_worker1, rrefs, lr=1.0)
     with dist_autograd.context() as context_id:
@@ -230,7 +229,6 @@ def test_an_rref_of_another_value_is_refused(caller: Mesh) -> None:
 
 def test_two_rrefs_of_one_parameter_are_refused(caller: Mesh) -> None:
     """Their ids differ: only the owner can tell."""
-
     first = make("a", 1)
     second = zrpc.rpc_sync("worker1", refer, ("a",))
     assert first != second

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -195,12 +196,8 @@ class DistributedOptimizer(Optimizer):
 
     def _at_each(self, name: str, args: Callable[[RRef[Any]], tuple[Any, ...]]) -> list[Any]:
         """The same, with arguments for each. The others are called even if one is dead already."""
-        return _wait_for_all(
-            [
-                _begin(getattr(rref.rpc_async(), name), *args(rref))
-                for rref in self.remote_optimizers
-            ]
-        )
+        proxies = [(rref.rpc_async(), args(rref)) for rref in self.remote_optimizers]
+        return _at_once([partial(getattr(proxy, name), *given) for proxy, given in proxies])
 
     def _part(self, owner: WorkerInfo) -> dict[int, Options]:
         """Returns the groups' parameters of one owner, by the group's index."""
@@ -273,8 +270,7 @@ def _on_owners(
     parts: dict[WorkerInfo, list[RRef[Any]]], function: Callable[..., T], *args: Any
 ) -> list[T]:
     """Calls a function on all owners at once, with their parameters first."""
-    calls = [rpc_async(owner, function, (rrefs, *args)) for owner, rrefs in parts.items()]
-    return _wait_for_all(calls)
+    return _at_once([partial(rpc_async, o, function, (part, *args)) for o, part in parts.items()])
 
 
 def _local_norm(rrefs: Params, context_id: int, norm_type: float) -> torch.Tensor:
@@ -328,29 +324,20 @@ def _by_owner(rrefs: Iterator[RRef[Any]] | Params) -> dict[WorkerInfo, list[RRef
     return parts
 
 
-def _begin(call: Callable[..., Future[T]], *args: Any) -> Future[T]:
-    """Makes a call; returns a future that has failed if its worker is dead already."""
-    try:
-        return call(*args)
-    except Exception as reason:
-        if raised_by_handler(reason):
-            raise
-        failed: Future[T] = Future()
-        failed.set_exception(reason)
-        return failed
+def _at_once(calls: list[Callable[[], Future[T]]]) -> list[T]:
+    """Makes all calls, and returns their values, or raises the first error when all are done."""
+    errors: list[Exception] = []
 
-
-def _wait_for_all(futures: Sequence[Future[T]]) -> list[T]:
-    """Returns the values of all futures, or raises the first error when all are done."""
-    values: list[T] = []
-    error: Exception | None = None
-    for future in futures:
+    def outcome(function: Callable[[], Any]) -> Any:
         try:
-            values.append(future.wait())
-        except Exception as reason:  # each is waited for, even after an error
-            if raised_by_handler(reason):
+            return function()
+        except Exception as error:
+            if raised_by_handler(error):
                 raise
-            error = error or reason
-    if error is not None:
+            errors.append(error)
+
+    futures = [future for future in map(outcome, calls) if future is not None]
+    values = [outcome(future.wait) for future in futures]
+    for error in errors:
         raise error
     return values

@@ -54,7 +54,6 @@ def test_the_end_frees_all_workers(caller: Mesh) -> None:
 
 def test_the_end_frees_workers_that_only_others_know(caller: Mesh) -> None:
     """Calls without tensors take a worker part too."""
-
     with dist_autograd.context():
         call("worker1", call, "worker2", call, "worker1", max, 1, 2)
         until(lambda: [len(layer) for layer in layers(caller)] == [1, 1, 1])
@@ -213,7 +212,6 @@ def test_a_failed_pass_is_freed_too(mesh: Mesh) -> None:
 @pytest.mark.zrpc(workers=3, timeout=60, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(caller: Mesh) -> None:
     """The others still reach the creator. The end of the context frees them, as always."""
-
     with dist_autograd.context() as context_id:
         call("worker1", call, "worker2", max, 1, 2)
         loss = call("worker2", layer, 2, X).sum()

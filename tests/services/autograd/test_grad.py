@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -29,17 +30,17 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     assert not grad_lock._waiting
 
 
-def held(leaves: list[torch.Tensor], use: Use, context_id: int | None) -> GradLock:
-    lock = GradLock(leaves, use, context_id)
-    lock.acquire()
+def held(leaves: list[torch.Tensor], use: Use, context_id: int | None) -> ExitStack:
+    lock = ExitStack()
+    lock.enter_context(GradLock(leaves, use, context_id))
     return lock
 
 
-def waits(future: Future[GradLock]) -> bool:
+def waits(future: Future[ExitStack]) -> bool:
     return pending(future, NOT_YET)
 
 
-def waiting_step(pool: ThreadPoolExecutor, leaves: list[torch.Tensor]) -> Future[GradLock]:
+def waiting_step(pool: ThreadPoolExecutor, leaves: list[torch.Tensor]) -> Future[ExitStack]:
     """A step of context 9 that waits."""
     before = len(grad_lock._waiting)
     future = pool.submit(held, leaves, Use.STEP, 9)
@@ -52,16 +53,16 @@ def waiting_step(pool: ThreadPoolExecutor, leaves: list[torch.Tensor]) -> Future
 def test_a_leaf_has_one_user(pool: ThreadPoolExecutor, first: Use, second: Use) -> None:
     one = held([A], first, 1)
     other = held([B], second, 2)
-    other.release()
+    other.close()
     if second is Use.RUN and first is not Use.STEP:
         with pytest.raises(RpcError, match="one backward pass at a time"):
-            GradLock([A], second, 2).acquire()
-        one.release()
+            held([A], second, 2)
+        one.close()
         return
     future = pool.submit(held, [A], second, 2)
     assert waits(future)
-    one.release()
-    future.result(SOON).release()
+    one.close()
+    future.result(SOON).close()
 
 
 def test_a_step_that_waits_holds_nothing(pool: ThreadPoolExecutor) -> None:
@@ -70,8 +71,8 @@ def test_a_step_that_waits_holds_nothing(pool: ThreadPoolExecutor) -> None:
     # The run reaches the other leaf.
     with GradLock([A], Use.HOOKS, 1):
         assert waits(step)
-    run.release()
-    step.result(SOON).release()
+    run.close()
+    step.result(SOON).close()
 
 
 @pytest.mark.system
@@ -81,12 +82,12 @@ def test_hooks_that_begin_later_wait_behind_a_step(pool: ThreadPoolExecutor) -> 
     later = pool.submit(held, [B], Use.HOOKS, 2)
     assert waits(later)
     narrow = waiting_step(pool, [B])
-    hooks.release()
+    hooks.close()
     had = step.result(SOON)
     assert waits(later)
-    had.release()
-    narrow.result(SOON).release()
-    later.result(SOON).release()
+    had.close()
+    narrow.result(SOON).close()
+    later.result(SOON).close()
 
 
 def test_a_step_that_waits_for_a_run_keeps_no_hooks_waiting(pool: ThreadPoolExecutor) -> None:
@@ -95,8 +96,8 @@ def test_a_step_that_waits_for_a_run_keeps_no_hooks_waiting(pool: ThreadPoolExec
     step = waiting_step(pool, [A, B])
     with GradLock([B], Use.HOOKS, 2):
         pass
-    run.release()
-    step.result(SOON).release()
+    run.close()
+    step.result(SOON).close()
 
 
 @pytest.mark.system
@@ -109,10 +110,10 @@ def test_a_step_of_the_same_context_shares_what_its_pass_uses(
             assert [leaf is A for leaf in step.lent] == [True]
             later = pool.submit(held, [B], Use.HOOKS, 2)
             assert waits(later)
-        later.result(SOON).release()
+        later.result(SOON).close()
         other = pool.submit(held, [A], Use.STEP, 2)
         assert waits(other)  # the pass still uses it
-    other.result(SOON).release()
+    other.result(SOON).close()
 
 
 def test_a_step_in_a_hook_waits_for_another_step_only(pool: ThreadPoolExecutor) -> None:
@@ -120,20 +121,20 @@ def test_a_step_in_a_hook_waits_for_another_step_only(pool: ThreadPoolExecutor) 
         other = held([B], Use.STEP, 2)
         future = pool.submit(held, [A, B], Use.STEP, 1)
         assert waits(future)
-        other.release()
-        future.result(SOON).release()
+        other.close()
+        future.result(SOON).close()
         with (
             GradLock([B], Use.HOOKS, 2),
             pytest.raises(RpcError, match="a backward pass of another context uses"),
         ):
-            GradLock([A, B], Use.STEP, 1).acquire()
+            held([A, B], Use.STEP, 1)
 
 
 def test_contexts_are_not_confused_if_there_is_none(pool: ThreadPoolExecutor) -> None:
     with GradLock([A], Use.HOOKS, 1):
         future = pool.submit(held, [A], Use.STEP, None)
         assert waits(future)
-    future.result(SOON).release()
+    future.result(SOON).close()
 
 
 @pytest.mark.parametrize("context", [1, 2])
@@ -144,13 +145,12 @@ def test_a_pass_in_a_hook_shares_the_hooks_leaf_also_if_a_step_waits(
     step = waiting_step(pool, [A])
     nested = pool.submit(held, [A], Use.HOOKS, context)
     assert waits(nested)  # of another thread
-    inner = held([A], Use.HOOKS, context)
-    assert inner.lent == ([A] if context == 1 else [])
-    inner.release()
+    with GradLock([A], Use.HOOKS, context) as inner:
+        assert inner.lent == ([A] if context == 1 else [])
     assert not step.done()
-    one.release()
-    step.result(SOON).release()
-    nested.result(SOON).release()
+    one.close()
+    step.result(SOON).close()
+    nested.result(SOON).close()
 
 
 class Failing(torch.autograd.Function):

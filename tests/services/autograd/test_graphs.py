@@ -61,7 +61,6 @@ def test_ping_pong(mesh: Mesh, depth: int) -> None:
 
 def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     """Their gradients are held apart, each by the worker that used it."""
-
     with dist_autograd.context() as context_id:
         loss = (call("worker1", layer, 1, X @ W[1])).sum()
         dist_autograd.backward(context_id, [loss])
@@ -87,17 +86,15 @@ def test_a_context_without_any_message(mesh: Mesh) -> None:
     assert_as_local(mesh, lambda: layer(0, X).sum(), LEAVES)
 
 
-def test_a_leaf_that_was_received_outside_of_the_context(mesh: Mesh) -> None:
+def test_a_leaf_that_was_received_outside_of_the_context(caller: Mesh) -> None:
     """It is a leaf of the worker that received it."""
-
-    def run() -> Any:
-        received = zrpc.rpc_sync("worker1", torch.ones, args=(3,), kwargs={"requires_grad": True})
-        assert received.is_leaf
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [call("worker1", lambda x: x * 3, received).sum()])
-            return dist_autograd.get_gradients(context_id)[received]
-
-    torch.testing.assert_close(mesh.run(0, run), torch.full((3,), 3.0))
+    received = zrpc.rpc_sync("worker1", torch.ones, args=(3,), kwargs={"requires_grad": True})
+    assert received.is_leaf
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [call("worker1", lambda x: x * 3, received).sum()])
+        torch.testing.assert_close(
+            dist_autograd.get_gradients(context_id)[received], torch.full((3,), 3.0)
+        )
 
 
 def test_a_leaf_that_is_sent_has_its_gradient_at_its_own_worker(caller: Mesh) -> None:
@@ -127,20 +124,16 @@ def test_a_second_pass_over_a_graph_that_is_kept_adds_up(mesh: Mesh) -> None:
     assert_as_local(mesh, model, LEAVES, passes=3)
 
 
-def test_a_second_pass_over_a_graph_that_is_gone(mesh: Mesh) -> None:
-    def run() -> None:
-        with dist_autograd.context() as context_id:
-            loss = call("worker1", layer, 1, X).sum()
+def test_a_second_pass_over_a_graph_that_is_gone(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = call("worker1", layer, 1, X).sum()
+        dist_autograd.backward(context_id, [loss])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             dist_autograd.backward(context_id, [loss])
-            dist_autograd.backward(context_id, [loss])
-
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        mesh.run(0, run)
 
 
 def test_forward_and_backward_twice_in_one_context(caller: Mesh) -> None:
     """Each loss has a graph of its own, so nothing need be kept."""
-
     with dist_autograd.context() as context_id:
         for factor in (1, 2, 3):
             x = layer(0, X * factor)
@@ -339,14 +332,11 @@ def check(found: Any) -> None:
 
 
 @DEFAULTS
-def test_defaults_where_a_pass_begins(mesh: Mesh, defaults: Any) -> None:
-    def run() -> Any:
-        with defaults(), dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [model()])
-            return gradients(mesh, context_id)
-
-    check(mesh.run(0, run))
-    assert_freed(mesh)
+def test_defaults_where_a_pass_begins(caller: Mesh, defaults: Any) -> None:
+    with defaults(), dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [model()])
+        check(gradients(caller, context_id))
+    assert_freed(caller)
 
 
 @DEFAULTS
@@ -491,18 +481,14 @@ def test_workers_without_a_part_are_not_asked_to_take_one(mesh: Mesh) -> None:
     assert counts[Kind.BACKWARD] == 1
 
 
-def test_an_unused_branch_can_have_a_pass_of_its_own_later(mesh: Mesh) -> None:
+def test_an_unused_branch_can_have_a_pass_of_its_own_later(caller: Mesh) -> None:
     """The first pass neither runs nor frees it."""
-
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            first, second = call("worker1", lambda: (W[1].sin(), W[1].exp()))
-            dist_autograd.backward(context_id, [first.sum()])
-            dist_autograd.backward(context_id, [second.sum()])
-            return gradients_at(mesh, 1, context_id)[W[1]]
-
     [expected] = torch.autograd.grad(W[1].sin().sum() + W[1].exp().sum(), [W[1]])
-    torch.testing.assert_close(mesh.run(0, run), expected)
+    with dist_autograd.context() as context_id:
+        first, second = call("worker1", lambda: (W[1].sin(), W[1].exp()))
+        dist_autograd.backward(context_id, [first.sum()])
+        dist_autograd.backward(context_id, [second.sum()])
+        torch.testing.assert_close(gradients_at(caller, 1, context_id)[W[1]], expected)
 
 
 def test_the_first_node_of_a_thread_runs_before_a_wait(mesh: Mesh) -> None:

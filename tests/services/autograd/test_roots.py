@@ -69,7 +69,6 @@ def test_a_root_of_one_element_in_any_shape(mesh: Mesh) -> None:
 
 def test_a_complex_root(caller: Mesh) -> None:
     """Its gradient is one, as for a real root; torch alone asks for it."""
-
     with dist_autograd.context() as context_id:
         z = leaf(1, dtype=torch.complex64)
         dist_autograd.backward(context_id, [call("worker1", torch.mul, z, 2j).sum()])
@@ -144,19 +143,16 @@ def test_backward_of_an_rref_at_a_third_worker(caller: Mesh) -> None:
         ]
 
 
-def test_backward_of_an_rref_twice(mesh: Mesh) -> None:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            loss = zrpc.remote("worker1", make_loss, (X * 2,))
-            loss.backward(context_id, retain_graph=True)
-            loss.backward(context_id, True)
-            loss.backward(context_id)
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                loss.backward(context_id)
-            return gradients_at(mesh, 0, context_id)[X]
-
+def test_backward_of_an_rref_twice(caller: Mesh) -> None:
     [expected] = torch.autograd.grad(make_loss(X * 2), [X])
-    torch.testing.assert_close(mesh.run(0, run), 3 * expected)
+    with dist_autograd.context() as context_id:
+        loss = zrpc.remote("worker1", make_loss, (X * 2,))
+        loss.backward(context_id, retain_graph=True)
+        loss.backward(context_id, True)
+        loss.backward(context_id)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward(context_id)
+        torch.testing.assert_close(gradients_at(caller, 0, context_id)[X], 3 * expected)
 
 
 def test_backward_of_an_rref_without_context(caller: Mesh) -> None:

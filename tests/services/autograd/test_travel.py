@@ -245,17 +245,14 @@ def test_the_same_value_fetched_twice(mesh: Mesh) -> None:
     assert_expected(mesh, model)
 
 
-def test_an_rref_made_outside_of_the_context(mesh: Mesh) -> None:
+def test_an_rref_made_outside_of_the_context(caller: Mesh) -> None:
     """What it refers to is a leaf of its owner."""
-    rref = mesh.run(0, zrpc.remote, "worker1", torch.ones, (3,), {"requires_grad": True})
+    rref = caller.run(0, zrpc.remote, "worker1", torch.ones, (3,), {"requires_grad": True})
 
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [(rref.to_here() * X).sum()])
-            [found] = gradients_at(mesh, 1, context_id).values()
-            return found
-
-    torch.testing.assert_close(mesh.run(0, run).double(), X.detach(), check_dtype=False)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [(rref.to_here() * X).sum()])
+        [found] = gradients_at(caller, 1, context_id).values()
+        torch.testing.assert_close(found.double(), X.detach(), check_dtype=False)
 
 
 def test_a_future_that_is_awaited_in_another_thread(mesh: Mesh) -> None:

@@ -215,6 +215,8 @@ def test_a_proxy_has_a_timeout(mesh: Mesh, counter: Any, by: str) -> None:
 
 def test_a_remote_proxy_has_a_timeout(caller: Mesh) -> None:
     counter = zrpc.remote("worker1", Counter)
+    event("before").set()
+    counter.remote().wait_for("before").to_here()  # its name is known from now on
     result = counter.remote(timeout=0.05).wait_for("go")
     until(lambda: has_timed_out(result), "the call has timed out")
     event("go").set()

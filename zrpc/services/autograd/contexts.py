@@ -93,16 +93,14 @@ class Contexts:
             )
         context_id = self.draw_id()
         try:
-            try:
-                with self._lock:
-                    self._states[context_id] = ContextState(context_id)
-                current_id.set(context_id)
-                ddp.watch()
-                yield context_id
-            finally:
-                self._end(context_id)
+            current_id.set(context_id)
+            with self._lock:
+                self._states[context_id] = ContextState(context_id)
+            ddp.watch()
+            yield context_id
+            self._end(context_id)
         except BaseException:
-            if current_id.get() is not None:  # Ctrl-C came at the first step of the end
+            if current_id.get() is not None:  # else it has ended, or has not begun
                 self._end(context_id)
             raise
 

@@ -223,7 +223,7 @@ class _Accumulation:
         reduced = ddp.reduced_with([node.variable for node in accumulators])
         with ExitStack() as stack:
             for leaf in reduced:
-                stack.enter_context(_Loan(self._state, leaf).of_run())
+                stack.enter_context(_lent(self._state, leaf, Use.RUN))
             reduced_ids = set(map(id, reduced))
             for node in accumulators:
                 if id(node.variable) not in reduced_ids:
@@ -238,10 +238,14 @@ class _Accumulation:
                 stack.callback(take.remove)
                 return
             take.remove()
-            loan = _Loan(self._state, node.variable)
-            stack.callback(loan.end, keep=False)  # of a node that has failed
-            stack.callback(node.register_prehook(self._own(lambda _: loan.begin(Use.HOOKS))).remove)
-            stack.callback(node.register_hook(self._own(lambda *_: loan.end(keep=True))).remove)
+            lent = _lent(self._state, node.variable, Use.HOOKS)
+            loan = ExitStack()
+            stack.push(loan)  # of a node that has failed
+            for handle in (
+                node.register_prehook(self._own(lambda _: loan.enter_context(lent))),
+                node.register_hook(self._own(lambda *_: loan.close())),
+            ):
+                stack.callback(handle.remove)
 
     def _own(self, hook: Callable[..., Any]) -> OwnHook:
         """Returns a hook that does nothing in another run."""
@@ -258,63 +262,35 @@ class _Accumulation:
         return (None,)
 
 
-class _Loan:
-    """The loan of a leaf's ``.grad``, in which a context's gradient is meanwhile."""
+@contextmanager
+def _lent(state: ContextState, leaf: torch.Tensor, use: Use) -> Iterator[None]:
+    """Lends a leaf's ``.grad``, which nothing else uses then, to a context.
 
-    def __init__(self, state: ContextState, leaf: torch.Tensor) -> None:
-        self._state = state
-        self._leaf = leaf
-        self._lock: GradLock | None = None  # the leaf's, while it is held
-        self._before: torch.Tensor | None = None
-        self._saved: torch.Tensor | None = None
+    The context's gradient is there meanwhile, and the context keeps what is there at the end, if
+    the block succeeds.
 
-    @contextmanager
-    def of_run(self) -> Iterator[None]:
-        """Lends ``.grad`` for a whole run; the context keeps what is there if it succeeds."""
-        self.begin(Use.RUN)
-        keep = False
-        try:
-            yield
-            keep = True
-        finally:
-            self.end(keep)
-
-    def begin(self, use: Use) -> None:
-        """Waits until nothing else uses ``.grad``, and puts the context's gradient there.
-
-        Raises:
-            RpcError: two runs would use it as long as they last.
-        """
-        leaf = self._leaf
-        lock = GradLock([leaf], use, self._state.context_id)
-        lock.acquire()
+    Raises:
+        RpcError: two runs would use it as long as they last.
+    """
+    with GradLock([leaf], use, state.context_id) as lock:
         if lock.lent:
-            return  # a hook of this context runs this pass: the gradient is there already
-        if use is Use.RUN and leaf.grad is not None:
-            # DDP may have made `.grad` a view of a bucket, which it overwrites.
-            self._saved = leaf.grad.clone()
-        self._lock, self._before = lock, leaf.grad
-        held = self._state.gradients.get(leaf)
+            yield  # a hook of this context runs this pass: the gradient is there already
+            return
+        before = leaf.grad
+        # DDP may have made `.grad` a view of a bucket, which it overwrites.
+        saved = before.clone() if use is Use.RUN and before is not None else None
+        held = state.gradients.get(leaf)
         # A copy, since the node adds in place. DDP may have cast the leaf for a forward pass.
         dtype = getattr(leaf, "grad_dtype", leaf.dtype)  # new in torch 2.10
-        leaf.grad = None if held is None else held.to(dtype or held.dtype, copy=True)
-
-    def end(self, keep: bool) -> None:
-        """Puts ``.grad`` back, if that is not done yet; the context keeps what it was."""
-        lock, leaf = self._lock, self._leaf
-        if lock is None:
-            return
         try:
-            if keep:
-                # A copy: hooks may have kept it, and DDP uses its buckets again.
-                gradient = None if leaf.grad is None else leaf.grad.clone()
-                self._state.set_gradient(leaf, gradient)
-            leaf.grad = self._before
-            if self._before is not None and self._saved is not None:
-                self._before.copy_(self._saved)
+            leaf.grad = None if held is None else held.to(dtype or held.dtype, copy=True)
+            yield
+            # A copy: hooks may have kept it, and DDP uses its buckets again.
+            state.set_gradient(leaf, None if leaf.grad is None else leaf.grad.clone())
         finally:
-            self._before = self._saved = self._lock = None
-            lock.release()
+            leaf.grad = before
+            if before is not None and saved is not None:
+                before.copy_(saved)
 
 
 def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:

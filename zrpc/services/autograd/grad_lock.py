@@ -38,7 +38,7 @@ class Use(enum.Enum):
 
 
 class GradLock:
-    """Exclusive use of ``.grad`` of some leaves: acquired once, or a ``with`` statement.
+    """Exclusive use of ``.grad`` of some leaves within a ``with`` statement, once.
 
     A hook may step an optimizer with the gradients of its own context. So a step does not wait for
     leaves that are in use by a pass of its context; they have the context's gradient already. Nor
@@ -62,11 +62,11 @@ class GradLock:
         # The locks of passes in whose hooks this one runs, and whose contexts are others.
         self._outer: dict[int, GradLock] = {}
 
-    def acquire(self) -> None:
+    def __enter__(self) -> GradLock:
         """Waits until nothing else uses the leaves.
 
-        Hooks, steps and other runs of the engine end that; none of them waits for this lock. Used
-        by the thread that has made the lock.
+        Hooks, steps and other runs of the engine end that; none of them waits for this lock.
+        Called by the thread that has made the lock.
 
         Raises:
             RpcError: to wait could be to wait in a circle.
@@ -91,19 +91,12 @@ class GradLock:
                 if self._use is Use.STEP:
                     _waiting.remove(self)
                     _changed.notify_all()
-
-    def release(self) -> None:
-        """Lets others use the leaves. Idempotent."""
-        with uninterrupted, _changed:
-            self._drop()
-            _changed.notify_all()
-
-    def __enter__(self) -> GradLock:
-        self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        with uninterrupted, _changed:
+            self._drop()
+            _changed.notify_all()
 
     # The rest is called under _changed.
 

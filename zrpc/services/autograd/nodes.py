@@ -104,11 +104,13 @@ _complete = _install()
 
 
 class Run(Protocol):
-    """What nodes call in a pass. They don't refer to it: the collector sees no cycle in C++."""
+    """What nodes call in a pass. They don't refer to it: the collector sees no cycle in C++.
 
-    @property
-    def context_id(self) -> int:
-        """The context of the pass."""
+    Attributes:
+        context_id: the context of the pass.
+    """
+
+    context_id: int
 
     def gradient_of(self, send_id: int, index: int) -> torch.Tensor | None:
         """Returns the gradient of a tensor that was sent."""

@@ -60,7 +60,7 @@ class RunningPart:
     One thread runs it. Any thread may call `fail` and `fail_as`; the I/O thread does.
 
     Attributes:
-        state: the context.
+        state, context_id: the context.
         pass_id: the pass.
         mailbox: what arrives for it.
         linked: the workers that it waits for, or that wait for it. They hear of a failure.
@@ -68,6 +68,7 @@ class RunningPart:
 
     def __init__(self, agent: Agent, state: ContextState, pass_id: int) -> None:
         self.state = state
+        self.context_id = state.context_id
         self.pass_id = pass_id
         self.mailbox = state.mailbox(pass_id)
         self.linked: frozenset[MemberId] = frozenset()
@@ -81,11 +82,6 @@ class RunningPart:
         # Messages whose gradients must still be computed, with their numbers here.
         self._uncomputed: dict[Origin, int] = {}
         self._awaited = 0  # messages whose gradients must still arrive
-
-    @property
-    def context_id(self) -> int:
-        """The context of the pass."""
-        return self.state.context_id
 
     # -- for the thread that runs it -------------------------------------------------------
 
@@ -102,9 +98,7 @@ class RunningPart:
             members.discard(self._agent.worker_info.member_id)
             self.linked = frozenset(members)
             self._check_linked()
-            self._begin()
             self._run_engine(part, roots, sent)
-            self._wait_for_others()
         except BaseException as error:
             # Also if Ctrl-C ends it, or a hook that exits: the others must not wait for this part.
             if isinstance(error, Exception) and not raised_by_handler(error):
@@ -114,12 +108,6 @@ class RunningPart:
             raise
         finally:
             running.reset(token)
-
-    def _begin(self) -> None:
-        """Does what comes before the engine runs."""
-
-    def _wait_for_others(self) -> None:
-        """Waits for what must end before the pass does."""
 
     def _check_linked(self) -> None:
         """Raises if a worker that takes part is lost already, or some of its messages are.
@@ -176,9 +164,6 @@ class RunningPart:
         self._send((sender, send_id), gradients)
 
     def _send(self, origin: Origin, gradients: Gradients) -> None:
-        self._post(origin, gradients)
-
-    def _post(self, origin: Origin, gradients: Gradients) -> None:
         """Sends the gradients of a received message alone."""
         peer, send_id = origin
         message = Message(Kind.GRADIENT)
@@ -248,15 +233,20 @@ class Initiator(RunningPart):
         return used
 
     @override
-    def _begin(self) -> None:
-        for peer, part in self._others.items():
+    def _run_engine(
+        self, part: Part, roots: Sequence[torch.Tensor], sent: Mapping[int, list[SentTensor]]
+    ) -> None:
+        for peer, other in self._others.items():
             # What a worker has sent last is what it needs gradients of first. If these are
             # computed here, the worker can do nothing before them.
-            latest = peer, max(part.sent)
+            latest = peer, max(other.sent)
             if latest in self._uncomputed:
-                self._openings[latest] = peer, part
+                self._openings[latest] = peer, other
             else:
-                self._ask(peer, part)
+                self._ask(peer, other)
+        super()._run_engine(part, roots, sent)
+        for peer in self._others:
+            self.mailbox.wait((peer, 0), self._receive)
 
     def _ask(self, peer: MemberId, part: Part, send_id: int = 0, gradients: Gradients = ()) -> None:
         """Asks a worker to run its part, with the first gradients that it needs."""
@@ -275,14 +265,9 @@ class Initiator(RunningPart):
     def _send(self, origin: Origin, gradients: Gradients) -> None:
         opening = self._openings.pop(origin, None)
         if opening is None:
-            self._post(origin, gradients)
+            super()._send(origin, gradients)
         else:
             self._ask(*opening, origin[1], gradients)
-
-    @override
-    def _wait_for_others(self) -> None:
-        for peer in self._others:
-            self.mailbox.wait((peer, 0), self._receive)
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer to BACKWARD, with gradients, or the error; in the I/O thread."""
@@ -343,7 +328,7 @@ class Participant(RunningPart):
             with self._lock:
                 self._held = origin, gradients
         else:
-            self._post(origin, gradients)
+            super()._send(origin, gradients)
 
     def tick(self) -> None:
         """Sends held-back gradients if what is left of the part takes long; in the I/O thread."""
@@ -355,7 +340,7 @@ class Participant(RunningPart):
     def _send_held(self) -> None:
         with self._lock:
             if self._held is not None:
-                self._post(*self._held)
+                super()._send(*self._held)
                 self._held = None
 
     @override

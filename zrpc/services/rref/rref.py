@@ -19,9 +19,8 @@ from zrpc.errors import (
     raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.rref.creation import Creation
-from zrpc.services.rref.messages import FORK_SIZE, Fork, ForkId, RRefId, pack_id
+from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId, RRefId, pack_id
 from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
@@ -391,9 +390,10 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
             f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
             f"the worker that has it ({service.agent.worker_info})"
         )
-    owner = rref._owner.member_id
-    with uninterrupted:  # or the fork would not be undone
-        fork = service.fork(rref._rref_id, rref._fork_id, owner, message.destination)
+    owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
+    fork = Fork(rref._rref_id, service.new_id(), owner, parent)
+    with service.lock:  # also for the second step: or the fork would not be undone
+        service.references.fork(fork, message.destination)
         message.undo(lambda: service.cancel_fork(fork))
     forks = message.extension(Tag.FORKS)
     forks.extend(fork.pack())

@@ -21,7 +21,6 @@ from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.rref.messages import (
-    NO_FORK,
     Fork,
     ForkId,
     GloballyUniqueId,
@@ -130,13 +129,6 @@ class RRefService(Service, MessageHooks):
         """Returns whether the owner lists a fork of ours."""
         with self.lock:
             return self.references.is_listed(fork_id)
-
-    def fork(self, rref_id: RRefId, parent: ForkId | None, owner: MemberId, to: MemberId) -> Fork:
-        """Makes a child of a handle, for a message to the worker ``to``."""
-        fork = Fork(rref_id, self.new_id(), owner, parent or NO_FORK)
-        with self.lock:
-            self.references.fork(fork, to)
-        return fork
 
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message with the child is not sent."""
