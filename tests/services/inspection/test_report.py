@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zrpc
-from tests.services.inspection.doors import knock, knock_and_await, knock_at
+from tests.services.inspection.doors import knock, knock_and_await, knock_and_return, knock_at
 from tests.support import waiting_circle
 from tests.support.gates import Gate
 from tests.support.identity import event
@@ -157,8 +157,9 @@ def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
         futures = [
             zrpc.rpc_async("worker1", knock_at, args=("worker0",), timeout=0),
             zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
+            zrpc.rpc_async("worker1", knock_and_return, args=("worker0",)),
         ]
-        door.await_entry(2)
+        door.await_entry(3)
         until(lambda: any(each.task for each in look(mesh).snapshots[1].activities))
         view = look(mesh)
         report = Report(view)
@@ -175,10 +176,11 @@ def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
         assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
         assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
         assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
+        assert "s ago, is answered later, by a future or a coroutine\n" in callee
         assert "nothing to do (--all shows them)" in callee
         everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
         assert "Thread zrpc-worker1-io-" in everything
         assert re.search(r"in HandlerPool\._run|in LeaderFollower\._lead", everything)
         assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
         door.opened.set()
-        assert [future.wait() for future in futures] == ["in", "in"]
+        assert [future.wait() for future in futures] == ["in"] * 3
