@@ -343,6 +343,7 @@ def test_a_worker_that_is_lost_is_named_in_the_file(mesh: Mesh, tmp_path: Path) 
     def program() -> None:
         rpc.rpc_sync("worker1", max, (1, 2))
         mesh.run(2, rpc.shutdown, graceful=False)
+        until(lambda: len(rpc.get_worker_infos()) == 2)
 
     trace = traced(mesh, tmp_path / "trace.json", program)
     (why,) = trace.file["otherData"]["missing"]
