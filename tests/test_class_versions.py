@@ -146,15 +146,6 @@ def test_an_older_version_overwrites_nothing(a: Process, b: Process) -> None:
     assert there().act() == "second"
 
 
-def test_the_defining_process_is_never_overwritten(a: Process, b: Process) -> None:
-    thing = a.define(total=0, act=first)
-    there = b.receive(a.send())
-    there.total, there.act = 9, third
-    thing.act = second
-    assert a.receive(b.send()) is thing
-    assert (thing.total, thing().act()) == (0, "second")
-
-
 def test_only_the_defining_process_raises_the_version(a: Process, b: Process) -> None:
     """Through a third process, and back."""
     c = Process()

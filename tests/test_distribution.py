@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -67,9 +67,8 @@ def test_the_wheel_works_in_a_new_environment(distributions: Path, tmp_path: Pat
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel))
     (tmp_path / "hello.py").write_text(_HELLO)
     output = run(str(venv / "bin" / "zrpc"), "launch", "--nprocs", "2", "hello.py", cwd=tmp_path)
-    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert version is not None
-    assert output.split() == ["[0]", "2", version[1], str(packages / "zrpc" / "__init__.py")]
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert output.split() == ["[0]", "2", version, str(packages / "zrpc" / "__init__.py")]
 
 
 def _installed_packages() -> str:

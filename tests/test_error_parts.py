@@ -86,17 +86,6 @@ class OfModule(ImportError):
         super().__init__(f"no {module}", name=module, path="there")
 
 
-class OfKey(KeyError):
-    def __init__(self, key: str, table: str) -> None:
-        super().__init__(key)
-        self.table = table
-
-
-class Stops(StopIteration):
-    def __init__(self, *, after: int) -> None:
-        super().__init__(after)
-
-
 class OfTwoBases(LookupError, OSError):
     def __init__(self, code: int) -> None:
         super().__init__(code, "of two", "file")
@@ -168,8 +157,6 @@ ERRORS: list[Callable[[], BaseException]] = [
     lambda: OfBytes(3),
     lambda: OfSyntax(7),
     lambda: OfModule("module"),
-    lambda: OfKey("key", "table"),
-    lambda: Stops(after=5),
     lambda: OfTwoBases(3),
     lambda: OfMeta.make("made"),
     lambda: RefusesAttributes(1, 2),

@@ -39,7 +39,7 @@ ROOMS: list[list[str]] = [
     ["zrpc.runtime"],
     ["leaves"],
 ]
-# What lies directly in zrpc/: torch's names, and what all rooms may use.
+# What lies directly in zrpc/: torch's names.
 FACE = {
     "zrpc.api",
     "zrpc.autograd",
@@ -48,14 +48,6 @@ FACE = {
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
-}
-LEAVES = {
-    "zrpc.constants",
-    "zrpc.errors",
-    "zrpc.functions",
-    "zrpc.options",
-    "zrpc.stand_in",
-    "zrpc.torch_internals",
 }
 # What goes by value in a pickle.
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
@@ -92,9 +84,10 @@ _SURFACE = {
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
+    "leaves": "constants errors functions options stand_in torch_internals",
 }
 SURFACE = {room: {name.strip(".") for name in names.split()} for room, names in _SURFACE.items()}
-SURFACE["leaves"] = {name.removeprefix("zrpc.") for name in LEAVES}
+LEAVES = {f"zrpc.{name}" for name in SURFACE["leaves"]}
 # zrpc itself loads its names when they are used, so that it stands in no layer.
 FACADE = "zrpc"
 

@@ -72,19 +72,9 @@ if TYPE_CHECKING:
     __version__: str
 
 watch_for_compiler()
-_MODULES = (
-    "api",
-    "autograd",
-    "backend_registry",
-    "constants",
-    "errors",
-    "functions",
-    "nn",
-    "optim",
-    "options",
-    "testing",
-)
+# The names of each module; those of zrpc itself are modules.
 _NAMES = {
+    "zrpc": "api autograd backend_registry constants errors functions nn optim options testing",
     "zrpc.agent.call_filter": "CallFilter",
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
         get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
@@ -107,11 +97,11 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # Without the modules: a star import would hide names such as `errors` or `options` of a program.
-__all__ = sorted(name for name in _HOME if not name.startswith("_"))
+__all__ = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if _HOME.get(name) == "zrpc":
         return importlib.import_module(f"zrpc.{name}")
     if name == "__version__":
         from importlib.metadata import version
@@ -126,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES, "__version__"})
+    return sorted({*globals(), *__all__, *_NAMES["zrpc"].split(), "__version__"})

@@ -130,8 +130,7 @@ def world_size() -> int:
         3
     """
     agent = current_agent()
-    membership = agent.membership
-    return membership.records[membership.own_id].world_size or len(agent.get_worker_infos())
+    return agent.membership.own_record.world_size or len(agent.get_worker_infos())
 
 
 def set_rpc_timeout(timeout: float) -> None:

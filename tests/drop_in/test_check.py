@@ -10,7 +10,6 @@ from textwrap import dedent
 import pytest
 
 from tests.drop_in.conftest import Commands
-from tests.support.programs import Programs
 from zrpc.drop_in.check import uses_in_program, uses_in_source
 
 Write = Callable[[str, str], Path]
@@ -114,18 +113,10 @@ def test_the_command_lists_names_and_places(write: Write, quick_commands: Comman
 
 
 @pytest.mark.system
-def test_the_command_succeeds_if_all_names_are_supported(programs: Programs) -> None:
-    program = programs.write("from torch.distributed.rpc import rpc_sync", "program.py")
-    (ended,) = programs.run(
-        f"""
-        import sys
-        from zrpc.cli import main
-        sys.argv = ["zrpc", "run", "--check", {str(program)!r}]
-        main()
-        """,
-        1,
-    )
-    assert (ended.code, ended.output.splitlines()[-1]) == (
-        0,
-        "1 names of torch's RPC, 0 not supported",
-    )
+def test_the_command_succeeds_if_all_names_are_supported(
+    write: Write, quick_commands: Commands
+) -> None:
+    write("program.py", "from torch.distributed.rpc import rpc_sync")
+    ended = quick_commands("-m", "zrpc.cli", "run", "--check", "program.py")
+    assert ended.stdout.endswith("\n1 names of torch's RPC, 0 not supported\n")
+    assert ended.returncode == 0

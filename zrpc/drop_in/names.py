@@ -45,20 +45,10 @@ REPLACEMENTS = {name: module for module, names in _NAMES.items() for name in nam
 OF_OLDER_TORCH = {"ProcessGroupRpcBackendOptions": "zrpc.drop_in.private"}
 
 # Functions and classes that need no agent of torch's, and work as they are.
-KEPT = {
-    "AllGatherStates",
-    "PythonUDF",
-    "RPCExecMode",
-    "RemoteException",
-    "_InternalRPCPickler",
-    "_build_rpc_profiling_key",
-    "_to_device",
-    "_to_device_list",
-    "_to_device_map",
-    "deserialize",
-    "is_available",
-    "serialize",
-}
+_KEPT = """AllGatherStates PythonUDF RPCExecMode RemoteException _InternalRPCPickler
+    _build_rpc_profiling_key _to_device _to_device_list _to_device_map deserialize is_available
+    serialize"""
+KEPT = set(_KEPT.split())
 
 # What to do instead, by a part of the name that isn't supported; the first that fits.
 _ADVICE = {

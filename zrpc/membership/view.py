@@ -65,6 +65,11 @@ class Membership:
         return self.infos[self.own_id]
 
     @property
+    def own_record(self) -> PeerRecord:
+        """This worker's own record."""
+        return self.records[self.own_id]
+
+    @property
     def living(self) -> list[MemberId]:
         """All workers that can be found and are not gone."""
         return sorted(self._found - self.lost)

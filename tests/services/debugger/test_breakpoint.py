@@ -98,16 +98,6 @@ def test_no_call_of_the_mesh_times_out_while_a_worker_stands(mesh: Mesh) -> None
 
 
 @pytest.mark.system
-def test_future_that_nobody_waits_for_does_not_time_out(mesh: Mesh) -> None:
-    future = mesh.run(0, zrpc.rpc_async, 1, stops, (1,), None, TIMEOUT)
-    terminal = prompt(mesh)
-    time.sleep(STANDS_SECONDS)
-    assert not future.done()
-    terminal.send("c")
-    assert future.wait() == 3
-
-
-@pytest.mark.system
 def test_deadlines_pass_again_afterwards(mesh: Mesh) -> None:
     called = mesh.run(0, zrpc.rpc_async, 1, stops, (1,))
     terminal = prompt(mesh)

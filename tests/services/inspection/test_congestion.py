@@ -133,45 +133,42 @@ BUSY = r"the only thread of its pool has been busy for \d+ s and (a request wait
 @pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_a_time_out_says_that_the_pool_is_busy(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
-        explained(mesh)
-        with pytest.raises(
-            zrpc.RpcTimeoutError, match=rf"error: max on worker1 .*; worker1 .* is alive: {BUSY}"
-        ):
-            zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=0.1)
-        door.opened.set()
-        assert [future.wait() for future in futures] == ["in", "in"]
-        wait_until_nothing_is_said(mesh)
+def test_a_time_out_says_that_the_pool_is_busy(caller: Mesh, door: Gate) -> None:
+    futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
+    explained(caller)
+    with pytest.raises(
+        zrpc.RpcTimeoutError, match=rf"error: max on worker1 .*; worker1 .* is alive: {BUSY}"
+    ):
+        zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=0.1)
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in", "in"]
+    wait_until_nothing_is_said(caller)
 
 
 @pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_the_description_of_a_loss_says_that_the_pool_was_busy(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
-        assert "is alive" in explained(mesh)
-        leaves = mesh.submit(1, zrpc.shutdown, graceful=False)
-        for future in futures:
-            with pytest.raises(zrpc.WorkerDied, match=f"; shortly before, {BUSY}"):
-                future.wait()
-        door.opened.set()
-        leaves.result()
+def test_the_description_of_a_loss_says_that_the_pool_was_busy(caller: Mesh, door: Gate) -> None:
+    futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
+    assert "is alive" in explained(caller)
+    leaves = caller.submit(1, zrpc.shutdown, graceful=False)
+    for future in futures:
+        with pytest.raises(zrpc.WorkerDied, match=f"; shortly before, {BUSY}"):
+            future.wait()
+    door.opened.set()
+    leaves.result()
 
 
 @pytest.mark.system
 @pytest.mark.usefixtures("busy")
 @pytest.mark.zrpc(workers=1, options={"num_worker_threads": 1})
-def test_calls_to_oneself_know_too(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker0", knock) for _ in range(2)]
-        explained(mesh, 0)
-        with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker0 .* is this worker: {BUSY}"):
-            zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.1)
-        door.opened.set()
-        assert [future.wait() for future in futures] == ["in", "in"]
+def test_calls_to_oneself_know_too(caller: Mesh, door: Gate) -> None:
+    futures = [zrpc.rpc_async("worker0", knock) for _ in range(2)]
+    explained(caller, 0)
+    with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker0 .* is this worker: {BUSY}"):
+        zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.1)
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in", "in"]
 
 
 async def holds_up() -> str:
@@ -184,16 +181,15 @@ async def begins() -> int:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("busy")
-def test_a_time_out_says_that_the_event_loop_is_held_up(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        first = zrpc.rpc_async("worker1", holds_up)
-        door.await_entry()
-        second = zrpc.rpc_async("worker1", begins)
-        explained(mesh)
-        with pytest.raises(zrpc.RpcTimeoutError, match=r"alive: its event loop has been held up "):
-            zrpc.rpc_sync("worker1", begins, timeout=0.1)
-        assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-        door.opened.set()
-        assert first.wait() == "in"
-        assert second.wait() == 1
-        wait_until_nothing_is_said(mesh)
+def test_a_time_out_says_that_the_event_loop_is_held_up(caller: Mesh, door: Gate) -> None:
+    first = zrpc.rpc_async("worker1", holds_up)
+    door.await_entry()
+    second = zrpc.rpc_async("worker1", begins)
+    explained(caller)
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"alive: its event loop has been held up "):
+        zrpc.rpc_sync("worker1", begins, timeout=0.1)
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    door.opened.set()
+    assert first.wait() == "in"
+    assert second.wait() == 1
+    wait_until_nothing_is_said(caller)

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 
 import zrpc
-from tests.services.inspection.doors import knock_and_return, knock_at
-from tests.support.gates import Gate
 from tests.support.waiting import SOON, until
 from zrpc.membership.view import Membership
 from zrpc.services.inspection import listener as listening
@@ -160,35 +158,6 @@ def test_a_directory_that_others_can_read_is_not_asked(mesh: Mesh) -> None:
     assert path not in directories()
     path.chmod(0o700)
     assert path in directories()
-
-
-def test_a_worker_reports_calls_requests_and_waiting_threads(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [
-            zrpc.rpc_async("worker1", knock_at, args=("worker0",)),
-            zrpc.rpc_async("worker1", knock_and_return, args=("worker0",)),
-        ]
-        door.await_entry(2)
-        answers = ask([directory(mesh, rank) for rank in range(2)], SOON)
-        caller, callee = (answer.snapshots[0] for answer in answers)
-        assert [(call.what, call.to) for call in caller.calls] == [
-            ("knock_at", 1),
-            ("knock_and_return", 1),
-        ]
-        assert {(r.caller, r.what) for r in caller.requests} == {(1, "knock")}
-        [waits] = [each for each in callee.activities if each.calls]
-        assert waits.request == (0, caller.calls[0].id)
-        assert waits.what == "knock_at"
-        assert waits.where is not None
-        assert waits.where.function == "knock_at"
-        assert {(r.id, r.what, r.queued) for r in callee.requests} == {
-            (caller.calls[0].id, "knock_at", False),
-            (caller.calls[1].id, "knock_and_return", False),
-        }
-        inside = [each for each in caller.activities if each.request]
-        assert [each.where and each.where.function for each in inside] == ["knock", "knock"]
-        door.opened.set()
-        assert [future.wait() for future in futures] == ["in", "in"]
 
 
 @pytest.mark.system

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import zrpc
-from tests.services.inspection.doors import knock, knock_and_await, knock_at
+from tests.services.inspection.doors import knock, knock_and_await, knock_and_return, knock_at
 from tests.support import waiting_circle
 from tests.support.gates import Gate
 from tests.support.identity import event
@@ -140,45 +140,45 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
     assert waits.result() == 1
 
 
-def test_what_is_too_much_is_counted(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
-        door.await_entry(5)
-        taken = {rank: take_snapshot(mesh.agent(rank), None, (), 2) for rank in range(2)}
-        report = Report(MeshView(taken))
-        assert "  and 3 more calls" in report.worker(taken[0])
-        assert "  and 3 more requests" in report.worker(taken[1])
-        door.opened.set()
-        assert [future.wait() for future in futures] == ["in"] * 5
+def test_what_is_too_much_is_counted(caller: Mesh, door: Gate) -> None:
+    futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
+    door.await_entry(5)
+    taken = {rank: take_snapshot(caller.agent(rank), None, (), 2) for rank in range(2)}
+    report = Report(MeshView(taken))
+    assert "  and 3 more calls" in report.worker(taken[0])
+    assert "  and 3 more requests" in report.worker(taken[1])
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in"] * 5
 
 
-def test_a_worker_as_text(mesh: Mesh, door: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [
-            zrpc.rpc_async("worker1", knock_at, args=("worker0",), timeout=0),
-            zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
-        ]
-        door.await_entry(2)
-        until(lambda: any(each.task for each in look(mesh).snapshots[1].activities))
-        view = look(mesh)
-        report = Report(view)
-        assert report.cycles() == []
-        assert report.heading().startswith("Mesh of 2 workers (")
-        caller = "\n".join(report.worker(view.snapshots[0]))
-        callee = "\n".join(report.worker(view.snapshots[1]))
-        assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
-        assert ", without a timeout" in caller
-        assert "\n  ← knock for worker1 (rank 1), called 0." in caller
-        assert " s ago, runs in zrpc-worker0-" in caller
-        assert "\n  → knock at worker0 (rank 0), for 0." in callee
-        assert " waits for it, at " in callee
-        assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
-        assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
-        assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
-        assert "nothing to do (--all shows them)" in callee
-        everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
-        assert "Thread zrpc-worker1-io-" in everything
-        assert re.search(r"in HandlerPool\._run|in LeaderFollower\._lead", everything)
-        assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
-        door.opened.set()
-        assert [future.wait() for future in futures] == ["in", "in"]
+def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
+    futures = [
+        zrpc.rpc_async("worker1", knock_at, args=("worker0",), timeout=0),
+        zrpc.rpc_async("worker1", knock_and_await, args=("worker0",)),
+        zrpc.rpc_async("worker1", knock_and_return, args=("worker0",)),
+    ]
+    door.await_entry(3)
+    until(lambda: any(each.task for each in look(caller).snapshots[1].activities))
+    view = look(caller)
+    report = Report(view)
+    assert report.cycles() == []
+    assert report.heading().startswith("Mesh of 2 workers (")
+    caller = "\n".join(report.worker(view.snapshots[0]))
+    callee = "\n".join(report.worker(view.snapshots[1]))
+    assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
+    assert ", without a timeout" in caller
+    assert "\n  ← knock for worker1 (rank 1), called 0." in caller
+    assert " s ago, runs in zrpc-worker0-" in caller
+    assert "\n  → knock at worker0 (rank 0), for 0." in callee
+    assert " waits for it, at " in callee
+    assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
+    assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
+    assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
+    assert "s ago, is answered later, by a future or a coroutine\n" in callee
+    assert "nothing to do (--all shows them)" in callee
+    everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
+    assert "Thread zrpc-worker1-io-" in everything
+    assert re.search(r"in HandlerPool\._run|in LeaderFollower\._lead", everything)
+    assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
+    door.opened.set()
+    assert [future.wait() for future in futures] == ["in"] * 3

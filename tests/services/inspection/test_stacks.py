@@ -72,16 +72,15 @@ async def calls_and_sleeps() -> str:
 
 @pytest.mark.system
 def test_a_call_that_a_coroutine_does_not_await_yet_is_none_that_it_waits_for(
-    mesh: Mesh, door: Gate
+    caller: Mesh, door: Gate
 ) -> None:
-    with mesh.agent(0).as_current():
-        future = zrpc.rpc_async("worker1", calls_and_sleeps)
-        door.await_entry()
-        until(lambda: all(each.task for each in running(mesh, 1)))  # it sleeps
-        assert [(each.task, each.calls) for each in running(mesh, 1)] == [(True, [])]
-        until(lambda: [len(each.calls) for each in running(mesh, 1)] == [1])
-        door.opened.set()
-        assert future.wait() == "in"
+    future = zrpc.rpc_async("worker1", calls_and_sleeps)
+    door.await_entry()
+    until(lambda: all(each.task for each in running(caller, 1)))  # it sleeps
+    assert [(each.task, each.calls) for each in running(caller, 1)] == [(True, [])]
+    until(lambda: [len(each.calls) for each in running(caller, 1)] == [1])
+    door.opened.set()
+    assert future.wait() == "in"
 
 
 def test_a_thread_that_has_answered_handles_nothing(mesh: Mesh) -> None:
@@ -101,14 +100,13 @@ def knock_with(_: bytes) -> str:
 
 @pytest.mark.zrpc(options={"max_bytes_in_flight": 10_000, "shared_memory": 0})
 def test_a_handler_that_waits_for_room_waits_for_the_call_that_needs_it(
-    mesh: Mesh, door: Gate
+    caller: Mesh, door: Gate
 ) -> None:
-    with mesh.agent(0).as_current():
-        future = zrpc.rpc_async("worker1", calls_twice, args=(9_000,))
-        door.await_entry()
-        calls = mesh.agent(1).caller.calls
-        until(lambda: len(calls) == 2)
-        latest = max(call.call_id for call in calls.in_flight())
-        assert [each.calls for each in running(mesh, 1)] == [[latest]]
-        door.opened.set()
-        assert future.wait() == ["in", "in"]
+    future = zrpc.rpc_async("worker1", calls_twice, args=(9_000,))
+    door.await_entry()
+    calls = caller.agent(1).caller.calls
+    until(lambda: len(calls) == 2)
+    latest = max(call.call_id for call in calls.in_flight())
+    assert [each.calls for each in running(caller, 1)] == [[latest]]
+    door.opened.set()
+    assert future.wait() == ["in", "in"]

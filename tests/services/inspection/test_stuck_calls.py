@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import logging
-import queue
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ import zrpc
 from tests.services.inspection import doors
 from tests.services.inspection.doors import knock, knock_and_await, knock_at
 from tests.support.gates import Gate
-from tests.support.waiting import SOON, until
+from tests.support.waiting import until
 from zrpc.services.inspection.stacks import activities
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.testing import Mesh
@@ -27,29 +24,11 @@ from zrpc.testing import Mesh
 LOGGER = "zrpc.inspection.stuck"
 
 
-class Warnings(logging.Handler):
-    """The warnings about calls, in the order in which they came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.came: queue.Queue[str] = queue.Queue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.came.put(record.getMessage())
-
-    def next(self) -> str:
-        return self.came.get(timeout=SOON)
-
-    def all(self) -> list[str]:
-        return [self.came.get() for _ in range(self.came.qsize())]
-
-
-@pytest.fixture
-def warnings() -> Iterator[Warnings]:
-    handler, logger = Warnings(), logging.getLogger(LOGGER)
-    logger.addHandler(handler)
-    yield handler
-    logger.removeHandler(handler)
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings about calls since this was last called."""
+    found = [each.getMessage() for each in caplog.records if each.name == LOGGER]
+    caplog.clear()
+    return found
 
 
 def stuck(mesh: Mesh, limit: float = 30.0) -> StuckCalls:
@@ -69,10 +48,10 @@ def later(seconds: float) -> float:
 @pytest.mark.system
 @pytest.mark.zrpc(options={"warn_after": 0.2})
 def test_a_waiting_call_is_named_with_its_line_and_its_callee(
-    mesh: Mesh, door: Gate, warnings: Warnings
+    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     waits = mesh.submit(0, knock_at, "worker1")
-    text = warnings.next()
+    [text] = until(lambda: warned(caplog))
     line = inspect.getsourcelines(knock_at)[1] + 1
     assert text.startswith("worker0 (rank 0) waits for a call:\n- knock at worker1 (rank 1), ")
     assert f"for which zrpc-test-worker0-main waits at {doors.__file__}:{line} in knock_at" in (
@@ -85,12 +64,12 @@ def test_a_waiting_call_is_named_with_its_line_and_its_callee(
 
 @pytest.mark.parametrize("handler", [knock_at, knock_and_await])
 def test_a_waiting_handler_reports_which_worker_it_waits_for(
-    mesh: Mesh, door: Gate, warnings: Warnings, handler: Any
+    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture, handler: Any
 ) -> None:
     waits = mesh.submit(1, zrpc.rpc_sync, "worker0", handler, ("worker1",))
     await_waiting(mesh, 1)
     stuck(mesh).check_calls(later(31))
-    [text] = warnings.all()
+    [text] = warned(caplog)
     assert "- knock at worker1 (rank 1), for which " in text
     assert f"{doors.__file__}:" in text
     assert f"running {handler.__name__} for worker1 (rank 1), for 31." in text
@@ -99,7 +78,7 @@ def test_a_waiting_handler_reports_which_worker_it_waits_for(
 
 
 def test_each_call_is_named_once_together_with_those_that_began_about_then(
-    mesh: Mesh, door: Gate, warnings: Warnings
+    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     rules = stuck(mesh)
     with mesh.agent(0).as_current():
@@ -107,31 +86,32 @@ def test_each_call_is_named_once_together_with_those_that_began_about_then(
         door.await_entry(3)
         rules.check_calls(later(20))
         stuck(mesh, limit=0).check_calls(later(1e6))  # no limit
-        assert warnings.all() == []
+        assert warned(caplog) == []
         rules.check_calls(later(30))
-        [text] = warnings.all()
+        [text] = warned(caplog)
         assert "waits for 3 calls" in text
         assert "the longest of 3 such calls" in text
         assert "\nRank 1 is alive.\n" in text
         rules.check_calls(later(60))
-        assert warnings.all() == []
+        assert warned(caplog) == []
         futures.append(zrpc.rpc_async("worker1", knock))
         rules.check_calls(later(90))
-        [text] = warnings.all()
+        [text] = warned(caplog)
         assert "waits for a call:" in text
     door.opened.set()
     assert [future.wait() for future in futures] == ["in"] * 4
 
 
-def test_a_call_that_is_young_is_not_named(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", knock)]
-        begun = time.monotonic()
-        time.sleep(0.015)
-        futures.append(zrpc.rpc_async("worker1", knock))
-        stuck(mesh, limit=0.02).check_calls(begun + 0.02)
-        [text] = warnings.all()
-        assert "waits for a call:" in text  # the other is younger than half of the limit
+def test_a_call_that_is_young_is_not_named(
+    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = [zrpc.rpc_async("worker1", knock)]
+    begun = time.monotonic()
+    time.sleep(0.015)
+    futures.append(zrpc.rpc_async("worker1", knock))
+    stuck(caller, limit=0.02).check_calls(begun + 0.02)
+    [text] = warned(caplog)
+    assert "waits for a call:" in text  # the other is younger than half of the limit
     door.opened.set()
     assert [future.wait() for future in futures] == ["in", "in"]
 
@@ -146,32 +126,34 @@ def named(name: str) -> Any:
     return function
 
 
-def test_many_places_are_not_all_listed(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", named(f"function{i}")) for i in range(12)]
-        stuck(mesh).check_calls(later(31))
-        [text] = warnings.all()
-        assert "waits for 12 calls" in text
-        assert text.count("\n- function") == 10
-        assert "- and others, in 2 more places" in text
+def test_many_places_are_not_all_listed(
+    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = [zrpc.rpc_async("worker1", named(f"function{i}")) for i in range(12)]
+    stuck(caller).check_calls(later(31))
+    [text] = warned(caplog)
+    assert "waits for 12 calls" in text
+    assert text.count("\n- function") == 10
+    assert "- and others, in 2 more places" in text
     door.opened.set()
     assert [future.wait() for future in futures] == ["in"] * 12
 
 
-def test_what_remote_makes_may_take_its_time(mesh: Mesh, door: Gate, warnings: Warnings) -> None:
-    with mesh.agent(0).as_current():
-        rref = zrpc.remote("worker1", knock)
-        door.await_entry()
-        rules = stuck(mesh)
-        rules.check_calls(later(31))
-        assert warnings.all() == []
-        waits = mesh.submit(0, rref.to_here)
-        while len(mesh.agent(0).caller.calls) < 2:
-            assert not waits.done()
-            time.sleep(0.001)  # it has no event
-        rules.check_calls(later(60))
-        [text] = warnings.all()
-        assert "- to_here at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
+def test_what_remote_makes_may_take_its_time(
+    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    rref = zrpc.remote("worker1", knock)
+    door.await_entry()
+    rules = stuck(caller)
+    rules.check_calls(later(31))
+    assert warned(caplog) == []
+    waits = caller.submit(0, rref.to_here)
+    while len(caller.agent(0).caller.calls) < 2:
+        assert not waits.done()
+        time.sleep(0.001)  # it has no event
+    rules.check_calls(later(60))
+    [text] = warned(caplog)
+    assert "- to_here at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
     door.opened.set()
     assert waits.result() == "in"
 
@@ -190,12 +172,12 @@ async def gathers() -> Any:
 
 @pytest.mark.parametrize("wait", [waits_for_all, waits_by_torch, gathers])
 def test_waits_for_several_calls_are_seen(
-    mesh: Mesh, door: Gate, warnings: Warnings, wait: Any
+    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture, wait: Any
 ) -> None:
     waits = mesh.submit(1, zrpc.rpc_sync, "worker0", wait)
     await_waiting(mesh, 2)
     stuck(mesh).check_calls(later(31))
-    [text] = warnings.all()
+    [text] = warned(caplog)
     assert "the longest of 2 such calls" in text
     assert f" in {wait.__name__}, running {wait.__name__} for worker1 (rank 1)" in text
     door.opened.set()

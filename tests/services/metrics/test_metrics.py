@@ -11,7 +11,6 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -175,31 +174,29 @@ def test_without_the_package_the_error_says_what_to_install(
         make_mesh(1)
 
 
+SCRIPT = """
+import sys, urllib.request, zrpc
+with zrpc.session() as worker:
+    zrpc.barrier()
+    url = f"http://127.0.0.1:{int(sys.argv[1]) + worker.rank}/metrics"
+    lines = urllib.request.urlopen(url, timeout=20).read().decode().splitlines()
+    print([line for line in lines if line.startswith("zrpc_worker{")])
+"""
+
+
 @pytest.mark.system
 def test_launcher_gives_each_worker_a_port(tmp_path: Path, first_port: int) -> None:
-    (tmp_path / "script.py").write_text(
-        dedent(
-            f"""
-            import urllib.request
-            import zrpc
-            zrpc.init_rpc()
-            zrpc.barrier()
-            rank = zrpc.get_worker_info().id
-            url = f"http://127.0.0.1:{{{first_port} + rank}}/metrics"
-            text = urllib.request.urlopen(url, timeout=20).read().decode()
-            assert f'zrpc_worker{{{{rank="{{rank}}",worker="worker{{rank}}"}}}} 1.0' in text, text
-            zrpc.shutdown()
-            """
-        )
-    )
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [warm_commands().python, "-m", "zrpc.cli", "launch", "-n", "2"]
+    port = str(first_port)
     done = subprocess.run(
-        [
-            *(warm_commands().python, "-m", "zrpc.cli", "launch", "-n", "2"),
-            *("--metrics-port", str(first_port), "script.py"),
-        ],
+        [*launch, "--metrics-port", port, "script.py", port],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f'[{rank}] [\'zrpc_worker{{rank="{rank}",worker="worker{rank}"}} 1.0\']'
+        for rank in range(2)
+    ], done.stderr

@@ -339,24 +339,13 @@ def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Pa
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
 
 
-@pytest.mark.zrpc(workers=3, processes=True)
-def test_a_worker_that_dies_is_named_in_the_file(mesh: Mesh, tmp_path: Path) -> None:
-    path = str(tmp_path / "trace.json")
-    running, go_on = tmp_path / "running", tmp_path / "go on"
-
+def test_a_worker_that_is_lost_is_named_in_the_file(mesh: Mesh, tmp_path: Path) -> None:
     def program() -> None:
-        with rpc.trace(path):
-            rpc.rpc_sync("worker1", max, (1, 2))
-            running.touch()
-            until(go_on.exists)
-            until(lambda: len(rpc.get_worker_infos()) == 2)
+        rpc.rpc_sync("worker1", max, (1, 2))
+        mesh.run(2, rpc.shutdown, graceful=False)
+        until(lambda: len(rpc.get_worker_infos()) == 2)
 
-    tracing = mesh.submit(0, program)
-    until(running.exists)
-    mesh.kill("worker2")
-    go_on.touch()
-    tracing.result(60)
-    trace = Trace(Path(path))
+    trace = traced(mesh, tmp_path / "trace.json", program)
     (why,) = trace.file["otherData"]["missing"]
     assert why.startswith("worker2 (rank 2): ")
     assert trace.slice("max", 1)

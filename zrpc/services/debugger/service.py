@@ -50,8 +50,7 @@ class DebuggerService(Service):
     @property
     def directory(self) -> Path | None:
         """This worker's private directory; None if it has none."""
-        membership = self.agent.membership
-        found = membership.records[membership.own_id].directory
+        found = self.agent.membership.own_record.directory
         return Path(found) if found else None
 
     @override

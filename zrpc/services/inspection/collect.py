@@ -42,13 +42,12 @@ def take_snapshot(
     # First those that something waits for, or works on.
     calls.sort(key=lambda call: call.call_id not in waited_for)
     requests.sort(key=lambda request: (request.sender, request.call_id) not in handled)
-    records = agent.membership.records
     return Snapshot(
         member=agent.membership.own_id,
         name=agent.worker_info.name,
         pid=os.getpid(),
         host=socket.gethostname(),
-        directory=records[agent.membership.own_id].directory,
+        directory=agent.membership.own_record.directory,
         members=_members(agent),
         pool=Pool(load.size, load.running, load.threads, load.queued, full_for),
         activities=found,

@@ -48,7 +48,7 @@ class Report(NamedTuple):
         idle_for: seconds since a request was begun, at least.
         size: how many threads may run handlers at once.
         running: how many do.
-        queued: how many requests wait; 0 takes the reports before back.
+        queued: how many requests wait; 0 takes back what was reported before.
     """
 
     place: Place

@@ -276,6 +276,8 @@ def _view(start: Answer, by_directory: Mapping[str, Answer]) -> MeshView:
     while left:
         answer = left.pop()
         [snapshot] = answer.snapshots
+        if snapshot.member in view.snapshots:
+            continue  # several have listed it
         view.snapshots[snapshot.member] = snapshot
         view.pids[snapshot.member] = answer.pid
         for member in snapshot.members:

@@ -122,8 +122,7 @@ class InspectionService(Service):
         self._reports.record(message.sender, Report.parse(message.body), time.monotonic())
 
     def _open_listener(self) -> Listener | None:
-        membership = self.agent.membership
-        directory = membership.records[membership.own_id].directory
+        directory = self.agent.membership.own_record.directory
         if not directory:
             return None
         try:

@@ -40,7 +40,7 @@ class MetricsService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self._server: tuple[WSGIServer, threading.Thread] | None = None
-        port = own_variable(METRICS_PORT, agent.membership.records[agent.membership.own_id])
+        port = own_variable(METRICS_PORT, agent.membership.own_record)
         variables = {**os.environ, METRICS_PORT: port}
         address = metrics_address(variables, agent.worker_info.rank)
         if address is not None:

@@ -58,8 +58,7 @@ class TracingService(Service):
         # The names of threads that were seen, by their idents; those that have ended keep them.
         self._threads: dict[int, str] = {}
         self._writer: PartWriter | None = None
-        own = agent.membership.records[agent.membership.own_id]
-        if directory := own_variable(DIRECTORY, own):
+        if directory := own_variable(DIRECTORY, agent.membership.own_record):
             recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
             with self._errors_logged():
                 # The program may change its working directory.
@@ -134,8 +133,8 @@ class TracingService(Service):
         with self._errors_logged():
             self._writer.close()
             # An elastic mesh has no size: each worker that leaves it may be the last.
-            size = membership.records[membership.own_id].world_size
-            if len(list(directory.glob(f"*{ENDED}"))) >= size - len(membership.lost):
+            size = membership.own_record.world_size - len(membership.lost)
+            if len(list(directory.glob(f"*{ENDED}"))) >= size:
                 merge(directory, directory / MERGED)
 
 
