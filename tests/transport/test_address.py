@@ -163,7 +163,7 @@ def test_a_child_process_does_not_keep_its_parent_alive(directory: PrivateDirect
         os._exit(0)
     try:
         os.read(forked[0], 1)  # the child runs its own code now
-        directory._release()  # as if this process had been killed
+        directory.release()  # as if this process had been killed
         assert not is_alive(directory.path)
     finally:
         os.write(go[1], b"x")
@@ -181,7 +181,7 @@ def test_a_started_program_does_not_keep_its_parent_alive(directory: PrivateDire
         close_fds=False,
     ) as child:
         child.stdout.readline()
-        directory._release()
+        directory.release()
         assert not is_alive(directory.path)
         child.stdin.close()
 
