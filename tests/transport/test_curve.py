@@ -43,16 +43,15 @@ def curve_of(own: KeyPair, keys: Sequence[KeyPair]) -> Curve:
     return curve
 
 
-class Guarded:
-    """Two networks that know each other's keys."""
+class Meeting:
+    """Networks that know each other's keys."""
 
-    def __init__(self) -> None:
-        self.keys = [KeyPair.new() for _ in range(2)]
-        self.curves = [curve_of(keys, self.keys) for keys in self.keys]
-        self.networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
+    def __init__(self, count: int = 2, ipc: bool = False) -> None:
+        self.keys = [KeyPair.new() for _ in range(count)]
+        self.networks = [Network(b"z%d" % rank, rank, count, ipc) for rank in range(count)]
         self.endpoints = [
-            network.listen_tcp("127.0.0.1", curve)
-            for network, curve in zip(self.networks, self.curves, strict=True)
+            network.listen_tcp("127.0.0.1", curve_of(keys, self.keys))
+            for network, keys in zip(self.networks, self.keys, strict=True)
         ]
         for network in self.networks:
             network.connect(self.endpoints)
@@ -63,8 +62,8 @@ class Guarded:
 
 
 @pytest.fixture
-def guarded(no_leaks: None) -> Iterator[Guarded]:
-    with contextlib.closing(Guarded()) as made:
+def guarded(no_leaks: None) -> Iterator[Meeting]:
+    with contextlib.closing(Meeting()) as made:
         yield made
 
 
@@ -82,7 +81,7 @@ def received(network: Network, timeout: float = SOON) -> tuple[bytes, bytes, lis
     return identity, bytes(first), [bytes(buffer) for buffer in buffers]
 
 
-def test_members_exchange_messages(guarded: Guarded) -> None:
+def test_members_exchange_messages(guarded: Meeting) -> None:
     first, second = guarded.networks
     first.send(1, b"first", [b"x" * 100_000])
     assert received(second) == (b"z0", b"first", [b"x" * 100_000])
@@ -113,7 +112,7 @@ def connected(
 
 @pytest.mark.system
 def test_messages_of_strangers_do_not_arrive(
-    guarded: Guarded, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+    guarded: Meeting, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = guarded.networks
     mine, server = KeyPair.new(), guarded.keys[1].public
@@ -137,7 +136,7 @@ def test_messages_of_strangers_do_not_arrive(
 
 
 def test_a_flood_of_strangers_is_logged_once(
-    guarded: Guarded, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
+    guarded: Meeting, context: zmq.Context[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     intruders = [
@@ -155,7 +154,7 @@ def test_a_flood_of_strangers_is_logged_once(
 
 
 def test_an_inbox_that_poses_as_a_peer_receives_nothing(
-    guarded: Guarded, context: zmq.Context[Any]
+    guarded: Meeting, context: zmq.Context[Any]
 ) -> None:
     # Its endpoint has replaced worker 1's, but it can't have worker 1's key.
     posing = context.socket(zmq.ROUTER)
@@ -172,27 +171,10 @@ def test_an_inbox_that_poses_as_a_peer_receives_nothing(
 # -- a member that poses as another --------------------------------------------------------
 
 
-class Meeting:
-    """Three networks with keys; the third one's worker attacks with what it knows itself."""
-
-    def __init__(self, ipc: bool = False) -> None:
-        self.keys = [KeyPair.new() for _ in range(3)]
-        self.networks = [Network(b"z%d" % rank, rank, 3, ipc) for rank in range(3)]
-        self.endpoints = [
-            network.listen_tcp("127.0.0.1", curve_of(keys, self.keys))
-            for network, keys in zip(self.networks, self.keys, strict=True)
-        ]
-        for network in self.networks:
-            network.connect(self.endpoints)
-
-    def close(self) -> None:
-        for network in self.networks:
-            network.close(0, ())
-
-
 @pytest.fixture
 def meeting(no_leaks: None) -> Iterator[Meeting]:
-    with contextlib.closing(Meeting()) as made:
+    """Three workers; the last one attacks with what it knows itself."""
+    with contextlib.closing(Meeting(3)) as made:
         yield made
 
 
@@ -305,7 +287,7 @@ def test_a_member_on_tcp_cannot_cut_off_a_neighbour(
     context: zmq.Context[Any], letter: bytes
 ) -> None:
     """No connection breaks that messages of a neighbour are in flight on."""
-    with contextlib.closing(Meeting(ipc=True)) as meeting:
+    with contextlib.closing(Meeting(3, ipc=True)) as meeting:
         neighbour, victim = meeting.networks[:2]
         endpoint = f"ipc://{victim.directory.socket_path}"
         direct_path(endpoint).unlink()  # then ZeroMQ carries small messages, too
@@ -446,14 +428,14 @@ def closed_after(made: socket.socket) -> float:
 @pytest.mark.system
 def test_a_connection_without_a_handshake_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve_module, "_HANDSHAKE_MS", 300)
-    with contextlib.closing(Guarded()) as guarded:
+    with contextlib.closing(Meeting()) as guarded:
         for first in (b"", GREETING, GREETING + b"\x06" + struct.pack(">Q", 200)):
             with connection(guarded.endpoints[0]) as silent:
                 silent.sendall(first)
                 assert 0.1 < closed_after(silent) < SOON
 
 
-def test_a_frame_above_the_limit_closes_the_connection_at_once(guarded: Guarded) -> None:
+def test_a_frame_above_the_limit_closes_the_connection_at_once(guarded: Meeting) -> None:
     for size in (MAX_FRAME_BYTES + 1, 2**40, 2**63 - 1, 2**64 - 1):
         with connection(guarded.endpoints[0]) as greedy:
             greedy.sendall(GREETING + b"\x06" + struct.pack(">Q", size))

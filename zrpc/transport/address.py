@@ -173,9 +173,10 @@ class PrivateDirectory:
     def remove(self) -> None:
         """Removes the directory with everything in it, and releases the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._release()
+        self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Releases the lock: the worker counts as dead."""
         fd, self._lock_fd = self._lock_fd, -1
         if fd >= 0:
             os.close(fd)
@@ -184,7 +185,7 @@ class PrivateDirectory:
     def _after_fork(cls) -> None:
         # Otherwise a child would still hold the lock when its parent has died.
         for directory in list(cls._open):
-            directory._release()
+            directory.release()
 
 
 os.register_at_fork(after_in_child=PrivateDirectory._after_fork)

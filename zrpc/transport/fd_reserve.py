@@ -48,25 +48,18 @@ class DescriptorReserve:
     def refresh(self) -> bool:
         """Fills the reserve if possible, and releases it if no other descriptors are left.
 
-        Must be called some times a second. It takes about two microseconds.
+        Must be called some times a second. It takes some microseconds.
 
         Returns:
             Whether there are descriptors left.
         """
         with self._lock:
-            if not self._kept:
-                self._fill()
-            if self._kept:
-                try:
-                    os.close(os.dup(self._kept[0]))
-                except OSError:
-                    self._empty()
-                return True
+            self._fill()
             try:
                 os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+                return True
             except OSError:
-                return False
-            return True
+                return self._empty()
 
     @property
     def released(self) -> bool:
@@ -76,12 +69,10 @@ class DescriptorReserve:
     def release(self) -> bool:
         """Closes the reserved descriptors; returns False if there were none."""
         with self._lock:
-            was_filled = bool(self._kept)
-            self._empty()
-            return was_filled
+            return self._empty()
 
     def _fill(self) -> None:
-        """Fills the reserve if twice as many are left; the lock is held."""
+        """Fills an empty reserve if twice as many are left; the lock is held."""
         if self._kept or not self._users:
             return
         taken: list[int] = []
@@ -95,9 +86,12 @@ class DescriptorReserve:
         for fd in taken[len(self._kept) :]:
             os.close(fd)
 
-    def _empty(self) -> None:
+    def _empty(self) -> bool:
+        """Closes the reserved descriptors; returns False if there were none; the lock is held."""
+        was_filled = bool(self._kept)
         while self._kept:
             os.close(self._kept.pop())
+        return was_filled
 
 
 # The one of this process.

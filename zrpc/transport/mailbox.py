@@ -36,6 +36,7 @@ class Mailbox:
         guard: makes the socket's connections succeed with that peer only, see `Curve`.
 
     Attributes:
+        way: how the messages travel: ``"tcp"``, ``"ipc"`` or ``"inproc"``.
         sent: the number of counted messages that were sent.
         sent_bytes: the size of all messages that were sent, in bytes.
     """
@@ -48,7 +49,7 @@ class Mailbox:
         guard: Callable[[zmq.Socket[Any]], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self._in_chunks = endpoint.startswith("tcp://")
+        self.way = endpoint.partition("://")[0]
         # Held for one message at a time; guards the socket, the counts and `_chunked`.
         self._mutex = threading.Lock()
         self._socket = context.socket(zmq.DEALER)
@@ -58,7 +59,7 @@ class Mailbox:
         self._socket.sndhwm = 0
         self._socket.linger = 0
         self._socket.ipv6 = "[" in endpoint
-        if self._in_chunks:
+        if self.way == "tcp":
             # Otherwise a firewall may forget an idle connection and drop the next message. If it
             # does so regardless, the connection is made again.
             self._socket.tcp_keepalive = 1
@@ -88,7 +89,7 @@ class Mailbox:
         with self._mutex:
             if not buffers and len(first) <= CHUNK_BYTES:
                 self._socket.send(first)
-            elif self._in_chunks and size_of(first, buffers) > CHUNK_BYTES:
+            elif self.way == "tcp" and size_of(first, buffers) > CHUNK_BYTES:
                 self._transmit_chunks(first, buffers, counted)
             else:
                 self._transmit_frames([first, *buffers], counted)
@@ -127,11 +128,6 @@ class Mailbox:
                 self._socket.send(b"")
                 self.sent += counted
             raise
-
-    @property
-    def way(self) -> str:
-        """How the messages travel: ``"tcp"``, ``"ipc"`` or ``"inproc"``."""
-        return self.endpoint.partition("://")[0]
 
     def close(self, linger: float) -> None:
         """Closes the socket; queued messages have ``linger`` seconds to be sent."""

@@ -52,15 +52,6 @@ class PackedMessage(Protocol):
         """Returns those attributes of a tensor that can be pickled; warns of the others."""
 
 
-# The compressed sparse layouts: the compressed indices of a tensor, and the others.
-_COMPRESSED: dict[torch.layout, tuple[Reducer, Reducer]] = {
-    torch.sparse_csr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_bsr: (torch.Tensor.crow_indices, torch.Tensor.col_indices),
-    torch.sparse_csc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-    torch.sparse_bsc: (torch.Tensor.ccol_indices, torch.Tensor.row_indices),
-}
-
-
 def _reduce_tensor(tensor: torch.Tensor) -> Any:
     current: PackedMessage = packing.encoder
     tensors = current._tensors  # without the call of the property for each small tensor
@@ -99,13 +90,9 @@ def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, 
         return _reduce_unusual_in_graph(tensor)
     if type(tensor) is torch.nn.Parameter:
         return torch.nn.Parameter, (plain, requires_grad)
-    if layout is torch.sparse_coo:
-        coo = (plain._indices(), plain._values(), tuple(plain.shape), plain.is_coalesced())
-        return _rebuild_coo, (*coo, requires_grad)
-    if layout in _COMPRESSED:
-        compressed, others = _COMPRESSED[layout]
-        parts = (compressed(plain), others(plain), plain.values(), tuple(plain.shape), str(layout))
-        return _rebuild_compressed, (*parts, requires_grad)
+    if str(layout).startswith("torch.sparse"):
+        _, layout_and_parts = torch.Tensor.__reduce_ex__(plain, _PROTOCOL)
+        return _rebuild_sparse, (*layout_and_parts, requires_grad)
     if tensor.is_quantized and not requires_grad:  # a copy, since torch sends all of the storage
         reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain.clone(), _PROTOCOL)
         return reduced
@@ -128,44 +115,25 @@ def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:
         )
     tensor = tensor.coalesce()
     # Without the flag: whether it requires grad follows from the values.
-    return _rebuild_coo, (tensor.indices(), tensor.values(), tuple(tensor.shape), True, False)
+    parts = tensor.indices(), tensor.values(), tensor.shape, True
+    return _rebuild_sparse, (tensor.layout, parts, False)
 
 
 def _receive_tensor(index: int) -> torch.Tensor:
     return decoder().tensors[index]
 
 
-def _rebuild_coo(
-    indices: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    coalesced: bool,
-    requires_grad: bool,
+def _rebuild_sparse(
+    layout: torch.layout, parts: tuple[Any, ...], requires_grad: bool
 ) -> torch.Tensor:
-    tensor = torch.sparse_coo_tensor(
-        indices, values, shape, device=values.device, is_coalesced=coalesced, check_invariants=False
-    )
+    """Makes a sparse tensor. torch's own function would keep it alive."""
+    options = {"device": parts[0].device, "check_invariants": False}
+    if layout is torch.sparse_coo:
+        *data, options["is_coalesced"] = parts
+        tensor = torch.sparse_coo_tensor(*data, **options)
+    else:
+        tensor = torch.sparse_compressed_tensor(*parts, layout=layout, **options)
     return tensor.requires_grad_() if requires_grad else tensor
-
-
-def _rebuild_compressed(
-    compressed: torch.Tensor,
-    plain: torch.Tensor,
-    values: torch.Tensor,
-    shape: tuple[int, ...],
-    layout: str,
-    requires_grad: bool,
-) -> torch.Tensor:
-    tensor = torch.sparse_compressed_tensor(
-        compressed,
-        plain,
-        values,
-        shape,
-        layout=getattr(torch, layout.removeprefix("torch.")),
-        device=values.device,
-        check_invariants=False,
-    )
-    return tensor.requires_grad_(requires_grad)
 
 
 def _reduce_untyped_storage(storage: torch.UntypedStorage, dtype: torch.dtype | None = None) -> Any:

@@ -17,7 +17,6 @@ from tests.services.shm.sharing import (
 )
 from tests.support.waiting import until
 from zrpc.services.shm.segments import SegmentPool
-from zrpc.testing import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -66,11 +65,3 @@ def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
 
     monkeypatch.setattr(SegmentPool, "lend", recorded)
     return made
-
-
-@pytest.fixture
-def introduced(mesh: Mesh) -> Iterator[Mesh]:
-    """A mesh of threads; worker0 is the test itself."""
-    with mesh.agent(0).as_current():
-        yield mesh
-    kept().clear()

@@ -38,14 +38,14 @@ pytestmark = sends_by_segments
 
 
 @pytest.mark.system
-def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
-    layer = service_of(introduced, 0)
+def test_idle_segments_are_closed_and_forgotten(caller: Mesh) -> None:
+    layer = service_of(caller, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     for i in range(3):
         zrpc.rpc_sync(1, torch.numel, (large(i),))
     until_returned(layer, 1)
-    layers = [service_of(introduced, rank) for rank in range(len(introduced))]
-    for each in layers:  # the others have pools too, from when they were introduced
+    layers = [service_of(caller, rank) for rank in range(len(caller))]
+    for each in layers:  # the others have pools too, from when they were caller
         each.timing = SharedMemoryTiming(idle_seconds=-1.0, check_seconds=0.0)
     until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
     until(lambda: len(segments_open()) == 1, collect=True)
@@ -101,9 +101,9 @@ def test_a_worker_whose_descriptors_cant_be_opened_sends_frames(mesh: Mesh) -> N
 
 
 def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+    caller: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = service_of(introduced, 0)
+    layer = service_of(caller, 0)
     refused = []
 
     def refuse(self: Segment, offset: int, buffer: Any) -> None:

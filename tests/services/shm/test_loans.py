@@ -33,8 +33,8 @@ pytestmark = sends_by_segments
 FUNCTIONS = [torch.numel, lambda t: t.numel(), torch.neg, lambda t: t.numpy().size]
 
 
-def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends: list[Lend]) -> None:
-    ours = service_of(introduced, 0)
+def test_arguments_are_returned_with_the_answer(caller: Mesh, lends: list[Lend]) -> None:
+    ours = service_of(caller, 0)
     for function in FUNCTIONS:
         for i in range(3):
             zrpc.rpc_sync(1, function, (large(i),))
@@ -44,28 +44,28 @@ def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends: list[Le
     assert len({lend.number for lend in lends if lend.pool is ours.pool}) == 1
 
 
-def test_results_are_returned_with_the_next_call(introduced: Mesh, lends: list[Lend]) -> None:
+def test_results_are_returned_with_the_next_call(caller: Mesh, lends: list[Lend]) -> None:
     for i in range(5):
         received = zrpc.rpc_sync(1, make, (i,))
         del received
     assert len({lend.number for lend in lends}) == 1
 
 
-def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(introduced: Mesh) -> None:
+def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(caller: Mesh) -> None:
     for i in range(3):
         zrpc.rpc_sync(1, keep, (i, large(i)))
     drop(0, 1, 2)
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(caller, 0))
 
 
 @pytest.mark.zrpc(workers=3)
-def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introduced: Mesh) -> None:
+def test_segments_of_one_worker_are_not_returned_with_messages_to_another(caller: Mesh) -> None:
     zrpc.rpc_sync(1, keep, (0, large(0)))
-    introduced.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
+    caller.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
     drop(0, 1)
     zrpc.rpc_sync(1, echo, (2,))
-    until_returned(service_of(introduced, 0))
-    until_returned(service_of(introduced, 2))
+    until_returned(service_of(caller, 0))
+    until_returned(service_of(caller, 2))
 
 
 @pytest.mark.system
@@ -97,16 +97,16 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
 
 @pytest.mark.system
 def test_a_late_answer_is_returned(
-    introduced: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
+    caller: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The callee must not find out first that nobody waits any more: it would not answer then.
-    monkeypatch.setattr(introduced.agent(1).callee, "drop_abandoned", lambda: None)
+    monkeypatch.setattr(caller.agent(1).callee, "drop_abandoned", lambda: None)
     with Gate() as gate:
         future = zrpc.rpc_async(1, gate.wait_inside, (large(1),), timeout=0.3)
         gate.await_entry()
         with pytest.raises(zrpc.RpcTimeoutError):
             future.wait()
-    theirs = service_of(introduced, 1)
+    theirs = service_of(caller, 1)
     until(lambda: any(lend.pool is theirs.pool for lend in lends), collect=True)
     until_returned(theirs)
 
@@ -125,21 +125,19 @@ def explode(tensor: Any) -> None:
     raise LookupError("there is no such thing here")
 
 
-def test_a_request_that_cant_be_unpickled_is_returned(introduced: Mesh, lends: list[Lend]) -> None:
+def test_a_request_that_cant_be_unpickled_is_returned(caller: Mesh, lends: list[Lend]) -> None:
     for _ in range(3):
         with pytest.raises(zrpc.SerializationError, match="no such thing"):
             zrpc.rpc_sync(1, echo, (CantBeFound(large(1)),))
     assert len(lends) == 3
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(caller, 0))
 
 
-def test_an_answer_whose_call_failed_before_is_returned(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
+def test_an_answer_whose_call_failed_before_is_returned(caller: Mesh, lends: list[Lend]) -> None:
     with pytest.raises(ZeroDivisionError):
         zrpc.rpc_sync(1, fail_with, (large(1),))
     assert len(lends) == 1
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(caller, 0))
 
 
 def fail_with(tensor: Any) -> None:
@@ -154,9 +152,7 @@ def add_in_place(tensor: Any, number: Any) -> Any:
     return tensor.sum().item()
 
 
-def test_what_the_callee_writes_the_caller_does_not_see(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
+def test_what_the_callee_writes_the_caller_does_not_see(caller: Mesh, lends: list[Lend]) -> None:
     sent = large(1, 1 << 17)
     for _ in range(3):
         total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
@@ -167,12 +163,12 @@ def test_what_the_callee_writes_the_caller_does_not_see(
 
 @pytest.mark.system
 def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
-    introduced: Mesh, lends: list[Lend]
+    caller: Mesh, lends: list[Lend]
 ) -> None:
     for i in range(6):
         received = zrpc.rpc_sync(1, make, (i, LARGE - i))
         assert torch.equal(received, large(i, LARGE - i))
         received.fill_(float("nan"))
         del received
-        until_returned(service_of(introduced, 1))
+        until_returned(service_of(caller, 1))
     assert len({lend.number for lend in lends}) == 1

@@ -69,9 +69,9 @@ def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
 
 
 def test_an_extension_of_nonsense_is_an_error_at_the_caller(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
+    caller: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent, ours = introduced.agent(0), service_of(introduced, 0)
+    agent, ours = caller.agent(0), service_of(caller, 0)
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
     zrpc.rpc_sync(1, torch.neg, (large(1),))
     for hostile in HOSTILE:
@@ -80,7 +80,7 @@ def test_an_extension_of_nonsense_is_an_error_at_the_caller(
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
-        until(lambda: not service_of(introduced, 1).loans.unreturned, collect=True)
+        until(lambda: not service_of(caller, 1).loans.unreturned, collect=True)
 
 
 NOTES = [
@@ -94,10 +94,8 @@ NOTES = [
 
 
 @pytest.mark.zrpc(workers=3)
-def test_words_of_nonsense_change_nothing(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = service_of(introduced, 0)
+def test_words_of_nonsense_change_nothing(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    ours = service_of(caller, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     number = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
     assert ours.pool.lent == 1
@@ -107,9 +105,9 @@ def test_words_of_nonsense_change_nothing(
             head = note[: NOTE.size]
             if len(head) == NOTE.size and head[0] in (1, 2) and head[1:] == bytes(8):
                 note = NOTE.pack(head[0], number)
-            introduced.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
+            caller.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
             # Behind it in the queue: answered when it has been read.
-            assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
+            assert caller.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
             assert ours.pool.lent == 1, note
     assert before <= set(ours.pool.segments)
     for i in range(3):
@@ -120,10 +118,8 @@ def test_words_of_nonsense_change_nothing(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_returns_of_nonsense_change_nothing(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, stranger = service_of(introduced, 0), introduced.agent(2)
+def test_returns_of_nonsense_change_nothing(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    ours, stranger = service_of(caller, 0), caller.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     another_s = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
     for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):

@@ -128,6 +128,16 @@ def test_use_counts_from_the_return(pool: Any) -> None:
     assert shrink(pool, time.monotonic()) == []
 
 
+def test_a_segment_that_is_lent_again_is_not_opened_yet(pool: Any) -> None:
+    segment = lend(pool, MIB)
+    pool.opened(segment.number, 1)
+    assert pool.unopened() == []
+    pool.give_back(segment.number, 1)
+    assert lend(pool, MIB, 2) is segment
+    pool.opened(segment.number, 1)  # a late word
+    assert pool.unopened() == [(2, segment)]
+
+
 def test_a_closed_pool_has_nothing_and_lends_nothing(pool: Any) -> None:
     for borrower in range(3):
         lend(pool, MIB, borrower)

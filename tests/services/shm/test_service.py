@@ -50,12 +50,12 @@ def equal(a: Any, b: Any) -> Any:
 
 
 def test_arguments_and_results_go_by_shared_memory_both_ways(
-    introduced: Mesh, lends: list[Lend]
+    caller: Mesh, lends: list[Lend]
 ) -> None:
     for i in range(5):
         result = zrpc.rpc_sync(1, negated, (large(i),))
         assert torch.equal(result, -large(i))
-    ours, theirs = (service_of(introduced, rank).pool for rank in range(2))
+    ours, theirs = (service_of(caller, rank).pool for rank in range(2))
     assert [lend.pool for lend in lends] == [ours, theirs] * 5
     assert [lend.borrower for lend in lends] == [1, 0] * 5
     assert {tuple(lend.sizes) for lend in lends} == {(4 * LARGE,)}
@@ -92,19 +92,19 @@ def test_calls_of_a_coroutine_that_wait_for_room_go_by_shared_memory(
     assert [lend.sizes for lend in lends] == [[4 * LARGE]] * 8
 
 
-def test_small_tensors_go_by_frames(introduced: Mesh, lends: list[Lend]) -> None:
+def test_small_tensors_go_by_frames(caller: Mesh, lends: list[Lend]) -> None:
     assert equal(zrpc.rpc_sync(1, echo, (torch.ones(100),)), torch.ones(100))
     assert equal(zrpc.rpc_sync(1, echo, (torch.ones(8000),)), torch.ones(8000))
     assert lends == []
 
 
-def test_many_tensors_in_one_message_share_a_segment(introduced: Mesh, lends: list[Lend]) -> None:
+def test_many_tensors_in_one_message_share_a_segment(caller: Mesh, lends: list[Lend]) -> None:
     sent = {f"t{i}": large(i, 50_000 + i) for i in range(20)} | {"small": torch.ones(3)}
     received = zrpc.rpc_sync(1, echo, (sent,))
     assert received.keys() == sent.keys()
     assert all(equal(received[name], tensor) for name, tensor in sent.items())
     assert [len(lend.sizes) for lend in lends] == [20, 20]
-    theirs = service_of(introduced, 1)
+    theirs = service_of(caller, 1)
     del received["t3"]
     gc.collect()
     zrpc.rpc_sync(1, max, (1, 2))  # the I/O thread has looked since
@@ -114,7 +114,7 @@ def test_many_tensors_in_one_message_share_a_segment(introduced: Mesh, lends: li
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_tensors_of_all_kinds_arrive_equal(introduced: Mesh, lends: list[Lend]) -> None:
+def test_tensors_of_all_kinds_arrive_equal(caller: Mesh, lends: list[Lend]) -> None:
     square = large(1).view(512, 512)
     for tensor in (
         *(large(1)[1000:-1000], square[:, 3:500], square.t()),
@@ -134,9 +134,7 @@ def test_tensors_of_all_kinds_arrive_equal(introduced: Mesh, lends: list[Lend]) 
         del received
 
 
-def test_tensors_that_share_storage_share_it_on_arrival(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
+def test_tensors_that_share_storage_share_it_on_arrival(caller: Mesh, lends: list[Lend]) -> None:
     view, base = zrpc.rpc_sync(1, views_of, (LARGE,))
     assert torch.equal(base, large(1))
     assert torch.equal(view, large(1)[: LARGE // 2].view(-1, 8))
@@ -146,7 +144,7 @@ def test_tensors_that_share_storage_share_it_on_arrival(
 
 
 def test_arrays_read_only_arrays_and_tensors_in_one_message(
-    introduced: Mesh, lends: list[Lend]
+    caller: Mesh, lends: list[Lend]
 ) -> None:
     fixed = np.arange(50_000)
     fixed.flags.writeable = False
@@ -159,7 +157,7 @@ def test_arrays_read_only_arrays_and_tensors_in_one_message(
     assert not received[1].flags.writeable
 
 
-def test_gradients(introduced: Mesh, lends: list[Lend]) -> None:
+def test_gradients(caller: Mesh, lends: list[Lend]) -> None:
     leaf = large(1).mul_(1e-3).requires_grad_()
     with dist_autograd.context() as context_id:
         loss = (zrpc.rpc_sync(1, torch.mul, (leaf, leaf)) * 2).sum()
@@ -167,15 +165,15 @@ def test_gradients(introduced: Mesh, lends: list[Lend]) -> None:
         gradient = dist_autograd.get_gradients(context_id)[leaf]
         assert torch.allclose(gradient, 4 * leaf.detach())
     # There: the leaf and the gradient of the product; back: the product and two gradients.
-    ours, theirs = (service_of(introduced, rank).pool for rank in range(2))
+    ours, theirs = (service_of(caller, rank).pool for rank in range(2))
     assert sum(lend.pool is ours for lend in lends) >= 2
     assert sum(lend.pool is theirs for lend in lends) >= 2
     del loss, gradient
     for rank in range(2):
-        until_returned(service_of(introduced, rank))
+        until_returned(service_of(caller, rank))
 
 
-def test_a_call_to_itself(introduced: Mesh) -> None:
+def test_a_call_to_itself(caller: Mesh) -> None:
     sent = large(1)
     received = zrpc.rpc_sync(0, negated, (sent,))
     assert torch.equal(received, -large(1))
@@ -210,11 +208,11 @@ def test_tensors_outlive_both_agents(make_mesh: MakeMesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3, options={"shared_memory": 12 * MIB})
-def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[Lend]) -> None:
+def test_eight_threads_send_to_two_peers_at_once(caller: Mesh, lends: list[Lend]) -> None:
     def work(seed: int) -> int:
         rank = 1 + seed % 2
         held = []
-        with introduced.agent(0).as_current():
+        with caller.agent(0).as_current():
             for i in range(8):
                 value = seed * 100 + i
                 count = (LARGE >> (seed % 3)) + 13 * i
@@ -232,5 +230,5 @@ def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[L
         assert list(threads.map(work, range(8))) == [6] * 8
     assert len(lends) > 16
     for rank in range(3):
-        until_returned(service_of(introduced, rank))
-        assert service_of(introduced, rank).pool.size <= 12 * MIB
+        until_returned(service_of(caller, rank))
+        assert service_of(caller, rank).pool.size <= 12 * MIB

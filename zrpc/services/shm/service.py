@@ -210,14 +210,15 @@ class SharedMemoryService(Service, MessageHooks):
 
     def _shares_with(self, member: MemberId) -> bool:
         """Returns whether a peer can open segments of ours. A worker sends itself frames."""
-        if member not in self._shares:
+        shares = self._shares.get(member)
+        if shares is None:
             membership = self.agent.membership
-            self._shares[member] = (
+            shares = self._shares[member] = (
                 member != membership.own_id
                 and membership.reaches_by_ipc(member)
                 and can_share_descriptors(Path(membership.records[member].directory))
             )
-        return self._shares[member]
+        return shares
 
     def _descriptor(self, segment: Segment) -> Descriptor:
         return Descriptor(segment.number, self._pid, segment.fd, segment.inode, segment.size)
