@@ -181,7 +181,6 @@ SURFACE: dict[str, set[str]] = {
         "run",
         "sampling",
         "scale",
-        "settings",
         "soak.progress",
         "soak.report",
         "soak.run",

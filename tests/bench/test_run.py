@@ -15,8 +15,7 @@ from zrpc.bench import run as run_module
 from zrpc.bench.mesh import HungError, Mesh, MeshError
 from zrpc.bench.row import Group, Row
 from zrpc.bench.run import Run
-from zrpc.bench.sampling import Sampling
-from zrpc.bench.settings import Settings
+from zrpc.bench.sampling import Sampling, Settings
 from zrpc.launch import Starter
 
 GOOD = Row("good", "calls:empty")
