@@ -131,14 +131,13 @@ async def blocks(gate: Gate) -> None:
     gate.wait_inside()
 
 
-def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh) -> None:
-    with Gate() as gate:
-        blocked = rpc.rpc_async(1, blocks, (gate,))
-        gate.await_entry()
-        assert rpc.rpc_sync(1, echo, (1,)) == 1
-        assert rpc.rpc_sync(1, already_done, (2,)) == 2
-        gate.open()
-        assert blocked.wait() is None
+def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh, gate: Gate) -> None:
+    blocked = rpc.rpc_async(1, blocks, (gate,))
+    gate.await_entry()
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
+    assert rpc.rpc_sync(1, already_done, (2,)) == 2
+    gate.open()
+    assert blocked.wait() is None
 
 
 async def async_generator() -> Any:

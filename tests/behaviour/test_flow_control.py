@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -24,12 +23,6 @@ LIMIT = 1 << 20
 PART = bytes(LIMIT // 16)
 HALF = bytes(LIMIT // 2)
 pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flight": LIMIT})
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate() as gate:
-        yield gate
 
 
 def until_waiting(mesh: Mesh, count: int = 1, rank: int = 0) -> None:

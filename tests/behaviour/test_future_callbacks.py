@@ -84,25 +84,24 @@ def test_a_type_error_of_the_callee_stays_as_it_is_in_a_callback(shared: Mesh) -
     assert info.type is TypeError
 
 
-def test_callbacks_run_once_each_in_any_number(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (7,))
-        seen: list[int] = []
-        done = threading.Semaphore(0)
+def test_callbacks_run_once_each_in_any_number(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (7,))
+    seen: list[int] = []
+    done = threading.Semaphore(0)
 
-        def note(f: Any) -> None:
-            seen.append(f.wait())
-            done.release()
+    def note(f: Any) -> None:
+        seen.append(f.wait())
+        done.release()
 
-        for _ in range(5):
-            future.add_done_callback(note)
-        assert seen == []
-        gate.open()
-        future.wait()
+    for _ in range(5):
         future.add_done_callback(note)
-        for _ in range(6):
-            assert done.acquire(timeout=SOON)
-        assert seen == [7] * 6
+    assert seen == []
+    gate.open()
+    future.wait()
+    future.add_done_callback(note)
+    for _ in range(6):
+        assert done.acquire(timeout=SOON)
+    assert seen == [7] * 6
 
 
 def test_an_error_in_a_callback_is_logged_and_harms_nobody(
@@ -189,8 +188,8 @@ def test_ctrl_c_between_callbacks_loses_none() -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
-def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh) -> None:
-    with Gate() as gate, Gate() as answers:
+def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, gate: Gate) -> None:
+    with Gate() as answers:
         futures = [rpc.rpc_async(1, answers.wait_inside) for _ in range(3)]
         blocked = [future.then(lambda f: gate.wait_inside()) for future in futures]
         answers.open()  # only now, or a callback would run, and block, in `then`

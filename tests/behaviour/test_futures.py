@@ -173,12 +173,13 @@ def test_the_future_of_a_call_that_the_program_completes(shared: Mesh) -> None:
     assert future.wait() == 7
 
 
-def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
-        finish = start_all([future.wait] * 3, SOON)
-        future.set_result("mine")
-        assert finish() == ["mine"] * 3
+def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(
+    shared: Mesh, gate: Gate
+) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+    finish = start_all([future.wait] * 3, SOON)
+    future.set_result("mine")
+    assert finish() == ["mine"] * 3
 
 
 def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
@@ -235,19 +236,18 @@ def test_a_future_of_then_that_the_program_completes() -> None:
 # -- many threads, one future ------------------------------------------------------------------
 
 
-def test_many_threads_wait_for_one_future(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
-        ways: list[Callable[[], Any]] = [
-            future.wait,
-            lambda: torch.futures.wait_all([future])[0],
-            lambda: future.then(lambda f: f.wait()).wait(),
-        ]
-        finish = start_all(ways * 4, SOON)
-        gate.open()
-        results = finish()
-        assert results == [["x"]] * 12
-        assert len({id(r) for r in results}) == 1  # it was unpickled once
+def test_many_threads_wait_for_one_future(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
+    ways: list[Callable[[], Any]] = [
+        future.wait,
+        lambda: torch.futures.wait_all([future])[0],
+        lambda: future.then(lambda f: f.wait()).wait(),
+    ]
+    finish = start_all(ways * 4, SOON)
+    gate.open()
+    results = finish()
+    assert results == [["x"]] * 12
+    assert len({id(r) for r in results}) == 1  # it was unpickled once
 
 
 # -- _wait_all -------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 @pytest.mark.parametrize("of_call", [False, True])
 @pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
 def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
-    shared: Mesh, complete: Any, of_call: bool
+    shared: Mesh, complete: Any, of_call: bool, gate: Gate
 ) -> None:
     """Other threads may wait for it."""
 
@@ -284,6 +284,5 @@ def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
             future.set_result(2)  # nobody has claimed it
         assert future.done()
 
-    with Gate() as gate:
-        for number in some_steps(lambda: run(0)):
-            run(number)
+    for number in some_steps(lambda: run(0)):
+        run(number)

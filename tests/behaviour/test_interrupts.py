@@ -131,8 +131,10 @@ def test_an_interruption_at_any_moment_loses_no_message(agents: Any, interrupted
     shut_down(agents)
 
 
-def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, interrupted: Any) -> None:
-    with agents[0].as_current(), Gate() as gate:
+def test_an_interrupted_wait_can_be_taken_up_again(
+    agents: Any, interrupted: Any, gate: Gate
+) -> None:
+    with agents[0].as_current():
         for _ in range(20):
             sync_call(1)
         future = rpc_async("worker1", gate.wait_inside, args=("done",))
@@ -170,8 +172,8 @@ def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: 
     caller.join()
 
 
-def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any) -> None:
-    with agents[0].as_current(), Gate() as gate:
+def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any, gate: Gate) -> None:
+    with agents[0].as_current():
         for _ in range(20):
             sync_call(1)
         begin = time.monotonic()

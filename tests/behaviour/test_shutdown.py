@@ -68,17 +68,16 @@ def wait_elsewhere(gate: Gate) -> Any:
 
 @pytest.mark.system
 @pytest.mark.parametrize("handler", [wait, wait_then_call, wait_elsewhere])
-def test_it_waits_for_what_runs(mesh: Mesh, handler: Any) -> None:
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            future = rpc.rpc_async(1, handler, (gate,))
-        gate.await_entry()
-        ends = [end(mesh, rank) for rank in range(2)]
-        assert pending(ends[0], 0.3)
-        gate.open()
-        for each in ends:
-            each.result(SOON)
-        assert future.wait() == "done"
+def test_it_waits_for_what_runs(mesh: Mesh, handler: Any, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        future = rpc.rpc_async(1, handler, (gate,))
+    gate.await_entry()
+    ends = [end(mesh, rank) for rank in range(2)]
+    assert pending(ends[0], 0.3)
+    gate.open()
+    for each in ends:
+        each.result(SOON)
+    assert future.wait() == "done"
 
 
 _tally: list[int] = []
@@ -281,29 +280,30 @@ def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> N
 
 @pytest.mark.system
 @transports
-def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str) -> None:
+def test_not_graceful_is_immediate_and_local(
+    make_mesh: MakeMesh, transport: str, gate: Gate
+) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            pending = rpc.rpc_async(1, gate.wait_inside)
-            rref = rpc.remote(1, gate.wait_inside)
-        with mesh.agent(1).as_current():
-            of_its_own = rpc.rpc_async(0, gate.wait_inside)
-        gate.await_entry(3)
-        leaving = end(mesh, 1, graceful=False)
-        with pytest.raises(rpc.RpcError):
-            of_its_own.wait()
-        with pytest.raises(rpc.WorkerDied, match="worker1") as info:
-            pending.wait()
-        assert isinstance(info.value, ConnectionError)
-        with mesh.agent(0).as_current():
-            with pytest.raises(rpc.WorkerDied):
-                rref.to_here()
-            with pytest.raises(rpc.WorkerDied):
-                rpc.rpc_sync(1, echo, (1,))
-            assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
-        gate.open()
-        leaving.result(SOON)
+    with mesh.agent(0).as_current():
+        pending = rpc.rpc_async(1, gate.wait_inside)
+        rref = rpc.remote(1, gate.wait_inside)
+    with mesh.agent(1).as_current():
+        of_its_own = rpc.rpc_async(0, gate.wait_inside)
+    gate.await_entry(3)
+    leaving = end(mesh, 1, graceful=False)
+    with pytest.raises(rpc.RpcError):
+        of_its_own.wait()
+    with pytest.raises(rpc.WorkerDied, match="worker1") as info:
+        pending.wait()
+    assert isinstance(info.value, ConnectionError)
+    with mesh.agent(0).as_current():
+        with pytest.raises(rpc.WorkerDied):
+            rref.to_here()
+        with pytest.raises(rpc.WorkerDied):
+            rpc.rpc_sync(1, echo, (1,))
+        assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
+    gate.open()
+    leaving.result(SOON)
 
 
 @pytest.mark.system

@@ -34,12 +34,6 @@ def by_value(*args: Any, **kwargs: Any) -> Any:
 WAYS: list[Call] = [rpc.rpc_sync, by_async, by_wait_all, by_value]
 
 
-@pytest.fixture
-def gate() -> Any:
-    with Gate() as gate:
-        yield gate
-
-
 def test_a_call_that_takes_longer(shared: Mesh, gate: Gate) -> None:
     for call, to in itertools.product(WAYS, (0, 1)):
         with pytest.raises(RuntimeError, match=MESSAGE) as info:

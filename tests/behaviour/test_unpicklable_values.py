@@ -121,15 +121,14 @@ def _make_exception(kind: type[BaseException], *args: Any) -> BaseException:
     return kind(*args)
 
 
-def test_an_argument_that_can_not_be_unpickled_at_the_callee(shared: Mesh) -> None:
-    with Gate() as gate:
-        other = rpc.rpc_async(1, gate.wait_inside, ("other",))
-        gate.await_entry()
-        for call, error in itertools.product(WAYS, (ValueError("no"), SystemExit(3))):
-            with pytest.raises(RuntimeError, match=type(error).__name__):
-                call(1, echo, (RaisesWhenUnpickled(error),), timeout=10)
-        gate.open()
-        assert other.wait() == "other"
+def test_an_argument_that_can_not_be_unpickled_at_the_callee(shared: Mesh, gate: Gate) -> None:
+    other = rpc.rpc_async(1, gate.wait_inside, ("other",))
+    gate.await_entry()
+    for call, error in itertools.product(WAYS, (ValueError("no"), SystemExit(3))):
+        with pytest.raises(RuntimeError, match=type(error).__name__):
+            call(1, echo, (RaisesWhenUnpickled(error),), timeout=10)
+    gate.open()
+    assert other.wait() == "other"
 
 
 @pytest.mark.zrpc(timeout=15)
