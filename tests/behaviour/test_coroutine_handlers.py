@@ -77,18 +77,6 @@ def test_async_def_that_is_cancelled(shared: Mesh) -> None:
     assert rpc.rpc_sync(1, double, (1,)) == 2
 
 
-async def exit_later() -> None:
-    raise SystemExit(3)
-
-
-@pytest.mark.zrpc(timeout=15)
-def test_sys_exit_in_async_def(caller: Mesh) -> None:
-    with pytest.raises(rpc.RemoteError, match="SystemExit"):
-        rpc.rpc_sync(1, exit_later, timeout=5)
-    # The loop goes on.
-    assert rpc.rpc_sync(1, double, (1,), timeout=5) == 2
-
-
 async def stop_the_loop() -> str:
     asyncio.get_running_loop().stop()
     return "stopped"
