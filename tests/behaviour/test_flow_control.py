@@ -76,15 +76,6 @@ def test_also_small_calls_wait(mesh: Mesh, gate: Gate) -> None:
     until_empty(mesh)
 
 
-def relay(count: int) -> int:
-    """In a handler: calls back, more than fits into the window."""
-    return sum(f.wait() for f in [rpc.rpc_async(0, len, (PART,)) for _ in range(count)])
-
-
-def test_a_handler_may_call_more_than_fits(mesh: Mesh) -> None:
-    assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * len(PART)
-
-
 def call_back(to: int, padding: bytes) -> int:
     return rpc.rpc_sync(to, len, (padding,))
 

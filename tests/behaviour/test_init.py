@@ -61,24 +61,14 @@ def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
 # -- arguments -------------------------------------------------------------------------------
 
 
-def test_all_from_the_environment(alone: int) -> None:
-    rpc.init_rpc("me")
-    assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
-def test_a_worker_without_a_name_is_called_by_its_rank(alone: int) -> None:
-    rpc.init_rpc()
-    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
-    rpc.shutdown()
-
-
-def test_the_launcher_can_name_a_worker(alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
-    rpc.init_rpc()
-    assert rpc.get_worker_info().name == "trainer0"
-    rpc.shutdown()
+def test_a_worker_without_a_name_is_called_by_the_launcher_or_by_its_rank(
+    alone: int, monkeypatch: Any
+) -> None:
+    for name in ("worker0", "trainer0"):
+        rpc.init_rpc()
+        assert rpc.get_worker_info() == rpc.WorkerInfo(name, 0)
+        rpc.shutdown()
+        monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
 
 
 def test_a_program_that_was_started_alone_learns_how_to_start_it(

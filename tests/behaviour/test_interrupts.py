@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.gates import Gate
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.support.watched import Watched
-from zrpc import RpcTimeoutError, rpc_async, rpc_sync, stats
+from zrpc import rpc_async, rpc_sync, stats
 from zrpc.services.shm.service import SharedMemoryService
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -141,15 +140,3 @@ def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: 
             assert rpc_sync("worker0", divmod, args=(i, 7), timeout=10) == divmod(i, 7)
     end.set()
     caller.join()
-
-
-def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any, gate: Gate) -> None:
-    with agents[0].as_current():
-        for _ in range(20):
-            sync_call(1)
-        begin = time.monotonic()
-        with pytest.raises(RpcTimeoutError):
-            rpc_sync("worker1", gate.wait_inside, timeout=0.05)
-        assert time.monotonic() - begin >= 0.05
-        gate.open()
-        sync_call(2)
