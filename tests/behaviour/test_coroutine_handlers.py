@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -126,13 +125,3 @@ def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh, 
     assert rpc.rpc_sync(1, already_done, (2,)) == 2
     gate.open()
     assert blocked.wait() is None
-
-
-async def async_generator() -> Any:
-    yield 1
-
-
-def test_an_async_generator_can_not_be_returned(shared: Mesh) -> None:
-    with pytest.raises(rpc.SerializationError):
-        rpc.rpc_sync(1, async_generator, timeout=5)
-    assert rpc.rpc_sync(1, double, (1,)) == 2

@@ -124,6 +124,12 @@ def test_an_interrupted_call_is_cancelled(agents: Any) -> None:
     shut_down(agents)
 
 
+def test_a_graceful_shutdown_is_interrupted(agents: Any) -> None:
+    assert until_interrupted(lambda _: agents[0].shutdown(), 0.1) == 0
+    agents[0].shutdown(graceful=False)
+    agents[1].shutdown(timeout=20)
+
+
 def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: Any) -> None:
     """Though that thread receives its answers itself."""
     end = threading.Event()

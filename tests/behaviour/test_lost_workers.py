@@ -176,15 +176,6 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
         assert programs.wait(pids[1], 1).code == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_leaves(mesh: Mesh, rank: int) -> None:
-    mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
-    mesh.run(rank, rpc.shutdown, graceful=False)
-    text = rf"worker{rank} \(rank {rank}\) is gone: it left the mesh"
-    with pytest.raises(rpc.WorkerDied, match=text):
-        mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
-
-
 # -- what is no death ------------------------------------------------------------------------
 
 

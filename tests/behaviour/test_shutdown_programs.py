@@ -18,9 +18,6 @@ rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 ready = threading.Event()
 
-def wait_there():
-    assert ready.wait(50)
-
 def begin():
     threading.Timer(0.2, ready.set).start()
 
@@ -69,38 +66,6 @@ rpc.shutdown(timeout=20)
 def test_an_exit_code_survives(programs: Programs) -> None:
     ended = programs.run(HEAD + "rpc.shutdown()\nsys.exit(3 + rank)\n", stop_others=False)
     assert [e.code for e in ended] == [3, 4], ended
-
-
-def test_an_interrupt_ends_a_wait(programs: Programs) -> None:
-    """Ctrl-C interrupts a call, a future and a graceful shutdown."""
-    source = (
-        HEAD
-        + """
-def interrupted(wait):
-    threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
-    try:
-        wait()
-    except KeyboardInterrupt:
-        return
-    sys.exit(f"{wait} was not interrupted")
-
-if rank == 0:
-    interrupted(lambda: rpc.rpc_sync("w1", wait_there))
-    interrupted(rpc.rpc_async("w1", wait_there).wait)
-    interrupted(rpc.shutdown)
-    open("interrupted", "w").close()
-    rpc.shutdown(graceful=False)
-else:
-    deadline = time.monotonic() + 50
-    while not os.path.exists("interrupted"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    ready.set()
-    rpc.shutdown(timeout=20)
-"""
-    )
-    ended = programs.run(source)
-    assert [e.code for e in ended] == [0, 0], ended
 
 
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:

@@ -78,7 +78,7 @@ def test_set_rpc_timeout(caller: Mesh, gate: Gate) -> None:
     assert rpc.get_rpc_timeout() == pytest.approx(0.02)
     with pytest.raises(RuntimeError, match=MESSAGE):
         rpc.rpc_sync(1, gate.wait_inside)
-    assert rpc.rpc_sync(1, rpc.get_rpc_timeout) == 60  # each worker has its own
+    assert rpc.rpc_sync(1, rpc.get_rpc_timeout, timeout=20) == 60  # each worker has its own
     rpc.set_rpc_timeout(0)
     opener = threading.Timer(0.05, gate.open)
     opener.start()

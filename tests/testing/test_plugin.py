@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 
@@ -20,29 +18,6 @@ def run_warm(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     command = (warm_commands().directory / "pytest", "-p", "no:cacheprovider", *arguments)
     # `run` sets PYTHONPATH, which only a fresh interpreter would read.
     return pytester.run("env", "-u", "PYTHONPATH", *command, timeout=60)
-
-
-@pytest.mark.system
-def test_loading_the_plugin_imports_nothing_heavy(pytester: pytest.Pytester) -> None:
-    """Every run of pytest in an environment with zrpc loads the plugin."""
-    pytester.makepyfile(
-        """
-        import sys
-
-        def test_modules(pytestconfig):
-            assert "zrpc.testing.plugin" in sys.modules
-            heavy = {"torch", "zmq", "numpy", "cloudpickle", "multiprocessing", "zrpc.agent.agent"}
-            assert heavy & sys.modules.keys() == set()
-        """
-    )
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "zrpc.testing.plugin", "-p", "no:cacheprovider"],
-        env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0, run.stdout
 
 
 def test_the_marker_is_registered(run_tests: RunTests) -> None:
