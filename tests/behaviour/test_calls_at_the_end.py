@@ -21,7 +21,6 @@ from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
 
-MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from zrpc.testing.plugin import MakeMesh
 
 LIMIT = 1 << 20
 PART = bytes(LIMIT // 16)
-HALF = bytes(LIMIT // 2)
 pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flight": LIMIT})
 
 
@@ -38,13 +36,6 @@ def until_empty(mesh: Mesh, rank: int = 0) -> None:
 def flood(gate: Gate, count: int, argument: Any = PART) -> int:
     futures = [rpc.rpc_async(1, gate.wait_inside, (argument,)) for _ in range(count)]
     return sum(future.wait() == argument for future in futures)
-
-
-def fill(mesh: Mesh, gate: Gate) -> list[Future[int]]:
-    """Has worker0 make a call that leaves no room for another large one."""
-    filling = [mesh.submit(0, flood, gate, 1, HALF)]
-    gate.await_entry()
-    return filling
 
 
 def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:

@@ -139,12 +139,6 @@ def test_python_callables(shared: Mesh) -> None:
         assert type(result) is type(expected) or isinstance(result, np.generic)
 
 
-def test_a_bound_method_works_on_a_copy(shared: Mesh) -> None:
-    counter = Counter(1)
-    assert rpc.rpc_sync(1, counter.add, (1,)) == 2
-    assert counter.count == 1
-
-
 # -- by value --------------------------------------------------------------------------------
 
 
@@ -278,6 +272,3 @@ class TestTorchScript:
         assert back(t([2.0])) == t([6.0])
         assert rpc.rpc_sync(1, module.forward, (t([2.0]),)) == t([6.0])
         assert rpc.rpc_sync(1, module.twice, (t([2.0]),)) == t([12.0])
-
-
-# -- modules ---------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import operator
 import threading
 from typing import Any
 
@@ -19,11 +18,6 @@ from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
-
-
-def test_then_chain(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, operator.add, (1, 2))
-    assert future.then(lambda f: f.wait() * 10).then(lambda f: f.value() + 1).wait() == 31
 
 
 def test_the_callback_gets_the_future_itself(shared: Mesh) -> None:

@@ -45,9 +45,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# -- workers that don't fit together -----------------------------------------------------------
-
-
 def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
     store = dist.HashStore()
     for name in ["first", "second"]:
@@ -56,9 +53,6 @@ def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
             assert rpc.rpc_sync(f"{name}1", max, (1, 2)) == 2
         for agent in agents:
             agent.close()
-
-
-# -- arguments -------------------------------------------------------------------------------
 
 
 def test_a_worker_without_a_name_is_called_by_the_launcher_or_by_its_rank(
@@ -188,14 +182,6 @@ def test_torchs_way_to_say_it(alone: int, keyword: bool) -> None:
     rpc.shutdown()
 
 
-def test_a_second_init(alone: int) -> None:
-    rpc.init_rpc("me")
-    with pytest.raises(RuntimeError, match="RPC is already initialized"):
-        rpc.init_rpc("me2")
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
 def test_init_again_and_again(alone: int) -> None:
     for i in range(5):
         with no_leaks():
@@ -277,9 +263,6 @@ def test_a_wrong_init_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("ZRPC_INIT_TIMEOUT", wrong)
         with pytest.raises(rpc.OptionError, match=found):
             rpc.init_rpc("me", rank=0, world_size=2)
-
-
-# -- in processes of their own ---------------------------------------------------------------
 
 
 def test_rank_and_world_size_in_the_url(alone: int, tmp_path: Path) -> None:

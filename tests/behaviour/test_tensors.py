@@ -264,6 +264,3 @@ def test_nested_tensor(shared: Mesh) -> None:
     received = back(sent)
     assert received.is_nested
     assert [t.tolist() for t in received.unbind()] == [t.tolist() for t in sent.unbind()]
-
-
-# -- size ------------------------------------------------------------------------------------

@@ -38,16 +38,6 @@ class RaisesWhenUnpickled:
         return fail, (self.error,)
 
 
-class RaisesWhenUnpickledTwice:
-    """Arrives once, but can't come back."""
-
-    def __init__(self, hops: int = 0) -> None:
-        self.hops = hops
-
-    def __reduce__(self) -> Any:
-        return _hop, (self.hops + 1,)
-
-
 class HoldsLock:
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -55,12 +45,6 @@ class HoldsLock:
 
 def iter_of(count: int) -> Any:
     return (number for number in range(count))
-
-
-def _hop(hops: int) -> Any:
-    if hops == 2:
-        raise LookupError("one hop too many")
-    return RaisesWhenUnpickledTwice(hops)
 
 
 UNPICKLABLE: list[Callable[[], Any]] = [
