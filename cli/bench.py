@@ -17,7 +17,7 @@ from .soak import soak
 
 if TYPE_CHECKING:
     from zrpc.bench.row import Group
-    from zrpc.bench.settings import Settings
+    from zrpc.bench.sampling import Settings
 
 
 def _against(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -103,8 +103,7 @@ def command(
         return
     from zrpc.bench.library import ACTOR_LIBRARIES
     from zrpc.bench.rows import all_rows, select
-    from zrpc.bench.sampling import Sampling
-    from zrpc.bench.settings import Settings
+    from zrpc.bench.sampling import Sampling, Settings
 
     if only_list:
         click.echo("\n".join(row.name for row in all_rows()))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.programs import Ended, Programs
 from tests.support.targets import echo
@@ -96,3 +97,9 @@ def goes_on(shared: Mesh) -> Iterator[None]:
 def watched() -> Iterator[Watched]:
     with Watched() as watched:
         yield watched
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with Gate() as gate:
+        yield gate

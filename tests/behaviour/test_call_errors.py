@@ -40,8 +40,8 @@ def test_a_timeout_names_function_and_worker(shared: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_a_timeout_says_that_it_is_the_default(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), Gate() as gate:
+def test_a_timeout_says_that_it_is_the_default(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
         rpc.set_rpc_timeout(0.1)
         assert "This is the default, the option rpc_timeout: pass a longer" in text_of(gate)
         with pytest.raises(rpc.RpcTimeoutError, match="the option rpc_timeout"):
@@ -72,11 +72,10 @@ def test_a_timeout_says_that_it_was_inherited(shared: Mesh) -> None:
     assert "what was left of the time for the call being handled, calls_on from worker0" in TOLD[0]
 
 
-def test_a_fetch_that_times_out_says_so(shared: Mesh) -> None:
-    with Gate() as gate:
-        rref = rpc.remote("worker1", gate.wait_inside)
-        with pytest.raises(rpc.RpcTimeoutError, match=r"to_here on worker1 \(rank 1\)"):
-            rref.to_here(timeout=0.05)
+def test_a_fetch_that_times_out_says_so(shared: Mesh, gate: Gate) -> None:
+    rref = rpc.remote("worker1", gate.wait_inside)
+    with pytest.raises(rpc.RpcTimeoutError, match=r"to_here on worker1 \(rank 1\)"):
+        rref.to_here(timeout=0.05)
 
 
 def test_a_gathering_that_times_out_says_so(shared: Mesh) -> None:
@@ -93,16 +92,15 @@ def error_of(call: Any, *args: Any, **kwargs: Any) -> rpc.RpcError:
     return info.value
 
 
-def test_a_call_that_timed_out_on_its_way_may_have_run(shared: Mesh) -> None:
-    with Gate() as gate:
-        assert error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05).executed is None
-        future = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
-        assert error_of(future.wait).executed is None
+def test_a_call_that_timed_out_on_its_way_may_have_run(shared: Mesh, gate: Gate) -> None:
+    assert error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05).executed is None
+    future = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
+    assert error_of(future.wait).executed is None
 
 
 @pytest.mark.zrpc(workers=2, options=ONE_CALL)
-def test_a_call_that_was_never_sent_has_not_run(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), Gate() as gate:
+def test_a_call_that_was_never_sent_has_not_run(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
         first = rpc.rpc_async(1, gate.wait_inside, timeout=0)
         gate.await_entry()
         error = error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05)
@@ -127,18 +125,17 @@ async def unsent(gate: Gate) -> list[bool | None]:
     return [first.value.executed, second.value.executed]
 
 
-def test_a_call_that_was_cancelled_on_its_way_may_have_run(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside)
-        gate.await_entry()
-        future.cancel()
-        assert error_of(future.wait).executed is None
+def test_a_call_that_was_cancelled_on_its_way_may_have_run(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside)
+    gate.await_entry()
+    future.cancel()
+    assert error_of(future.wait).executed is None
 
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
-def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current(), Gate() as gate:
+def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
         rref = rpc.remote("worker2", dict)
         rref.to_here()
         future = rpc.rpc_async("worker2", gate.wait_inside)

@@ -107,14 +107,13 @@ def test_arguments_and_results_are_copies(shared: Mesh, call: Call) -> None:
         assert _kept == [1]
 
 
-def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, ("a",))
-        rref = rpc.remote(1, gate.wait_inside, ("b",))
-        gate.await_entry(2)
-        assert not future.done()
-        gate.open()
-        assert (future.wait(), rref.to_here()) == ("a", "b")
+def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, ("a",))
+    rref = rpc.remote(1, gate.wait_inside, ("b",))
+    gate.await_entry(2)
+    assert not future.done()
+    gate.open()
+    assert (future.wait(), rref.to_here()) == ("a", "b")
 
 
 def test_handlers_run_side_by_side(shared: Mesh) -> None:
@@ -131,14 +130,13 @@ def meet_at_barrier() -> int:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
-def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh) -> None:
-    with Gate() as gate:
-        held = [rpc.rpc_async(0, gate.work_inside) for _ in range(2)]
-        gate.await_entry(2)
-        late = rpc.rpc_async(0, gate.wait_inside)
-        assert not gate.entered.acquire(timeout=0.5)
-        gate.open()
-        assert [f.wait() for f in [*held, late]] == [None] * 3
+def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh, gate: Gate) -> None:
+    held = [rpc.rpc_async(0, gate.work_inside) for _ in range(2)]
+    gate.await_entry(2)
+    late = rpc.rpc_async(0, gate.wait_inside)
+    assert not gate.entered.acquire(timeout=0.5)
+    gate.open()
+    assert [f.wait() for f in [*held, late]] == [None] * 3
 
 
 # -- who is who ------------------------------------------------------------------------------

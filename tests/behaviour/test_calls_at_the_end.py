@@ -21,7 +21,6 @@ from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
 
-MakeMesh = Callable[..., Mesh]
 Succeed = Callable[..., list[str]]
 
 
@@ -176,7 +175,9 @@ def test_the_error_says_why_and_what_to_do(mesh: Mesh) -> None:
     assert going_on.wait() == "done"
 
 
-def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(mesh: Mesh) -> None:
+def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(
+    mesh: Mesh, gate: Gate
+) -> None:
     ready, go_on, weight = threading.Event(), threading.Event(), torch.ones(2, requires_grad=True)
 
     def train() -> None:
@@ -186,15 +187,14 @@ def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(mesh: Mesh)
             assert go_on.wait(SOON)
             rpc.autograd.backward(context_id, [loss])
 
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            rpc.rpc_async(1, gate.wait_inside)
-        end = in_thread(mesh, 0, train)
-        assert ready.wait(SOON)
-        with when_all_leave(mesh, gate):
-            go_on.set()
-            with pytest.raises(rpc.NotInitializedError, match="shutdown"):
-                end.result(SOON)
+    with mesh.agent(0).as_current():
+        rpc.rpc_async(1, gate.wait_inside)
+    end = in_thread(mesh, 0, train)
+    assert ready.wait(SOON)
+    with when_all_leave(mesh, gate):
+        go_on.set()
+        with pytest.raises(rpc.NotInitializedError, match="shutdown"):
+            end.result(SOON)
 
 
 # -- what still may call ---------------------------------------------------------------------
@@ -305,19 +305,17 @@ def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, join: Callable[[Any],
     assert noted == list(range(50, -1, -1))
 
 
-def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh) -> None:
-    with Gate() as gate:
+def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh, gate: Gate) -> None:
+    def wait() -> Any:
+        call = rpc.rpc_async(1, gate.wait_inside)
+        chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
+        call.wait()
+        return chained.wait()
 
-        def wait() -> Any:
-            call = rpc.rpc_async(1, gate.wait_inside)
-            chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
-            call.wait()
-            return chained.wait()
-
-        waiting = in_thread(mesh, 0, wait)
-        with when_all_leave(mesh, gate):
-            pass
-        assert waiting.result(SOON) == 7
+    waiting = in_thread(mesh, 0, wait)
+    with when_all_leave(mesh, gate):
+        pass
+    assert waiting.result(SOON) == 7
 
 
 @pytest.mark.system

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -77,18 +76,6 @@ def test_async_def_that_is_cancelled(shared: Mesh) -> None:
     assert rpc.rpc_sync(1, double, (1,)) == 2
 
 
-async def exit_later() -> None:
-    raise SystemExit(3)
-
-
-@pytest.mark.zrpc(timeout=15)
-def test_sys_exit_in_async_def(caller: Mesh) -> None:
-    with pytest.raises(rpc.RemoteError, match="SystemExit"):
-        rpc.rpc_sync(1, exit_later, timeout=5)
-    # The loop goes on.
-    assert rpc.rpc_sync(1, double, (1,), timeout=5) == 2
-
-
 async def stop_the_loop() -> str:
     asyncio.get_running_loop().stop()
     return "stopped"
@@ -131,21 +118,10 @@ async def blocks(gate: Gate) -> None:
     gate.wait_inside()
 
 
-def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh) -> None:
-    with Gate() as gate:
-        blocked = rpc.rpc_async(1, blocks, (gate,))
-        gate.await_entry()
-        assert rpc.rpc_sync(1, echo, (1,)) == 1
-        assert rpc.rpc_sync(1, already_done, (2,)) == 2
-        gate.open()
-        assert blocked.wait() is None
-
-
-async def async_generator() -> Any:
-    yield 1
-
-
-def test_an_async_generator_can_not_be_returned(shared: Mesh) -> None:
-    with pytest.raises(rpc.SerializationError):
-        rpc.rpc_sync(1, async_generator, timeout=5)
-    assert rpc.rpc_sync(1, double, (1,)) == 2
+def test_a_coroutine_that_blocks_its_loop_holds_up_no_other_calls(shared: Mesh, gate: Gate) -> None:
+    blocked = rpc.rpc_async(1, blocks, (gate,))
+    gate.await_entry()
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
+    assert rpc.rpc_sync(1, already_done, (2,)) == 2
+    gate.open()
+    assert blocked.wait() is None

@@ -55,19 +55,6 @@ class Unpicklable(Exception):
         self.lock = threading.Lock()
 
 
-class UnpicklesElsewhereOnly(Exception):
-    """Can be rebuilt in no thread but the one that made it."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _only_in, (threading.get_ident(), *self.args)
-
-
-def _only_in(thread: int, *args: Any) -> UnpicklesElsewhereOnly:
-    if threading.get_ident() != thread:
-        raise LookupError("not the thread that has made it")
-    return UnpicklesElsewhereOnly(*args)
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     """Refuses to have attributes set, its cause and its traceback too."""

@@ -268,9 +268,9 @@ def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
 
 
-def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int]) -> None:
+def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], gate: Gate) -> None:
     """It fails where it is made; others in flight do not, nor do references leak."""
-    with mesh.agent(1).as_current(), Gate() as gate:
+    with mesh.agent(1).as_current():
         other = rpc.rpc_async(1, gate.wait_inside, ("done",))
         rref = rpc.RRef(1)
         for number in (errno.EMFILE, errno.ENOMEM, PYTHONS):

@@ -40,9 +40,9 @@ def set_by_the_program() -> rpc.Future[Any]:
     return future
 
 
-def failed_in_then() -> rpc.Future[Any]:
+def failed_in_then(callback: Callable[[Any], NoReturn] = give_up) -> rpc.Future[Any]:
     first: rpc.Future[int] = rpc.Future()
-    last = first.then(give_up)
+    last = first.then(callback)
     first.set_result(1)
     return last
 
@@ -57,31 +57,14 @@ def failed_before_then() -> rpc.Future[Any]:
     return set_by_the_program().then(lambda f: f.wait())
 
 
-def failed_with_a_cause() -> rpc.Future[Any]:
-    first: rpc.Future[int] = rpc.Future()
-
+def failed_with_a_cause(kind: type[KeyError] = KeyError, *args: Any) -> rpc.Future[Any]:
     def callback(_: Any) -> NoReturn:
         try:
             give_up()
         except KeyError as error:
-            raise KeyError("given up, too") from error
+            raise kind(*args or ("given up, too",)) from error
 
-    last = first.then(callback)
-    first.set_result(1)
-    return last
-
-
-def failed_with_what_its_args_do_not_tell() -> rpc.Future[Any]:
-    def callback(_: Any) -> NoReturn:
-        try:
-            give_up()
-        except KeyError as error:
-            raise PickyError(1, 2) from error
-
-    first: rpc.Future[int] = rpc.Future()
-    last = first.then(callback)
-    first.set_result(1)
-    return last
+    return failed_in_then(callback)
 
 
 MAKERS = [
@@ -90,7 +73,7 @@ MAKERS = [
     failed_in_then_of_one_that_is_done,
     failed_before_then,
     failed_with_a_cause,
-    failed_with_what_its_args_do_not_tell,
+    lambda: failed_with_a_cause(PickyError, 1, 2),
 ]
 
 

@@ -7,7 +7,9 @@ collector sees the frame of zrpc that calls it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -71,25 +73,32 @@ def collect_before() -> None:
     gc.collect()
 
 
+def finalized(mesh: Mesh, interrupt: Interrupt, act: Callable[[], Any]) -> Any:
+    """Returns the value of what a finalizer does with worker0's agent, or zrpc's error."""
+    outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    agent = mesh.agent(0)
+
+    def finalize() -> None:
+        with agent.as_current():
+            try:
+                outcomes.put(act())
+            except zrpc.RpcError as error:
+                outcomes.put(error)
+
+    def run() -> Any:
+        Handle(finalize)
+        interrupt(agent)
+        return outcomes.get(timeout=SOON)
+
+    return mesh.run(0, run)
+
+
 @pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 def test_a_call_of_a_finalizer_is_made_wherever_the_collector_runs_it(
     mesh: Mesh, interrupt: Interrupt
 ) -> None:
-    futures: list[Any] = []
-
-    def run() -> str:
-        agent = mesh.agent(0)
-
-        def finalize() -> None:
-            with agent.as_current():
-                futures.append(zrpc.rpc_async("worker1", release))
-
-        Handle(finalize)
-        interrupt(agent)
-        assert Released.event.wait(SOON)
-        return str(futures[0].wait())
-
-    assert mesh.run(0, run) == "released"
+    future = finalized(mesh, interrupt, lambda: zrpc.rpc_async("worker1", release))
+    assert future.wait() == "released"
 
 
 @pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
@@ -97,24 +106,9 @@ def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
     mesh: Mesh, interrupt: Interrupt
 ) -> None:
     """Its call is made nevertheless."""
-    errors: list[Exception] = []
-
-    def run() -> None:
-        agent = mesh.agent(0)
-
-        def finalize() -> None:
-            with agent.as_current():
-                try:
-                    zrpc.rpc_sync("worker1", release, timeout=0)
-                except zrpc.RpcError as error:
-                    errors.append(error)
-
-        Handle(finalize)
-        interrupt(agent)
-        assert Released.event.wait(SOON)
-
-    mesh.run(0, run)
-    assert "finalizer" in str(errors[0])
+    error = finalized(mesh, interrupt, lambda: zrpc.rpc_sync("worker1", release, timeout=0))
+    assert "finalizer" in str(error)
+    assert Released.event.wait(SOON)
 
 
 @pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
@@ -168,56 +162,23 @@ def test_a_finalizer_makes_its_call_wherever_the_collector_interrupts_another(me
 
 
 def test_a_finalizer_waits_where_the_program_itself_is_interrupted(mesh: Mesh) -> None:
-    values: list[Any] = []
-
-    def run() -> None:
-        Handle(lambda: values.append(zrpc.rpc_sync("worker1", release)))
+    def in_the_program(_: Agent) -> None:
         gc.collect()
 
-    mesh.run(0, run)
-    assert values == ["released"]
+    call = functools.partial(zrpc.rpc_sync, "worker1", release)
+    assert finalized(mesh, in_the_program, call) == "released"
 
 
 def test_the_error_of_a_finalizers_call_is_that_of_its_future(mesh: Mesh) -> None:
-    futures: list[Any] = []
+    def fail() -> list[zrpc.Future[Any]]:
+        return [zrpc.rpc_async("worker1", divmod, args=(1, n)) for n in (0, threading.Lock())]
 
-    def run() -> None:
-        agent, made = mesh.agent(0), threading.Event()
-
-        def finalize() -> None:
-            with agent.as_current():
-                futures.append(zrpc.rpc_async("worker1", divmod, args=(1, 0)))
-                unpicklable = threading.Lock()
-                futures.append(zrpc.rpc_async("worker1", divmod, args=(1, unpicklable)))
-            made.set()
-
-        Handle(finalize)
-        in_a_turn(agent)
-        assert made.wait(SOON)
-        with pytest.raises(ZeroDivisionError):
-            futures[0].wait()
-        with pytest.raises(zrpc.SerializationError):
-            futures[1].wait()
-
-    mesh.run(0, run)
+    fails, unpicklable = finalized(mesh, in_a_turn, fail)
+    with pytest.raises(ZeroDivisionError):
+        fails.wait()
+    with pytest.raises(zrpc.SerializationError):
+        unpicklable.wait()
 
 
 def test_a_graceful_shutdown_in_a_finalizer_raises_in_the_thread_that_receives(mesh: Mesh) -> None:
-    errors: list[Exception] = []
-
-    def run() -> None:
-        agent, tried = mesh.agent(0), threading.Event()
-
-        def finalize() -> None:
-            try:
-                agent.shutdown()
-            except zrpc.RpcError as error:
-                errors.append(error)
-            tried.set()
-
-        Handle(finalize)
-        in_a_turn(agent)
-        assert tried.wait(SOON)
-
-    mesh.run(0, run)
-    assert "finalizer" in str(errors[0])
+    assert "finalizer" in str(finalized(mesh, in_a_turn, mesh.agent(0).shutdown))

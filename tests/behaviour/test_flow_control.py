@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -22,14 +20,7 @@ from zrpc.testing.plugin import MakeMesh
 
 LIMIT = 1 << 20
 PART = bytes(LIMIT // 16)
-HALF = bytes(LIMIT // 2)
 pytestmark = pytest.mark.zrpc(workers=2, timeout=90, options={"max_bytes_in_flight": LIMIT})
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate() as gate:
-        yield gate
 
 
 def until_waiting(mesh: Mesh, count: int = 1, rank: int = 0) -> None:
@@ -45,13 +36,6 @@ def until_empty(mesh: Mesh, rank: int = 0) -> None:
 def flood(gate: Gate, count: int, argument: Any = PART) -> int:
     futures = [rpc.rpc_async(1, gate.wait_inside, (argument,)) for _ in range(count)]
     return sum(future.wait() == argument for future in futures)
-
-
-def fill(mesh: Mesh, gate: Gate) -> list[Future[int]]:
-    """Has worker0 make a call that leaves no room for another large one."""
-    filling = [mesh.submit(0, flood, gate, 1, HALF)]
-    gate.await_entry()
-    return filling
 
 
 def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:
@@ -81,15 +65,6 @@ def test_also_small_calls_wait(mesh: Mesh, gate: Gate) -> None:
     gate.open()
     assert flooding.result(SOON) == 4 * most
     until_empty(mesh)
-
-
-def relay(count: int) -> int:
-    """In a handler: calls back, more than fits into the window."""
-    return sum(f.wait() for f in [rpc.rpc_async(0, len, (PART,)) for _ in range(count)])
-
-
-def test_a_handler_may_call_more_than_fits(mesh: Mesh) -> None:
-    assert mesh.run(0, rpc.rpc_sync, 1, relay, (40,)) == 40 * len(PART)
 
 
 def call_back(to: int, padding: bytes) -> int:

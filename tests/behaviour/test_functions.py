@@ -27,27 +27,16 @@ t = torch.tensor
 
 
 OPERATORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = [
-    (torch.add, (t([1.0]), 2), {}, t([3.0])),
     (torch.add, (t([1.0]), t([2.0])), {"alpha": 10}, t([21.0])),
     (torch.zeros, (2, 3), {"dtype": torch.int8}, torch.zeros(2, 3, dtype=torch.int8)),
-    (torch.Tensor.add, (t([1.0]), 2), {}, t([3.0])),
     (torch.Tensor.add_, (t([1.0]), 2), {}, t([3.0])),
     (torch.Tensor.sum, (torch.ones(2, 2),), {"dim": 0}, t([2.0, 2.0])),
-    (torch.Tensor.__add__, (t([1.0]), 2), {}, t([3.0])),
     (t([1.0]).mul, (5,), {}, t([5.0])),
-    (t([1.0]).__add__, (5,), {}, t([6.0])),
     (F.relu, (t([-1.0, 1.0]),), {}, t([0.0, 1.0])),
-    (F.linear, (torch.ones(1, 2), torch.ones(3, 2)), {}, torch.full((1, 3), 2.0)),
-    (F.softmax, (torch.zeros(2),), {"dim": 0}, t([0.5, 0.5])),
     (F.conv1d, (torch.ones(1, 1, 3), torch.ones(1, 1, 3)), {}, torch.full((1, 1, 1), 3.0)),
     (torch.linalg.norm, (t([3.0, 4.0]),), {}, t(5.0)),
-    (torch.fft.fft, (torch.ones(2),), {}, t([2 + 0j, 0j])),
-    (torch.special.expit, (torch.zeros(1),), {}, t([0.5])),
-    (torch.sparse.mm, (torch.eye(2).to_sparse(), torch.ones(2, 1)), {}, torch.ones(2, 1)),
     (torch.func.vmap(torch.sin), (torch.zeros(3),), {}, torch.zeros(3)),
     (torch._C._nn.gelu, (torch.zeros(2),), {}, torch.zeros(2)),
-    (torch.tensor, ([1, 2],), {}, t([1, 2])),
-    (torch.ops.aten.add, (t([1.0]), t([2.0])), {}, t([3.0])),
     (torch.ops.aten.add.Tensor, (t([1.0]), t([2.0])), {}, t([3.0])),
 ]
 
@@ -148,12 +137,6 @@ def test_python_callables(shared: Mesh) -> None:
         result = rpc.rpc_sync(1, func, args)
         assert result == expected
         assert type(result) is type(expected) or isinstance(result, np.generic)
-
-
-def test_a_bound_method_works_on_a_copy(shared: Mesh) -> None:
-    counter = Counter(1)
-    assert rpc.rpc_sync(1, counter.add, (1,)) == 2
-    assert counter.count == 1
 
 
 # -- by value --------------------------------------------------------------------------------
@@ -289,6 +272,3 @@ class TestTorchScript:
         assert back(t([2.0])) == t([6.0])
         assert rpc.rpc_sync(1, module.forward, (t([2.0]),)) == t([6.0])
         assert rpc.rpc_sync(1, module.twice, (t([2.0]),)) == t([12.0])
-
-
-# -- modules ---------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_asyncio_wait_for_what_is_no_future_of_asyncio_is_an_error(shared: Mesh)
     asyncio.run(main())
 
 
-def test_wait_for_times_out(shared: Mesh) -> None:
+def test_wait_for_times_out(shared: Mesh, gate: Gate) -> None:
     async def main(gate: Gate) -> Any:
         future = rpc.rpc_async(1, gate.wait_inside, (5,))
         with pytest.raises(asyncio.TimeoutError):
@@ -64,35 +64,32 @@ def test_wait_for_times_out(shared: Mesh) -> None:
         gate.open()
         return await future  # it goes on, and can be awaited again
 
-    with Gate() as gate:
-        assert asyncio.run(main(gate)) == 5
+    assert asyncio.run(main(gate)) == 5
 
 
-def test_await_of_several_loops_at_once(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+def test_await_of_several_loops_at_once(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (5,))
 
-        async def main() -> int:
-            return await future
+    async def main() -> int:
+        return await future
 
-        finish = start_all([lambda: asyncio.run(main())] * 4, SOON)
-        gate.open()
-        assert finish() == [5] * 4
+    finish = start_all([lambda: asyncio.run(main())] * 4, SOON)
+    gate.open()
+    assert finish() == [5] * 4
 
 
-def test_a_loop_that_was_closed_meanwhile(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (5,))
+def test_a_loop_that_was_closed_meanwhile(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (5,))
 
-        async def main() -> Any:
-            waiting = future.__await__()
-            next(waiting)
-            return waiting
+    async def main() -> Any:
+        waiting = future.__await__()
+        next(waiting)
+        return waiting
 
-        waiting = asyncio.run(main())
-        gate.open()
-        assert future.wait() == 5
-        waiting.close()
+    waiting = asyncio.run(main())
+    gate.open()
+    assert future.wait() == 5
+    waiting.close()
 
 
 def failed() -> rpc.Future[Any]:

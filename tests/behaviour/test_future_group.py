@@ -21,14 +21,13 @@ from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
-def test_wait_all_returns_the_values_in_order(shared: Mesh) -> None:
-    with Gate() as gate:
-        futures = [rpc.rpc_async(1, gate.wait_inside, ("slow",))]
-        futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
-        for future in futures[1:]:
-            future.wait()
-        gate.open()
-        assert rpc.wait_all(futures) == ["slow", *range(10)]
+def test_wait_all_returns_the_values_in_order(shared: Mesh, gate: Gate) -> None:
+    futures = [rpc.rpc_async(1, gate.wait_inside, ("slow",))]
+    futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
+    for future in futures[1:]:
+        future.wait()
+    gate.open()
+    assert rpc.wait_all(futures) == ["slow", *range(10)]
 
 
 def test_the_first_error_ends_the_wait_while_other_calls_go_on(shared: Mesh) -> None:
@@ -43,15 +42,14 @@ def test_the_first_error_ends_the_wait_while_other_calls_go_on(shared: Mesh) -> 
             assert slow.wait() == 1
 
 
-def test_wait_all_gives_up_after_its_timeout(shared: Mesh) -> None:
-    with Gate() as gate:
-        slow = rpc.rpc_async(1, gate.wait_inside, (1,))
-        quick = rpc.rpc_async(1, echo, (2,))
-        quick.wait()
-        with pytest.raises(rpc.RpcTimeoutError, match=r"done within 0\.05 s, but 1 of them"):
-            rpc.wait_all([slow, quick], timeout=0.05)
-        gate.open()
-        assert rpc.wait_all([slow, quick], timeout=SOON) == [1, 2]
+def test_wait_all_gives_up_after_its_timeout(shared: Mesh, gate: Gate) -> None:
+    slow = rpc.rpc_async(1, gate.wait_inside, (1,))
+    quick = rpc.rpc_async(1, echo, (2,))
+    quick.wait()
+    with pytest.raises(rpc.RpcTimeoutError, match=r"done within 0\.05 s, but 1 of them"):
+        rpc.wait_all([slow, quick], timeout=0.05)
+    gate.open()
+    assert rpc.wait_all([slow, quick], timeout=SOON) == [1, 2]
 
 
 def test_as_completed_gives_each_future_when_it_is_done(shared: Mesh) -> None:
@@ -65,17 +63,16 @@ def test_as_completed_gives_each_future_when_it_is_done(shared: Mesh) -> None:
         assert list(done) == []
 
 
-def test_as_completed_gives_failed_and_cancelled_futures_too(shared: Mesh) -> None:
-    with Gate() as gate:
-        waits = rpc.rpc_async(1, gate.wait_inside)
-        fails = rpc.rpc_async(1, fail, (KeyError("k"),))
-        done = rpc.as_completed([waits, fails], timeout=SOON)
-        assert next(done) is fails
-        with pytest.raises(KeyError):
-            fails.wait()
-        waits.cancel()
-        assert next(done) is waits
-        assert waits.cancelled()
+def test_as_completed_gives_failed_and_cancelled_futures_too(shared: Mesh, gate: Gate) -> None:
+    waits = rpc.rpc_async(1, gate.wait_inside)
+    fails = rpc.rpc_async(1, fail, (KeyError("k"),))
+    done = rpc.as_completed([waits, fails], timeout=SOON)
+    assert next(done) is fails
+    with pytest.raises(KeyError):
+        fails.wait()
+    waits.cancel()
+    assert next(done) is waits
+    assert waits.cancelled()
 
 
 def test_no_futures_are_done_at_once() -> None:
@@ -116,15 +113,14 @@ def test_collect_all_can_be_awaited_and_chained(shared: Mesh) -> None:
     assert asyncio.run(main()) == 10
 
 
-def test_a_cancelled_collection_leaves_its_calls_alone(shared: Mesh) -> None:
-    with Gate() as gate:
-        slow = rpc.rpc_async(1, gate.wait_inside, (1,))
-        collected = rpc.collect_all([slow])
-        assert collected.cancel()
-        gate.open()
-        assert slow.wait() == 1
-        with pytest.raises(rpc.RpcCancelledError):
-            collected.wait()
+def test_a_cancelled_collection_leaves_its_calls_alone(shared: Mesh, gate: Gate) -> None:
+    slow = rpc.rpc_async(1, gate.wait_inside, (1,))
+    collected = rpc.collect_all([slow])
+    assert collected.cancel()
+    gate.open()
+    assert slow.wait() == 1
+    with pytest.raises(rpc.RpcCancelledError):
+        collected.wait()
 
 
 def test_wait_all_in_a_callback_runs_the_callbacks_that_it_waits_for() -> None:

@@ -10,6 +10,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,17 +111,6 @@ def test_set_result() -> None:
         future.set_result(1)
 
 
-def test_set_exception() -> None:
-    future: rpc.Future[int] = rpc.Future()
-    future.set_exception(KeyError("k"))
-    assert future.done()
-    for _ in range(2):
-        with pytest.raises(KeyError, match="k"):
-            future.wait()
-    with pytest.raises(KeyError, match="k"):
-        future.value()
-
-
 def test_set_exception_takes_exceptions_only() -> None:
     for what in (None, "error", 5):
         with pytest.raises(TypeError, match="Exception"):
@@ -173,12 +163,13 @@ def test_the_future_of_a_call_that_the_program_completes(shared: Mesh) -> None:
     assert future.wait() == 7
 
 
-def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
-        finish = start_all([future.wait] * 3, SOON)
-        future.set_result("mine")
-        assert finish() == ["mine"] * 3
+def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(
+    shared: Mesh, gate: Gate
+) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+    finish = start_all([future.wait] * 3, SOON)
+    future.set_result("mine")
+    assert finish() == ["mine"] * 3
 
 
 def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
@@ -196,28 +187,21 @@ def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
 def test_threads_race_to_complete_a_future() -> None:
     for _ in range(50):
         future: rpc.Future[int] = rpc.Future()
-        won: list[int] = []
-        barrier = threading.Barrier(4)
+        together = threading.Barrier(4)
 
-        def complete(number: int, future: Any = future, won: Any = won, at: Any = barrier) -> None:
-            at.wait(SOON)
-            try:
-                future.set_exception(KeyError(0)) if number == 0 else future.set_result(number)
-            except RuntimeError:
-                return
-            won.append(number)
+        def at_once(act: Callable[[], Any], together: Any = together) -> Any:
+            together.wait(SOON)
+            return act()
 
-        threads = [threading.Thread(target=complete, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        barrier.wait(SOON)
-        with contextlib.suppress(KeyError):
-            future.wait()
-        for thread in threads:
-            thread.join(SOON)
-        assert len(won) == 1
-        assert (caught(future) is KeyError) == (won == [0])
-        assert caught(future) or [future.value()] == won
+        acts: list[Callable[[], Any]] = [
+            partial(future.set_exception, KeyError(0)),
+            *(partial(future.set_result, number) for number in (1, 2)),
+            future.wait,
+        ]
+        *outcomes, waited = start_all([partial(at_once, act) for act in acts], SOON)()
+        [won] = [number for number, outcome in enumerate(outcomes) if outcome is None]
+        assert isinstance(waited, KeyError) if won == 0 else waited == won
+        assert caught(future) is KeyError if won == 0 else future.value() == won
 
 
 def test_a_future_of_then_that_the_program_completes() -> None:
@@ -235,19 +219,18 @@ def test_a_future_of_then_that_the_program_completes() -> None:
 # -- many threads, one future ------------------------------------------------------------------
 
 
-def test_many_threads_wait_for_one_future(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
-        ways: list[Callable[[], Any]] = [
-            future.wait,
-            lambda: torch.futures.wait_all([future])[0],
-            lambda: future.then(lambda f: f.wait()).wait(),
-        ]
-        finish = start_all(ways * 4, SOON)
-        gate.open()
-        results = finish()
-        assert results == [["x"]] * 12
-        assert len({id(r) for r in results}) == 1  # it was unpickled once
+def test_many_threads_wait_for_one_future(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
+    ways: list[Callable[[], Any]] = [
+        future.wait,
+        lambda: torch.futures.wait_all([future])[0],
+        lambda: future.then(lambda f: f.wait()).wait(),
+    ]
+    finish = start_all(ways * 4, SOON)
+    gate.open()
+    results = finish()
+    assert results == [["x"]] * 12
+    assert len({id(r) for r in results}) == 1  # it was unpickled once
 
 
 # -- _wait_all -------------------------------------------------------------------------------
@@ -272,7 +255,7 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 @pytest.mark.parametrize("of_call", [False, True])
 @pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
 def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
-    shared: Mesh, complete: Any, of_call: bool
+    shared: Mesh, complete: Any, of_call: bool, gate: Gate
 ) -> None:
     """Other threads may wait for it."""
 
@@ -284,6 +267,5 @@ def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
             future.set_result(2)  # nobody has claimed it
         assert future.done()
 
-    with Gate() as gate:
-        for number in some_steps(lambda: run(0)):
-            run(number)
+    for number in some_steps(lambda: run(0)):
+        run(number)

@@ -45,9 +45,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-# -- workers that don't fit together -----------------------------------------------------------
-
-
 def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
     store = dist.HashStore()
     for name in ["first", "second"]:
@@ -58,27 +55,14 @@ def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
             agent.close()
 
 
-# -- arguments -------------------------------------------------------------------------------
-
-
-def test_all_from_the_environment(alone: int) -> None:
-    rpc.init_rpc("me")
-    assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
-def test_a_worker_without_a_name_is_called_by_its_rank(alone: int) -> None:
-    rpc.init_rpc()
-    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
-    rpc.shutdown()
-
-
-def test_the_launcher_can_name_a_worker(alone: int, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
-    rpc.init_rpc()
-    assert rpc.get_worker_info().name == "trainer0"
-    rpc.shutdown()
+def test_a_worker_without_a_name_is_called_by_the_launcher_or_by_its_rank(
+    alone: int, monkeypatch: Any
+) -> None:
+    for name in ("worker0", "trainer0"):
+        rpc.init_rpc()
+        assert rpc.get_worker_info() == rpc.WorkerInfo(name, 0)
+        rpc.shutdown()
+        monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
 
 
 def test_a_program_that_was_started_alone_learns_how_to_start_it(
@@ -198,14 +182,6 @@ def test_torchs_way_to_say_it(alone: int, keyword: bool) -> None:
     rpc.shutdown()
 
 
-def test_a_second_init(alone: int) -> None:
-    rpc.init_rpc("me")
-    with pytest.raises(RuntimeError, match="RPC is already initialized"):
-        rpc.init_rpc("me2")
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
 def test_init_again_and_again(alone: int) -> None:
     for i in range(5):
         with no_leaks():
@@ -287,9 +263,6 @@ def test_a_wrong_init_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("ZRPC_INIT_TIMEOUT", wrong)
         with pytest.raises(rpc.OptionError, match=found):
             rpc.init_rpc("me", rank=0, world_size=2)
-
-
-# -- in processes of their own ---------------------------------------------------------------
 
 
 def test_rank_and_world_size_in_the_url(alone: int, tmp_path: Path) -> None:

@@ -63,12 +63,15 @@ again(rpc.ZmqRpcBackendOptions(init_timeout=20))
     )
 
 
-def test_the_file_of_a_gloo_group_serves_too(succeed: Succeed, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared_file", [False, True])
+def test_beside_a_gloo_group(succeed: Succeed, tmp_path: Path, shared_file: bool) -> None:
+    """Of the same variables, or of the same file."""
+    url = f"file://{tmp_path}/shared" if shared_file else "env://"
     succeed(
         HEAD
         + f"""
 import torch.distributed as dist
-url = "file://{tmp_path}/shared"
+url = "{url}"
 dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size)
 rpc.init_rpc(f"w{{rank}}", rank=rank, world_size=world_size,
              rpc_backend_options=rpc.ZmqRpcBackendOptions(init_method=url, init_timeout=20))
@@ -77,21 +80,7 @@ dist.all_reduce(value)
 assert value.item() == 2
 assert rpc.rpc_sync(other, max, (1, 2)) == 2
 rpc.shutdown()
-dist.destroy_process_group()
-"""
-    )
-
-
-def test_beside_a_gloo_group_of_the_same_variables(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + """
-import torch.distributed as dist
-dist.init_process_group("gloo")
-again(rpc.ZmqRpcBackendOptions(init_timeout=20))
-value = torch.ones(1)
 dist.all_reduce(value)
-assert value.item() == 2
 dist.destroy_process_group()
 """
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,13 +16,10 @@ from tests.support.gates import Gate
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.support.watched import Watched
-from zrpc import RpcTimeoutError, rpc_async, rpc_sync, stats
+from zrpc import rpc_async, rpc_sync, stats
 from zrpc.services.shm.service import SharedMemoryService
 
-pytestmark = [
-    pytest.mark.usefixtures("no_leaks"),
-    pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="needs signals of POSIX"),
-]
+pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 @pytest.fixture
@@ -40,54 +36,30 @@ def shut_down(agents: Any) -> None:
     assert finish() == [None, None]
 
 
-class Interruption(BaseException):
-    """What the program's own signal handler raises."""
+def until_interrupted(call: Any, after: Any) -> Any:
+    """Calls until Ctrl-C interrupts it, after some seconds or a wait; returns how often."""
+    arrived, started, calls = threading.Event(), threading.Semaphore(0), 0
 
+    def send() -> None:
+        started.acquire()
+        wait = after() and 0.0 if callable(after) else after
+        while not arrived.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait = 3.0  # once more: pyzmq swallows what is raised while it frees a frame
 
-def raise_interruption(signum: Any, frame: Any) -> None:
-    raise Interruption
-
-
-HANDLERS = {
-    "Ctrl-C": ("SIGINT", signal.default_int_handler, KeyboardInterrupt),
-    "Ctrl-C with a handler of the program's own": ("SIGINT", raise_interruption, Interruption),
-    "another signal": ("SIGALRM", raise_interruption, Interruption),
-}
-
-
-@pytest.fixture(params=HANDLERS)
-def interrupted(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A function that calls another until a signal interrupts it; returns how often."""
-    name, handler, error = HANDLERS[request.param]
-    number = getattr(signal, name)
-    before = signal.signal(number, handler)
-
-    def call_until_interrupted(call: Any, after: Any) -> Any:
-        arrived, started, calls = threading.Event(), threading.Semaphore(0), 0
-
-        def send() -> None:
-            started.acquire()
-            wait = after() and 0.0 if callable(after) else after
-            while not arrived.wait(wait):
-                os.kill(os.getpid(), number)
-                wait = 3.0  # once more: pyzmq swallows what is raised while it frees a frame
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        try:
-            started.release()
-            while True:
-                call(calls)
-                calls += 1
-        except error:
-            pass
-        finally:  # whatever the call raised: no signal may hit what comes after it
-            arrived.set()
-            sender.join()
-        return calls
-
-    yield call_until_interrupted
-    signal.signal(number, before)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        started.release()
+        while True:
+            call(calls)
+            calls += 1
+    except KeyboardInterrupt:
+        pass
+    finally:  # whatever the call raised: no signal may hit what comes after it
+        arrived.set()
+        sender.join()
+    return calls
 
 
 def sync_call(i: Any) -> None:
@@ -119,39 +91,44 @@ def mixed_call(i: Any) -> None:
 # pyzmq looks after signals also where it frees a frame, and can't raise there.
 @pytest.mark.system
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interruption_at_any_moment_loses_no_message(agents: Any, interrupted: Any) -> None:
+def test_an_interruption_at_any_moment_loses_no_message(agents: Any) -> None:
     """Also in torch or pyzmq; `signal_steps_cases` interrupts each step of zrpc."""
     with agents[0].as_current():
         for call in (sync_call, tensor_call, shared_call, mixed_call):
             call(1)
-            done = sum(interrupted(call, 0.002 + i * 37e-6) for i in range(20))
+            done = sum(until_interrupted(call, 0.002 + i * 37e-6) for i in range(20))
             assert done
             call(1)  # the next call is as good as the first
         until_all_is_returned(agents)
     shut_down(agents)
 
 
-def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, interrupted: Any) -> None:
-    with agents[0].as_current(), Gate() as gate:
+def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, gate: Gate) -> None:
+    with agents[0].as_current():
         for _ in range(20):
             sync_call(1)
         future = rpc_async("worker1", gate.wait_inside, args=("done",))
-        assert interrupted(lambda _: future.wait(), 0.02) == 0
+        assert until_interrupted(lambda _: future.wait(), 0.02) == 0
         gate.open()
         assert future.wait() == "done"
 
 
-def test_an_interrupted_call_is_cancelled(agents: Any, interrupted: Any) -> None:
+def test_an_interrupted_call_is_cancelled(agents: Any) -> None:
     """Nobody will ask for its outcome."""
     with agents[0].as_current(), Watched() as watched:
         sync_call(1)
-        assert (
-            interrupted(lambda _: rpc_sync("worker1", watched.watch), watched.entered.acquire) == 0
-        )
+        entered = watched.entered.acquire
+        assert until_interrupted(lambda _: rpc_sync("worker1", watched.watch), entered) == 0
         assert watched.await_end() == [True]
         assert not stats().calls_in_flight
         sync_call(2)
     shut_down(agents)
+
+
+def test_a_graceful_shutdown_is_interrupted(agents: Any) -> None:
+    assert until_interrupted(lambda _: agents[0].shutdown(), 0.1) == 0
+    agents[0].shutdown(graceful=False)
+    agents[1].shutdown(timeout=20)
 
 
 def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: Any) -> None:
@@ -170,15 +147,3 @@ def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: 
             assert rpc_sync("worker0", divmod, args=(i, 7), timeout=10) == divmod(i, 7)
     end.set()
     caller.join()
-
-
-def test_deadlines_hold_while_a_thread_receives_its_answers_itself(agents: Any) -> None:
-    with agents[0].as_current(), Gate() as gate:
-        for _ in range(20):
-            sync_call(1)
-        begin = time.monotonic()
-        with pytest.raises(RpcTimeoutError):
-            rpc_sync("worker1", gate.wait_inside, timeout=0.05)
-        assert time.monotonic() - begin >= 0.05
-        gate.open()
-        sync_call(2)

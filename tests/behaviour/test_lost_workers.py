@@ -20,6 +20,7 @@ from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats, stats_of
 from tests.support.programs import Programs
+from tests.support.settled import caught
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.agent.service import Service
@@ -55,22 +56,6 @@ def error_of(to: int, function: Any, *args: Any) -> tuple[str, str, float]:
     return "none", "", 0.0
 
 
-def kind_of_error(wait: Callable[[], Any]) -> str:
-    try:
-        wait()
-    except Exception as error:
-        return type(error).__name__
-    return "none"
-
-
-def until_told(names: list[str], name: str) -> None:
-    until(lambda: name in names, lambda: str(f"not told of {name}"))
-
-
-def await_file(path: Any) -> None:
-    until(lambda: path.exists())
-
-
 # -- what has died, stopped or left ----------------------------------------------------------
 
 
@@ -80,7 +65,7 @@ def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     # Before its first heartbeat is answered, a lost worker is one that could not be reached.
     until(lambda: mesh.run(0, answers_heartbeats, 1), "the first heartbeat")
     pending = mesh.submit(0, error_of, 1, rest, f"{tmp_path}/entered")
-    await_file(tmp_path / "entered")
+    until((tmp_path / "entered").exists)
     stopped = time.time()
     os.kill(mesh.pid(1), signal.SIGSTOP)
     try:
@@ -116,7 +101,7 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_large_message(mesh: Mesh) ->
         rpc.rpc_sync(1, torch.numel, (tensor,))
         os.kill(pid, signal.SIGSTOP)
         futures = [rpc.rpc_async(1, torch.numel, (tensor,)) for _ in range(2)]
-        return " ".join(sorted({kind_of_error(future.wait) for future in futures}))
+        return " ".join({caught(future).__name__ for future in rpc.as_completed(futures)})
 
     began = time.monotonic()
     try:
@@ -131,7 +116,7 @@ def test_a_worker_that_is_stopped_in_the_midst_of_a_large_message(mesh: Mesh) ->
 def test_a_killed_worker_is_named_within_a_second(mesh: Mesh, tmp_path: Any) -> None:
     pending = [mesh.submit(rank, error_of, 1, rest, f"{tmp_path}/{rank}") for rank in (0, 2)]
     for rank in (0, 2):
-        await_file(tmp_path / str(rank))
+        until((tmp_path / str(rank)).exists)
     killed = time.time()
     os.kill(mesh.pid(1), signal.SIGKILL)
     for future in pending:
@@ -189,15 +174,6 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
         assert ended.code == 0, ended
         assert "worker w1 (rank 1) is gone: its process has exited" in ended.output
         assert programs.wait(pids[1], 1).code == 0
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_leaves(mesh: Mesh, rank: int) -> None:
-    mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
-    mesh.run(rank, rpc.shutdown, graceful=False)
-    text = rf"worker{rank} \(rank {rank}\) is gone: it left the mesh"
-    with pytest.raises(rpc.WorkerDied, match=text):
-        mesh.run(1 - rank, rpc.rpc_sync, rank, echo, (1,))
 
 
 # -- what is no death ------------------------------------------------------------------------
@@ -326,7 +302,7 @@ def test_hooks_are_called_for_present_workers(mesh: Mesh) -> None:
     names: list[str] = []
     with mesh.agent(1).as_current():
         handle = rpc.on_worker_joined(lambda worker: names.append(worker.name))
-        until_told(names, "worker2")
+        until(lambda: "worker2" in names, lambda: str(names))
         handle.remove()
     assert names == ["worker0", "worker2"]
 
@@ -350,7 +326,7 @@ def test_hooks_are_called_for_lost_workers(mesh: Mesh, caplog: Any) -> None:
         until(lambda: told)
         # Those that come later are told as well.
         rpc.on_worker_lost(lambda worker: late.append(worker.name))
-        until_told(late, "worker1")
+        until(lambda: "worker1" in late, lambda: str(late))
     ((name, value, thread),) = told
     assert (name, value) == ("worker1", 7)
     assert "-io" not in thread

@@ -17,18 +17,6 @@ def call_everybody(count: int) -> list[int]:
     return torch.futures.wait_all(futures)
 
 
-def ask_everybody(count: int) -> list[rpc.WorkerInfo]:
-    return [rpc.rpc_sync(i, rpc.get_worker_info) for i in range(count)]
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=20)
-def test_twenty_threads(mesh: Mesh) -> None:
-    assert mesh.run_all(call_everybody, 20) == [list(range(1, 21))] * 20
-    names = [[rpc.WorkerInfo(f"worker{i}", i) for i in range(20)]] * 20
-    assert mesh.run_all(ask_everybody, 20) == names
-
-
 # In CI fewer than 64, whose 8000 connections by TCP take a minute on two cores.
 _ON_ONE_HOST = int(os.environ.get("ZRPC_MANY_WORKERS", "40"))
 _OVER_TCP = int(os.environ.get("ZRPC_MANY_WORKERS", "24"))

@@ -127,10 +127,3 @@ def test_without_a_mesh_there_is_a_clear_error() -> None:
         with pytest.raises(rpc.NotInitializedError, match=r"zrpc\.init_rpc"):
             ask()
     assert not rpc.is_initialized()
-
-
-def test_the_rank_is_another_name_of_the_id() -> None:
-    assert rpc.WorkerInfo("a", 5).rank == 5
-
-
-# -- together ----------------------------------------------------------------------------------

@@ -93,43 +93,7 @@ def test_recursion_with_waits_that_are_not_seen(caller: Mesh, recurse: Any) -> N
     assert rpc.rpc_sync(1, recurse, (7,), timeout=50) == 7
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 2})
-def test_a_tree(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, branch, (5,)) == 3**5
-
-
-def branch(depth: int) -> int:
-    if depth == 0:
-        return 1
-    return sum(f.wait() for f in [rpc.rpc_async(to, branch, (depth - 1,)) for to in range(3)])
-
-
 _lock = threading.Lock()
-_condition = threading.Condition()
-_state: list[str] = []
-
-
-def call_back_and_wait() -> str:
-    """Waits on a condition that only another handler of the same worker makes true."""
-    future = rpc.rpc_async(0, rpc.rpc_sync, (1, say))
-    with _condition:
-        assert _condition.wait_for(lambda: bool(_state), SOON)
-    return future.wait()
-
-
-def say() -> str:
-    with _condition:
-        _state.append("said")
-        _condition.notify_all()
-    return "said"
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_a_handler_may_wait_on_a_condition_for_another_handler(caller: Mesh) -> None:
-    _state.clear()
-    assert rpc.rpc_sync(1, call_back_and_wait) == "said"
 
 
 def add_under_lock(n: int) -> int:

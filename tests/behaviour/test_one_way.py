@@ -81,18 +81,13 @@ def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
 
 @pytest.mark.system
 @pytest.mark.usefixtures("one_way")
-def test_the_shutdown_of_all_ends(mesh: Mesh) -> None:
-    for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
-        future.result(SOON)
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("one_way")
-def test_the_shutdown_of_all_ends_after_a_call(mesh: Mesh) -> None:
+@pytest.mark.parametrize("calls", [0, 1])
+def test_the_shutdown_of_all_ends(mesh: Mesh, calls: int) -> None:
     with mesh.agent(0).as_current():
-        pending = rpc.rpc_async(1, echo, (1,), timeout=0)
-    until(lambda: mesh.agent(1).dispatcher.received.get(0, 1))
+        pending = [rpc.rpc_async(1, echo, (1,), timeout=0) for _ in range(calls)]
+    until(lambda: mesh.agent(1).dispatcher.received.get(0, 0) >= calls)
     for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
         future.result(SOON)
-    with pytest.raises(rpc.WorkerDied):
-        pending.wait()
+    for call in pending:
+        with pytest.raises(rpc.WorkerDied):
+            call.wait()

@@ -33,11 +33,7 @@ class Mistake(Exception):
 def fail(kind, *args):
     raise kind(*args)
 
-def meet():
-    rpc.init_rpc(f"w{rank}")
-
-def part():
-    rpc.shutdown()
+rpc.init_rpc(f"w{rank}")
 
 """
 
@@ -45,7 +41,6 @@ def part():
 def test_different_main_scripts(programs: Programs) -> None:
     """By value, where the other's main script is another one."""
     body = """
-meet()
 assert rpc.rpc_sync(other, double, (4,)) == 8
 assert rpc.rpc_sync(other, Model(5).times, (2,)) == 10
 assert rpc.rpc_sync(other, triple, (4,)) == 12
@@ -57,7 +52,7 @@ except Mistake as error:
     assert error.args == ("text",)
 else:
     sys.exit("nothing was raised")
-part()
+rpc.shutdown()
 """
     plain = "import os, zrpc as rpc\nrpc.init_rpc('w1')\nrpc.shutdown()\n"
     pids = [programs.start(HEAD + body, 0, 2), programs.start(plain, 1, 2)]
@@ -69,8 +64,8 @@ def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scri
     programs: Programs,
 ) -> None:
     """An equal script may lie at two places, as on two hosts."""
-    equal = HEAD + "meet(); assert rpc.rpc_sync(other, whose) == 1 - rank; part()\n"
-    one = HEAD + "meet(); assert rpc.rpc_sync(other, whose) == 0; part()\n"
+    equal = HEAD + "assert rpc.rpc_sync(other, whose) == 1 - rank\nrpc.shutdown()\n"
+    one = HEAD + "assert rpc.rpc_sync(other, whose) == 0\nrpc.shutdown()\n"
     another = one.replace("whose) == 0", "whose) == 1").replace("return state[0]", "return 1")
     for scripts in ((equal, equal), (one, another)):
         pids = [programs.start(script, rank, 2) for rank, script in enumerate(scripts)]
@@ -78,37 +73,24 @@ def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scri
         assert [e.code for e in ended] == [0, 0], ended
 
 
-def test_the_callee_prints_a_failure_once(programs: Programs) -> None:
-    """To its standard error, where no logging is set up."""
+def test_failures_are_printed_once(programs: Programs) -> None:
+    """Where no logging is set up: by the callee, and by a caller that has not waited."""
     ended = programs.run(
         HEAD
         + """
-meet()
 if rank == 0:
     try:
         rpc.rpc_sync(other, fail, (ValueError, "printed" + " once"))
     except ValueError:
         pass
-part()
+    rpc.rpc_async(other, fail, (ValueError, "lost" + " error"))
+rpc.shutdown()
 """
     )
     assert [e.code for e in ended] == [0, 0], ended
-    assert ended[0].output == ""
+    assert "printed once" not in ended[0].output
+    assert ended[0].output.count("nobody waited for it") == 1
+    assert "ValueError: lost error" in ended[0].output
     assert ended[1].output.count("ValueError: printed once") == 1
     assert "Traceback (most recent call last)" in ended[1].output
     assert "WorkerInfo(id=1, name=w1)" in ended[1].output
-
-
-def test_a_lost_error_is_printed_once(programs: Programs) -> None:
-    ended = programs.run(
-        HEAD
-        + """
-meet()
-if rank == 0:
-    rpc.rpc_async(other, fail, (ValueError, "lost" + " error"))
-part()
-"""
-    )
-    assert [e.code for e in ended] == [0, 0], ended
-    assert ended[0].output.count("nobody waited for it") == 1
-    assert "ValueError: lost error" in ended[0].output

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,11 +26,6 @@ from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
 MakeMesh = Callable[..., Mesh]
-
-# How soon the end of a process on this host is to be noticed, with room for a busy machine.
-NOTICED_WITHIN = 10.0
-
-transports = pytest.mark.parametrize("transport", ["auto", "tcp"])
 
 
 def end(mesh: Mesh, rank: int, **kwargs: Any) -> Future[None]:
@@ -68,17 +64,16 @@ def wait_elsewhere(gate: Gate) -> Any:
 
 @pytest.mark.system
 @pytest.mark.parametrize("handler", [wait, wait_then_call, wait_elsewhere])
-def test_it_waits_for_what_runs(mesh: Mesh, handler: Any) -> None:
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            future = rpc.rpc_async(1, handler, (gate,))
-        gate.await_entry()
-        ends = [end(mesh, rank) for rank in range(2)]
-        assert pending(ends[0], 0.3)
-        gate.open()
-        for each in ends:
-            each.result(SOON)
-        assert future.wait() == "done"
+def test_it_waits_for_what_runs(mesh: Mesh, handler: Any, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        future = rpc.rpc_async(1, handler, (gate,))
+    gate.await_entry()
+    ends = [end(mesh, rank) for rank in range(2)]
+    assert pending(ends[0], 0.3)
+    gate.open()
+    for each in ends:
+        each.result(SOON)
+    assert future.wait() == "done"
 
 
 _tally: list[int] = []
@@ -101,27 +96,6 @@ def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
     assert len(_tally) == sum(3**n for n in range(7))
 
 
-_noted: list[Any] = []
-
-
-def call_in_callback() -> None:
-    """A chain that lives in callbacks only."""
-
-    def on(n: int) -> None:
-        _noted.append(n)
-        if n:
-            rpc.rpc_async(0, echo, (n - 1,)).add_done_callback(lambda f: on(f.wait()))
-
-    on(50)
-
-
-def test_it_waits_for_callbacks_that_call(mesh: Mesh) -> None:
-    _noted.clear()
-    mesh.run(0, rpc.rpc_async, 1, call_in_callback)
-    mesh.run_all(rpc.shutdown)
-    assert _noted == list(range(50, -1, -1))
-
-
 _parked: list[torch.futures.Future[Any]] = []
 
 
@@ -136,28 +110,20 @@ _entered = threading.Semaphore(0)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("how", ["timeout", "cancel"])
+@pytest.mark.parametrize("how", ["timeout", "cancel", "of an RRef"])
 def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: str) -> None:
     """As of the batch that a parameter server never fills."""
     with mesh.agent(0).as_current():
-        future = rpc.rpc_async(1, park, timeout=0.2 if how == "timeout" else 60)
+        if how == "of an RRef":
+            wait = partial(rpc.remote(1, park, timeout=0.2).to_here, 0.3)
+        else:
+            future = rpc.rpc_async(1, park, timeout=0.2 if how == "timeout" else 60)
+            wait = future.wait
         assert _entered.acquire(timeout=SOON)
         if how == "cancel":
             assert future.cancel()
         with pytest.raises(rpc.RpcError):
-            future.wait()
-    for each in [end(mesh, rank) for rank in range(2)]:
-        each.result(SOON)
-    _parked.pop().set_result("too late")
-
-
-@pytest.mark.system
-def test_it_does_not_wait_for_a_value_that_never_comes(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        rref = rpc.remote(1, park, timeout=0.2)
-        assert _entered.acquire(timeout=SOON)
-        with pytest.raises(rpc.RpcTimeoutError):
-            rref.to_here(0.3)
+            wait()
     for each in [end(mesh, rank) for rank in range(2)]:
         each.result(SOON)
     _parked.pop().set_result("too late")
@@ -251,7 +217,7 @@ def test_with_a_timeout(mesh: Mesh) -> None:
     with agent.as_current():
         assert not rpc.is_initialized()  # it has left all the same
     with mesh.agent(1).as_current(), pytest.raises(rpc.WorkerDied):
-        rpc.rpc_sync(0, echo, (1,), timeout=NOTICED_WITHIN)
+        rpc.rpc_sync(0, echo, (1,), timeout=SOON)
 
 
 def test_with_what_is_no_timeout(mesh: Mesh) -> None:
@@ -280,30 +246,31 @@ def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> N
 
 
 @pytest.mark.system
-@transports
-def test_not_graceful_is_immediate_and_local(make_mesh: MakeMesh, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_not_graceful_is_immediate_and_local(
+    make_mesh: MakeMesh, transport: str, gate: Gate
+) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            pending = rpc.rpc_async(1, gate.wait_inside)
-            rref = rpc.remote(1, gate.wait_inside)
-        with mesh.agent(1).as_current():
-            of_its_own = rpc.rpc_async(0, gate.wait_inside)
-        gate.await_entry(3)
-        leaving = end(mesh, 1, graceful=False)
-        with pytest.raises(rpc.RpcError):
-            of_its_own.wait()
-        with pytest.raises(rpc.WorkerDied, match="worker1") as info:
-            pending.wait()
-        assert isinstance(info.value, ConnectionError)
-        with mesh.agent(0).as_current():
-            with pytest.raises(rpc.WorkerDied):
-                rref.to_here()
-            with pytest.raises(rpc.WorkerDied):
-                rpc.rpc_sync(1, echo, (1,))
-            assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
-        gate.open()
-        leaving.result(SOON)
+    with mesh.agent(0).as_current():
+        pending = rpc.rpc_async(1, gate.wait_inside)
+        rref = rpc.remote(1, gate.wait_inside)
+    with mesh.agent(1).as_current():
+        of_its_own = rpc.rpc_async(0, gate.wait_inside)
+    gate.await_entry(3)
+    leaving = end(mesh, 1, graceful=False)
+    with pytest.raises(rpc.RpcError):
+        of_its_own.wait()
+    with pytest.raises(rpc.WorkerDied, match="worker1") as info:
+        pending.wait()
+    assert isinstance(info.value, ConnectionError)
+    with mesh.agent(0).as_current():
+        with pytest.raises(rpc.WorkerDied):
+            rref.to_here()
+        with pytest.raises(rpc.WorkerDied):
+            rpc.rpc_sync(1, echo, (1,))
+        assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
+    gate.open()
+    leaving.result(SOON)
 
 
 @pytest.mark.system
@@ -314,6 +281,3 @@ def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
     last = end(mesh, 1)
     for each in [begun, last]:
         each.result(SOON)
-
-
-# -- processes that die ------------------------------------------------------------------------

@@ -77,21 +77,20 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
 
 
 @pytest.mark.system
-def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh) -> None:
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            pending = rpc.rpc_async(1, gate.wait_inside)
-            gate.await_entry()
-        began = time.monotonic()
-        ends = [mesh.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
-        with pytest.raises(rpc.RpcTimeoutError, match=r"still running here: 1"):
-            ends[1].result(SOON)
-        with pytest.raises(rpc.RpcTimeoutError):
-            ends[0].result(SOON)
-        assert time.monotonic() - began < SOON
-        with pytest.raises(rpc.RpcError):
-            pending.wait()
-        gate.open()
+def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        pending = rpc.rpc_async(1, gate.wait_inside)
+        gate.await_entry()
+    began = time.monotonic()
+    ends = [mesh.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
+    with pytest.raises(rpc.RpcTimeoutError, match=r"still running here: 1"):
+        ends[1].result(SOON)
+    with pytest.raises(rpc.RpcTimeoutError):
+        ends[0].result(SOON)
+    assert time.monotonic() - began < SOON
+    with pytest.raises(rpc.RpcError):
+        pending.wait()
+    gate.open()
 
 
 # -- from where user code runs ----------------------------------------------------------------

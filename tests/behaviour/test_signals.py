@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import signal
@@ -123,33 +122,18 @@ def send() -> str:
     return "sent"
 
 
-class Owner:
-    """Handlers of all kinds: a method is one, and an object that can be called."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def method(self, number: int, frame: Any) -> None:
-        raise self.error
-
-    def __call__(self, number: int, frame: Any) -> None:
-        self.method(number, frame)
+def fail(number: int, frame: Any) -> None:
+    raise TimeIsOver  # one that does not last
 
 
-def fail(*_: Any) -> None:
-    raise TimeIsOver
+def raises(error: BaseException) -> Callable[..., None]:
+    """Returns a handler that raises an error."""
 
+    def handler(number: int, frame: Any) -> None:
+        raise error
 
-def function(number: int, frame: Any, error: BaseException) -> None:
-    raise error
+    return handler
 
-
-HANDLERS: list[Callable[[BaseException], Any]] = [
-    lambda error: lambda number, frame: function(number, frame, error),
-    lambda error: Owner(error).method,
-    Owner,
-    lambda error: functools.partial(function, error=error),
-]
 
 ERRORS = [
     TimeIsOver("after a time"),
@@ -161,8 +145,8 @@ ERRORS = [
 
 class TestErrorsOfHandlers:
     def test_while_arguments_are_pickled(self, shared: Mesh, handle: Handle) -> None:
-        for make, error in itertools.product(HANDLERS, ERRORS):
-            handle(make(error))
+        for error in ERRORS:
+            handle(raises(error))
             for args in [(Sends(),), (Sends(), lambda: 1)]:
                 with pytest.raises(type(error)) as caught:
                     rpc.rpc_sync(1, echo, args)
@@ -171,14 +155,14 @@ class TestErrorsOfHandlers:
 
     def test_while_a_result_is_unpickled(self, shared: Mesh, handle: Handle) -> None:
         for way, error in itertools.product(WAYS, ERRORS):
-            handle(Owner(error).method)
+            handle(raises(error))
             with pytest.raises(type(error)) as caught:
                 way(1, SendsOnArrival)
             assert caught.value is error
             assert way(1, echo, (1,)) == 1
 
     def test_and_a_future_has_its_value_later(self, shared: Mesh, handle: Handle) -> None:
-        handle(fail)
+        handle(raises(TimeIsOver()))
         future = rpc.rpc_async(1, SendsOnArrival)
         with pytest.raises(TimeIsOver):
             future.wait()
@@ -187,7 +171,7 @@ class TestErrorsOfHandlers:
     def test_in_a_callback(self, shared: Mesh, handle: Handle) -> None:
         """The thread that ran it gets the error, and so does who waits for the callback's value."""
         error = TimeIsOver()
-        handle(Owner(error).method)
+        handle(raises(error))
         future: rpc.Future[int] = rpc.Future()
         last = future.then(lambda _: send())
         with pytest.raises(TimeIsOver) as caught:
@@ -198,7 +182,7 @@ class TestErrorsOfHandlers:
 
     def test_in_a_backward_pass(self, shared: Mesh, handle: Handle) -> None:
         error = TimeIsOver()
-        handle(Owner(error).method)
+        handle(raises(error))
         with rpc.autograd.context() as context_id:
             leaf = torch.ones(2, requires_grad=True)
             middle = leaf * 2

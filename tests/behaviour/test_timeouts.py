@@ -34,12 +34,6 @@ def by_value(*args: Any, **kwargs: Any) -> Any:
 WAYS: list[Call] = [rpc.rpc_sync, by_async, by_wait_all, by_value]
 
 
-@pytest.fixture
-def gate() -> Any:
-    with Gate() as gate:
-        yield gate
-
-
 def test_a_call_that_takes_longer(shared: Mesh, gate: Gate) -> None:
     for call, to in itertools.product(WAYS, (0, 1)):
         with pytest.raises(RuntimeError, match=MESSAGE) as info:
@@ -50,6 +44,8 @@ def test_a_call_that_takes_longer(shared: Mesh, gate: Gate) -> None:
 
 
 def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
+    for _ in range(20):  # after which this thread receives its answers itself
+        rpc.rpc_sync(1, echo, (1,))
     begin = time.monotonic()
     with pytest.raises(rpc.RpcTimeoutError):
         rpc.rpc_sync(1, gate.wait_inside, timeout=0.1)
@@ -97,9 +93,12 @@ def test_what_is_no_timeout(shared: Mesh) -> None:
     with pytest.raises(ValueError, match="timeout"):
         rpc.set_rpc_timeout(-1)
     rref = rpc.remote(0, max, (1, 2))
-    for wrong in (None, "3", [1]):
-        text = f"timeout must be a number of seconds, 0 for no limit, but got {wrong!r}"
-        timeout: Any = wrong
+    text = "timeout must be a number of seconds, 0 for no limit, but got "
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        *((value, TypeError, f"{text}{value!r}") for value in (None, "3", [1])),
+        (timedelta(seconds=-1), ValueError, "timeout"),
+    ]
+    for timeout, kind, text in wrong:
         for call in (
             lambda timeout: rpc.rpc_sync(1, echo, (1,), timeout=timeout),
             lambda timeout: rpc.rpc_async(1, echo, (1,), timeout=timeout),
@@ -108,7 +107,7 @@ def test_what_is_no_timeout(shared: Mesh) -> None:
             rpc.set_rpc_timeout,
             lambda timeout: rpc.shutdown(timeout=timeout),
         ):
-            with pytest.raises(TypeError, match=re.escape(text)):
+            with pytest.raises(kind, match=f"(?i){re.escape(text)}"):
                 call(timeout)
     assert rpc.rpc_sync(1, echo, (1,)) == 1
 
@@ -132,18 +131,6 @@ def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
     gate.open()
     rpc.set_rpc_timeout(timedelta(minutes=1.5))
     assert rpc.get_rpc_timeout() == 90.0
-
-
-def test_a_negative_timedelta_does_not_stand_for_the_default(shared: Mesh) -> None:
-    before = timedelta(seconds=-1)
-    for call in (
-        lambda: rpc.rpc_sync(1, echo, (1,), timeout=before),
-        lambda: rpc.remote(1, echo, (1,), timeout=before),
-        lambda: rpc.RRef(1).to_here(before),
-        lambda: rpc.set_rpc_timeout(before),
-    ):
-        with pytest.raises(rpc.OptionError, match="non-negative"):
-            call()
 
 
 # -- a nested call never outlives its caller ---------------------------------------------------

@@ -48,7 +48,7 @@ def test_actors_can_do_what_the_workloads_call(tiny: Sampling) -> None:
         library = ActorLibrary("threads", _Rpc(actors), None, actors)
         module, _, name = row.workload.partition(":")
         workload = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
-        session = Session("threads", tiny, group.workers, _library=library)
+        session = Session("threads", tiny, group.workers, library=library)
         try:
             assert workload(session, *row.arguments).value > 0
         finally:

@@ -9,11 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner, Result
 from zrpc.cli import main
-from zrpc.cli.data_file import write_data
 
 from tests.support.warm import warm_commands
 from zrpc.bench import plot
@@ -106,11 +104,6 @@ def test_bad_arguments_are_explained() -> None:
         result = invoke(*arguments)
         assert result.exit_code == 2
         assert error in result.output
-
-
-def test_write_data_reports_a_file_that_can_not_be_written() -> None:
-    with pytest.raises(click.ClickException, match=r"/proc/f\.json can't be written: "):
-        write_data(Path("/proc/f.json"), {})
 
 
 def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

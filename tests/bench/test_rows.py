@@ -11,8 +11,7 @@ from zrpc.bench.mesh import Mesh
 from zrpc.bench.participant import Participant
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
-from zrpc.bench.sampling import Sampling
-from zrpc.bench.settings import LIMIT, Settings
+from zrpc.bench.sampling import LIMIT, Sampling, Settings
 from zrpc.launch import Starter
 
 MEASURED = [group for group in GROUPS if group.forms_mesh]

@@ -67,8 +67,8 @@ def summary(rows: Rows) -> str:
     """Returns the sentences that count the rows."""
     public = [row.passes for row in rows.values() if not row.private]
     private = [row.passes for row in rows.values() if row.private]
-    share = 100 * share_of_public(rows)
     return (
         f"Of the {len(public)} tests that use public names only, {sum(public)} pass, that is "
-        f"{share:.1f} %.\nOf the {len(private)} others, {sum(private)} pass.\n"
+        f"{100 * share_of_public(rows):.1f} %.\n"
+        f"Of the {len(private)} others, {sum(private)} pass.\n"
     )

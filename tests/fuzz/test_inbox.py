@@ -41,11 +41,18 @@ def _silence() -> None:
     logging.disable(logging.CRITICAL)
 
 
-def _endpoint() -> str:
+def _inbox() -> str:
     from zrpc.agent.current import current_agent
 
-    endpoint: str = current_agent().network._inbox._socket.last_endpoint.decode().rstrip("\0")
-    return endpoint
+    directory = current_agent().network.directory
+    assert directory is not None
+    return f"ipc://{directory.socket_path}"
+
+
+def _tcp_endpoint() -> str:
+    from zrpc.agent.current import current_agent
+
+    return current_agent().network.tcp_endpoint
 
 
 def _resident() -> int:
@@ -121,7 +128,7 @@ def test_mutated_messages_of_a_member(attacked: Mesh) -> None:
 @pytest.mark.zrpc(**PROCESSES)
 def test_mutated_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> None:
     # The stranger is the same user, since no other has access to the socket.
-    endpoint, source = attacked.run(1, _endpoint), random.Random(1)
+    endpoint, source = attacked.run(1, _inbox), random.Random(1)
     for seed in batches():
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.linger = 2000
@@ -135,18 +142,10 @@ def test_mutated_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> No
 # -- at the socket of direct connections ---------------------------------------------------
 
 
-def _direct_socket() -> str:
-    from zrpc.agent.current import current_agent
-
-    directory = current_agent().network.directory
-    assert directory is not None
-    return str(direct_path(f"ipc://{directory.socket_path}"))
-
-
 def _identity() -> bytes:
     from zrpc.agent.current import current_agent
 
-    return current_agent().network._identity
+    return current_agent().membership.records[0].identity
 
 
 def framed(first: bytes, buffers: Sequence[bytes] = ()) -> bytes:
@@ -163,7 +162,7 @@ def say_directly(path: str, data: bytes) -> None:
 
 @pytest.mark.zrpc(**PROCESSES)
 def test_bytes_at_the_direct_socket(attacked: Mesh) -> None:
-    path, source = attacked.run(1, _direct_socket), random.Random(3)
+    path, source = str(direct_path(attacked.run(1, _inbox))), random.Random(3)
     seeds = [framed(b"z" * 17)]
     seeds += [framed(data, [b"buffer"] * (len(data) % 3)) for data in SEEDS]
     for number in range(INPUTS // 10):
@@ -175,7 +174,7 @@ def test_bytes_at_the_direct_socket(attacked: Mesh) -> None:
 
 @pytest.mark.zrpc(**PROCESSES)
 def test_mutated_messages_at_the_direct_socket_with_a_members_identity(attacked: Mesh) -> None:
-    path, name = attacked.run(1, _direct_socket), attacked.run(0, _identity)
+    path, name = str(direct_path(attacked.run(1, _inbox))), attacked.run(0, _identity)
     for seed in batches():
         source = random.Random(seed)
         messages = [framed(name)]
@@ -205,7 +204,7 @@ def say(endpoint: str, data: bytes) -> None:
 
 @pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
 def test_bytes_of_strangers_on_tcp(attacked: Mesh) -> None:
-    endpoint, source = attacked.run(1, _endpoint), random.Random(2)
+    endpoint, source = attacked.run(1, _tcp_endpoint), random.Random(2)
     command = b"\x06" + struct.pack(">Q", len(HELLO)) + HELLO
     seeds = [
         GREETING,
@@ -221,7 +220,7 @@ def test_bytes_of_strangers_on_tcp(attacked: Mesh) -> None:
 
 @pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
 def test_many_silent_connections(attacked: Mesh) -> None:
-    endpoint = attacked.run(1, _endpoint)
+    endpoint = attacked.run(1, _tcp_endpoint)
     # Each also announces the largest frame, which costs nothing before it arrives.
     promise = GREETING + b"\x06" + struct.pack(">Q", MAX_FRAME_BYTES) + b"x"
     before = attacked.run(1, _resident)
@@ -241,7 +240,7 @@ def _room_for_connections() -> int:
 
 @pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
 def test_strangers_that_use_up_the_descriptors(attacked: Mesh) -> None:
-    endpoint = attacked.run(1, _endpoint)
+    endpoint = attacked.run(1, _tcp_endpoint)
     limit = attacked.run(1, _allow_descriptors, 30)
     with contextlib.ExitStack() as stack:
         for _ in range(limit):

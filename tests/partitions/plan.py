@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 __all__ = ["FAULTS", "HEARTBEAT_SECONDS", "MOMENTS", "TRANSFER_BYTES", "Plan", "draw"]
 
@@ -90,15 +89,6 @@ class Plan:
         if self.fault.startswith("one way"):
             return hosts == {self.victim, self.other}
         return self.victim in hosts and len(hosts) == 2
-
-    def as_data(self) -> dict[str, Any]:
-        """Returns the plan as JSON can hold it."""
-        return asdict(self)
-
-    @classmethod
-    def of_data(cls, data: dict[str, Any]) -> Plan:
-        """Returns the plan that `as_data` gave."""
-        return cls(**{**data, "hosts": tuple(data["hosts"])})
 
 
 def draw(seed: int, number: int, transfer_bytes: int = TRANSFER_BYTES) -> Plan:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
 
 from tests.partitions.network import Path, Switch, address_of, connected
@@ -121,7 +121,7 @@ class _Driver:
             runtime.mkdir(exist_ok=True)
             env = {
                 **{k: v for k, v in os.environ.items() if not k.startswith("ZRPC_")},
-                "PLAN": json.dumps(self._plan.as_data()),
+                "PLAN": json.dumps(asdict(self._plan)),
                 "ROUND": str(self._directory),
                 "NAMESPACE": self._where.names[host],
                 "RANK": str(rank),

@@ -224,6 +224,7 @@ def _stacks() -> str:
 
 def main() -> None:
     """Runs the worker that the environment describes."""
-    plan = Plan.of_data(json.loads(os.environ["PLAN"]))
+    data = json.loads(os.environ["PLAN"])
+    plan = Plan(**{**data, "hosts": tuple(data["hosts"])})
     Worker(plan, int(os.environ["RANK"]), Path(os.environ["ROUND"])).run()
     faulthandler.dump_traceback_later(EXIT_SECONDS - 10)

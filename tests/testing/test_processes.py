@@ -98,27 +98,21 @@ def test_a_failed_assertion_shows_the_compared_values(mesh: Mesh) -> None:
         mesh.run(1, compare)
 
 
-def test_an_exception_that_cannot_be_unpickled_is_described(mesh: Mesh) -> None:
+def test_what_cannot_be_sent_back_is_described(mesh: Mesh) -> None:
     def fail() -> None:
         raise LookupError(Unsendable())
 
-    with pytest.raises(WorkerFailed, match="LookupError: Unsendable"):
-        mesh.run(0, fail)
-    assert mesh.run(0, my_name) == "worker0"
+    def fail_by_two() -> None:
+        raise OfTwo(1, 2)  # its args do not make it again
 
-
-def test_an_exception_that_its_args_do_not_make_again_keeps_its_type(mesh: Mesh) -> None:
-    def fail() -> None:
-        raise OfTwo(1, 2)
-
-    with pytest.raises(OfTwo, match=r"^1 and 2$"):
-        mesh.run(0, fail)
-
-
-def test_a_result_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:
-    with pytest.raises(WorkerFailed, match="the result can't be pickled: <unlocked"):
-        mesh.run(0, threading.Lock)
-    assert mesh.run(0, my_name) == "worker0"
+    for function, kind, text in (
+        (fail, WorkerFailed, "LookupError: Unsendable"),
+        (fail_by_two, OfTwo, r"^1 and 2$"),
+        (threading.Lock, WorkerFailed, "the result can't be pickled: <unlocked"),
+    ):
+        with pytest.raises(kind, match=text):
+            mesh.run(0, function)
+        assert mesh.run(0, my_name) == "worker0"
 
 
 def test_what_calls_can_send_is_sent_both_ways(mesh: Mesh) -> None:

@@ -9,10 +9,8 @@ import pytest
 from zrpc.testing import MeshSpec
 
 
-class Mark:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.args = args
-        self.kwargs = kwargs
+def mark(*args: Any, **kwargs: Any) -> pytest.Mark:
+    return pytest.mark.zrpc(*args, **kwargs).mark
 
 
 def test_a_mesh_has_defaults() -> None:
@@ -22,7 +20,7 @@ def test_a_mesh_has_defaults() -> None:
 
 
 def test_the_nearest_marker_wins_and_the_others_fill_in() -> None:
-    near, far = Mark(workers=4), Mark(workers=3, timeout=5)
+    near, far = mark(workers=4), mark(workers=3, timeout=5)
     spec = MeshSpec.from_marks([near, far])
     assert (spec.workers, spec.timeout) == (4, 5)
 
@@ -35,20 +33,20 @@ def test_replace_merges_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "error", "match"),
+    ("wrong", "error", "match"),
     [
-        (Mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
-        (Mark(worker=4), TypeError, "expected one of workers, processes, .* but got 'worker'"),
-        (Mark(workers="4"), TypeError, "workers must be an int, but got '4'"),
-        (Mark(workers=True), TypeError, "workers must be an int, but got True"),
-        (Mark(workers=0), ValueError, "at least 1, but got 0"),
-        (Mark(processes=1), TypeError, "processes must be a bool"),
-        (Mark(timeout=0), ValueError, "positive number of seconds"),
-        (Mark(timeout=float("nan")), ValueError, "positive number of seconds"),
-        (Mark(timeout=float("inf")), ValueError, "positive number of seconds"),
-        (Mark(options=[]), TypeError, "options must be a mapping"),
+        (mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
+        (mark(worker=4), TypeError, "expected one of workers, processes, .* but got 'worker'"),
+        (mark(workers="4"), TypeError, "workers must be an int, but got '4'"),
+        (mark(workers=True), TypeError, "workers must be an int, but got True"),
+        (mark(workers=0), ValueError, "at least 1, but got 0"),
+        (mark(processes=1), TypeError, "processes must be a bool"),
+        (mark(timeout=0), ValueError, "positive number of seconds"),
+        (mark(timeout=float("nan")), ValueError, "positive number of seconds"),
+        (mark(timeout=float("inf")), ValueError, "positive number of seconds"),
+        (mark(options=[]), TypeError, "options must be a mapping"),
     ],
 )
-def test_wrong_arguments_are_refused(mark: Mark, error: type[Exception], match: str) -> None:
+def test_wrong_marks_are_refused(wrong: pytest.Mark, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        MeshSpec.from_marks([mark])
+        MeshSpec.from_marks([wrong])

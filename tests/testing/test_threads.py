@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 
 import zrpc
-from zrpc.testing import Mesh, MeshTimeout, WorkerTraceback, local_mesh, no_leaks, startup
+from zrpc.testing import Mesh, WorkerTraceback, local_mesh, no_leaks, startup
 from zrpc.testing.plugin import MakeMesh
 
 
@@ -130,28 +130,6 @@ def test_a_mesh_that_is_shut_down_refuses_work(mesh: Mesh) -> None:
 def test_local_mesh_needs_no_fixtures() -> None:
     with local_mesh(3) as mesh:
         assert mesh.run(2, zrpc.rpc_sync, "worker0", max, args=(1, 2)) == 2
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("no_leaks")
-def test_a_hang_in_local_mesh_ends() -> None:
-    end, ended = threading.Event(), []
-
-    def hang_in_main() -> None:
-        with local_mesh(1, timeout=0.3):
-            ended.append(end.wait(10))
-
-    def hang_in_worker() -> None:
-        with local_mesh(2, timeout=0.3) as mesh:
-            mesh.run("worker1", end.wait, 20)
-
-    for hang in (hang_in_main, hang_in_worker):
-        with pytest.raises(MeshTimeout, match=r"not finished within 0\.3 s") as info:
-            hang()
-        assert f"in {hang.__name__}" in str(info.value)
-    assert not ended
-    assert "- worker1 (a thread) runs Event.wait" in str(info.value)
-    end.set()  # the abandoned thread ends
 
 
 # In the module, because events in a closure can't be sent.

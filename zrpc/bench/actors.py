@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -104,11 +105,6 @@ _KINDS: dict[str, Callable[[int, str], _Actors]] = {
 
 
 @dataclass(frozen=True)
-class _Future:
-    wait: Callable[[], Any]
-
-
-@dataclass(frozen=True)
 class _Reference:
     """A reference to an actor, as an RRef is one to an object."""
 
@@ -131,8 +127,8 @@ class _Rpc:
     def rpc_sync(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
         return self.begin(to, func.__name__, args)()
 
-    def rpc_async(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> _Future:
-        return _Future(self.begin(to, func.__name__, args))
+    def rpc_async(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return SimpleNamespace(wait=self.begin(to, func.__name__, args))
 
     def remote(self, to: str, func: type[targets.Counter]) -> _Reference:
         self.begin(to, "reset", ())()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from zrpc.bench.library import ACTOR_LIBRARIES
@@ -107,12 +106,7 @@ class Mesh:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.resume()
         try:
             if error is None:

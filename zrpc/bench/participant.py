@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from zrpc.bench.mesh import Mesh, MeshError
 from zrpc.bench.row import Group, Limit, Row
-from zrpc.bench.sampling import Sample, Sampling
-from zrpc.bench.settings import LIMIT, Settings
+from zrpc.bench.sampling import LIMIT, Sample, Sampling, Settings
 from zrpc.launch import LaunchError, Starter
 
 __all__ = ["Participant"]
@@ -68,7 +66,16 @@ class Participant:
         if self._start_failed is not None:  # it would fail again, after as long a wait
             raise self._start_failed
         if self._mesh is None:
-            mesh = self._new_mesh()
+            group, limit = self._group, self.name == LIMIT
+            mesh = Mesh(
+                self._starter,
+                self.name,
+                2 if limit else group.workers,
+                # The limit of a fresh group is a process that has only imported torch.
+                forms_mesh=group.forms_mesh and not (limit and group.fresh),
+                tcp=self._settings.tcp,
+                timeout=self._settings.mesh_timeout,
+            )
             try:
                 mesh.__enter__()
             except MeshError as error:
@@ -77,27 +84,10 @@ class Participant:
             self._mesh = mesh
         return self._mesh
 
-    def _new_mesh(self) -> Mesh:
-        group, limit = self._group, self.name == LIMIT
-        return Mesh(
-            self._starter,
-            self.name,
-            2 if limit else group.workers,
-            # The limit of a fresh group is a process that has only imported torch.
-            forms_mesh=group.forms_mesh and not (limit and group.fresh),
-            tcp=self._settings.tcp,
-            timeout=self._settings.mesh_timeout,
-        )
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         mesh, self._mesh = self._mesh, None
         if mesh is not None:
             mesh.__exit__(kind, error, trace)

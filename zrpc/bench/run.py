@@ -19,8 +19,7 @@ from zrpc.bench.participant import Participant
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Row
 from zrpc.bench.rows import WORKLOAD_MODULES
-from zrpc.bench.sampling import Sample
-from zrpc.bench.settings import Settings
+from zrpc.bench.sampling import Sample, Settings
 from zrpc.launch import LaunchError, Starter
 from zrpc.launch.starter import DEFAULT_PRELOAD
 

@@ -1,4 +1,4 @@
-"""How often a workload is repeated, and the resulting sample."""
+"""How to measure: how often a workload is repeated, and the resulting sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Sample", "Sampling"]
+__all__ = ["LIMIT", "Sample", "Sampling", "Settings"]
+
+
+# The participant that is not a library.
+LIMIT = "limit"
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,29 @@ class Sampling:
             times.append(after - before)
             before = clock()  # storing the time is not part of the next repeat
         return times
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        against: the library to compare with, or None.
+        rounds: the number of rounds.
+        tcp: whether to use only tcp.
+        sampling: how long and how often to repeat each row in each round.
+        deadline: the seconds that a row may take in one round.
+        mesh_timeout: the seconds that a mesh may take to start, and to shut down.
+    """
+
+    against: str | None = "torch"
+    rounds: int = 5
+    tcp: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+    deadline: float = 60.0
+    mesh_timeout: float = 60.0
+
+    @property
+    def participant_names(self) -> tuple[str, ...]:
+        """The participants of each round, in the order in which they are measured."""
+        return (*([self.against] if self.against else []), "zrpc", LIMIT)

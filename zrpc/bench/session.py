@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zrpc.bench.library import Library
-    from zrpc.bench.raw_zmq import RawPeer
     from zrpc.bench.sampling import Sampling
 
 __all__ = ["PEER", "Session"]
@@ -25,13 +23,15 @@ class Session:
         participant: the library's name, or ``limit``.
         sampling: how long and how often to repeat the workload.
         workers: the number of workers in the mesh.
+        library: the `zrpc.bench.library.Library` that is measured.
+        raw: the bare ZeroMQ connection to the peer, in a mesh that measures limits.
     """
 
     participant: str
     sampling: Sampling
     workers: int
-    _library: Library | None = field(default=None, repr=False)
-    _raw: RawPeer | None = field(default=None, repr=False)
+    library: Any = field(default=None, repr=False)
+    raw: Any = field(default=None, repr=False)
 
     @property
     def others(self) -> list[str]:
@@ -46,23 +46,14 @@ class Session:
     @property
     def rpc(self) -> Any:
         """The library's module with ``rpc_sync``, ``rpc_async`` and ``remote``."""
-        assert self._library is not None
-        return self._library.rpc
+        return self.library.rpc
 
     @property
     def autograd(self) -> Any:
         """The library's module with ``context`` and ``backward``."""
-        assert self._library is not None
-        return self._library.autograd
+        return self.library.autograd
 
     @property
     def optim(self) -> Any:
         """The library's module with ``DistributedOptimizer``."""
-        assert self._library is not None
-        return self._library.optim
-
-    @property
-    def raw(self) -> RawPeer:
-        """The bare ZeroMQ connection to the peer, in a mesh that measures limits."""
-        assert self._raw is not None
-        return self._raw
+        return self.library.optim

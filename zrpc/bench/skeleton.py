@@ -255,11 +255,8 @@ def in_flight(session: Session, count: int) -> Sample:
 
 def step(session: Session, width: int) -> Sample:
     """Runs one layer here and one twice on the peer, forward and backward."""
-    inputs, layer, contexts = (
-        torch.ones(BATCH_SIZE, width),
-        targets.linear(width),
-        itertools.count(),
-    )
+    inputs, contexts = torch.ones(BATCH_SIZE, width), itertools.count()
+    layer = targets.linear(width)
     apply: Callable[..., torch.Tensor] = RemoteLayer.apply
     with start_peer() as end:
 

@@ -10,8 +10,7 @@ from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Unit
 from zrpc.bench.run import Run
-from zrpc.bench.sampling import Sample
-from zrpc.bench.settings import LIMIT, Settings
+from zrpc.bench.sampling import LIMIT, Sample, Settings
 
 __all__ = ["align_columns", "as_data", "as_text", "headline", "quantity"]
 

@@ -128,12 +128,9 @@ class _Worker:
     def measure(self, workload: str, arguments: tuple[Any, ...], sampling: Sampling) -> Sample:
         module, _, name = workload.partition(":")
         function = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
+        settings = self._settings
         session = Session(
-            self._settings.participant,
-            sampling,
-            self._settings.workers,
-            _library=self._library,
-            _raw=self._raw,
+            settings.participant, sampling, settings.workers, self._library, self._raw
         )
         sample: Sample = function(session, *arguments)
         return sample

@@ -32,17 +32,15 @@ __all__ = [
     "no_leaks",
 ]
 
-_MODULES = {
-    "LeakError": "leaks",
-    "Mesh": "mesh",
-    "MeshSpec": "spec",
-    "MeshTimeout": "watchdog",
-    "WorkerExited": "failure",
-    "WorkerFailed": "failure",
-    "WorkerTraceback": "failure",
-    "local_mesh": "startup",
-    "no_leaks": "leaks",
+_NAMES = {
+    "failure": ("WorkerExited", "WorkerFailed", "WorkerTraceback"),
+    "leaks": ("LeakError", "no_leaks"),
+    "mesh": ("Mesh",),
+    "spec": ("MeshSpec",),
+    "startup": ("local_mesh",),
+    "watchdog": ("MeshTimeout",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,8 +36,15 @@ _failed = pytest.StashKey[bool]()
 _watchdog: pytest.StashKey[Watchdog] = pytest.StashKey()
 
 
-class MakeMesh(Protocol):
+class MakeMesh:
     """The type of the fixture ``make_mesh``."""
+
+    def __init__(self, item: pytest.Item, spec: MeshSpec, watchdog: Watchdog) -> None:
+        module = item.getparent(pytest.Module)
+        self._by_value = [] if module is None else [module.obj.__name__]
+        self._capture = item.config.getoption("capture", "no") != "no"
+        self._spec = spec
+        self._watchdog = watchdog
 
     def __call__(
         self,
@@ -47,6 +54,11 @@ class MakeMesh(Protocol):
         options: Mapping[str, Any] | None = None,
     ) -> Mesh:
         """Starts a mesh; the marker gives what is None, and its options are merged."""
+        from zrpc.testing.startup import start_mesh
+
+        __tracebackhide__ = True
+        spec = self._spec.replace(workers, processes, options)
+        return start_mesh(spec, self._watchdog, by_value=self._by_value, capture=self._capture)
 
 
 @pytest.fixture
@@ -78,12 +90,11 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
     """
     from zrpc.testing.leaks import LeakError
-    from zrpc.testing.startup import start_mesh, warm_up
+    from zrpc.testing.startup import warm_up
     from zrpc.testing.watchdog import Watchdog
 
     item: pytest.Item = request.node
     spec = _spec_of(item)
-    module = item.getparent(pytest.Module)
     warm_up(spec.processes)
     if spec.leaks:
         request.getfixturevalue("no_leaks")
@@ -92,22 +103,7 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
         item.stash[_watchdog] = request.config.stash[_watchdog] = watchdog
         # Until this phase of the test ends; the hooks below do the same for the other phases.
         watchdog.allow_interrupt()
-
-        def make(
-            workers: int | None = None,
-            *,
-            processes: bool | None = None,
-            options: Mapping[str, Any] | None = None,
-        ) -> Mesh:
-            __tracebackhide__ = True
-            return start_mesh(
-                spec.replace(workers, processes, options),
-                watchdog,
-                by_value=[] if module is None else [module.obj.__name__],
-                capture=request.config.getoption("capture", "no") != "no",
-            )
-
-        yield make
+        yield MakeMesh(item, spec, watchdog)
         watchdog.forbid_interrupt()
         passed = not item.stash.get(_failed, False)
         try:

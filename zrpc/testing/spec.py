@@ -54,19 +54,13 @@ class MeshSpec:
     elastic: bool = False
 
     def __post_init__(self) -> None:
-        a_bool = (bool, "a bool")
         expected: dict[str, tuple[type | tuple[type, ...], str]] = {
             "workers": (int, "an int"),
-            "processes": a_bool,
             "timeout": ((int, float), "a number"),
             "options": (Mapping, "a mapping"),
-            "leaks": a_bool,
-            "faults": a_bool,
-            "restarts": a_bool,
-            "elastic": a_bool,
         }
-        for name, (types, wanted) in expected.items():
-            value = getattr(self, name)
+        for name, value in vars(self).items():
+            types, wanted = expected.get(name, (bool, "a bool"))
             if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
                 raise TypeError(f"{name} must be {wanted}, but got {value!r}")
         if self.workers < 1:

@@ -51,11 +51,8 @@ def sync(client: Client) -> None:
     """Makes one call and waits for it."""
     seed, factor = client.random_int(0, 1 << 30), client.random_int()
     tensor = targets.draw(seed, client.random_int(0, 50))
-    same(
-        "scale",
-        tensor * factor,
-        zrpc.rpc_sync(client.random_peer(), targets.scale, (tensor, factor)),
-    )
+    found = zrpc.rpc_sync(client.random_peer(), targets.scale, (tensor, factor))
+    same("scale", tensor * factor, found)
 
 
 def burst(client: Client) -> None:
@@ -63,12 +60,8 @@ def burst(client: Client) -> None:
     tensor = targets.draw(client.random_int(0, 1 << 30), 8)
     calls = [(client.random_peer(), client.random_int()) for _ in range(client.random_int(2, 40))]
     futures = [zrpc.rpc_async(to, targets.scale, (tensor, factor)) for to, factor in calls]
-    _wait_for_all(
-        [
-            partial(_check_scaled, future, tensor * factor)
-            for future, (_, factor) in zip(futures, calls, strict=True)
-        ]
-    )
+    checked = zip(futures, calls, strict=True)
+    _wait_for_all([partial(_check_scaled, each, tensor * factor) for each, (_, factor) in checked])
 
 
 def _check_scaled(future: Any, expected: torch.Tensor) -> None:
@@ -108,12 +101,8 @@ def asynchronous(client: Client) -> None:
     slowly: Any = targets.scale_slowly  # the callee awaits its coroutine
     slow = zrpc.rpc_async(to, slowly, (tensor, factor, client.rng.random() / 20))
     asked = zrpc.rpc_async(to, targets.ask_another, (client.random_peer(), tensor, factor))
-    _wait_for_all(
-        [
-            partial(_check_scaled, slow, tensor * factor),
-            partial(_check_scaled, asked, tensor * factor + 1),
-        ]
-    )
+    scaled = tensor * factor
+    _wait_for_all([partial(_check_scaled, slow, scaled), partial(_check_scaled, asked, scaled + 1)])
 
 
 def large(client: Client) -> None:
@@ -123,18 +112,12 @@ def large(client: Client) -> None:
     tensor = targets.draw(client.random_int(0, 1 << 30), count)
     factor = client.random_int()
     if client.rng.random() < 0.5:
-        same(
-            "large",
-            tensor * factor,
-            zrpc.rpc_sync(client.random_peer(), targets.scale, (tensor, factor)),
-        )
+        found = zrpc.rpc_sync(client.random_peer(), targets.scale, (tensor, factor))
+        same("large", tensor * factor, found)
         return
     seed = client.random_int(0, 1 << 30)
-    same(
-        "drawn",
-        targets.draw(seed, count),
-        zrpc.rpc_sync(client.random_peer(), targets.draw, (seed, count)),
-    )
+    found = zrpc.rpc_sync(client.random_peer(), targets.draw, (seed, count))
+    same("drawn", targets.draw(seed, count), found)
 
 
 def shapes(client: Client) -> None:
@@ -206,11 +189,8 @@ def count_marks(client: Client) -> None:
     """Checks that each call has run exactly once; the last action of a client."""
     for to, sent in client.marks_sent.items():
         if to != client.doomed:
-            client.expect(
-                f"calls that ran on {to}",
-                sent,
-                zrpc.rpc_sync(to, targets.marked, (client.client_name,)),
-            )
+            found = zrpc.rpc_sync(to, targets.marked, (client.client_name,))
+            client.expect(f"calls that ran on {to}", sent, found)
 
 
 def _error_of(call: Callable[[], Any]) -> Exception:

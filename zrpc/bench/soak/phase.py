@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import zrpc
@@ -52,14 +52,8 @@ class Phase:
     warm_up: bool = False
 
 
-@dataclass
-class _Unreported:
-    """Errors since `prepare` that would otherwise only be logged."""
-
-    texts: list[str] = field(default_factory=list)
-
-
-_unreported = _Unreported()
+# Errors since `prepare` that would otherwise only be logged.
+_unreported: list[str] = []
 
 
 class _LogCollector(logging.Handler):
@@ -70,7 +64,7 @@ class _LogCollector(logging.Handler):
             text = record.getMessage()
             if record.exc_info:
                 text += "\n" + "".join(traceback.format_exception(*record.exc_info))
-            _unreported.texts.append(f"logged by {record.name}: {text.rstrip()}")
+            _unreported.append(f"logged by {record.name}: {text.rstrip()}")
 
 
 def prepare() -> str:
@@ -85,10 +79,10 @@ def prepare() -> str:
 
     def unraisable(event: Any) -> None:
         text = "".join(traceback.format_exception(event.exc_value))
-        _unreported.texts.append(f"not raised, in {event.object!r}: {text}")
+        _unreported.append(f"not raised, in {event.object!r}: {text}")
 
     def in_thread(event: Any) -> None:
-        _unreported.texts.append("".join(traceback.format_exception(event.exc_value)))
+        _unreported.append("".join(traceback.format_exception(event.exc_value)))
 
     sys.unraisablehook = unraisable
     threading.excepthook = in_thread
@@ -125,7 +119,8 @@ def run_phase(phase: Phase) -> Tally:
         tally.add(client.tally)
     if doomed_calls is not None:
         doomed_calls.check(me, tally)
-    texts, _unreported.texts = _unreported.texts, []
+    texts = _unreported.copy()
+    del _unreported[: len(texts)]
     tally.violations += [
         f"{me}: {text}" for text in texts if not _caused_by_death(text, phase.doomed)
     ]

@@ -8,6 +8,7 @@ workers have no direct connections. One thread serves all relays of a mesh.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -137,7 +138,7 @@ class Relays:
             interest |= {listener.fileno(): select.POLLIN for listener in self._listeners}
             with self.lock:
                 waits = [self._register(each, interest) for each in self._connections]
-            ready = _poll(interest, min(waits, default=None, key=_or_infinite))
+            ready = _poll(interest, min(waits, default=math.inf))
             if ready.get(self._woken.fileno()):
                 self._woken.recv(4096)
             for rank, listener in enumerate(self._listeners):
@@ -147,10 +148,10 @@ class Relays:
                 for connection in list(self._connections):
                     self._pump(connection, ready)
 
-    def _register(self, connection: _Connection, interest: dict[int, int]) -> float | None:
+    def _register(self, connection: _Connection, interest: dict[int, int]) -> float:
         """Adds the events to wait for on a connection; returns the longest wait in seconds."""
         if _is_cut(*self._links_of(connection)):
-            return None
+            return math.inf
         now = time.monotonic()
         waits = []
         for stream in connection.streams:
@@ -163,7 +164,7 @@ class Relays:
                     interest[fd] = interest.get(fd, 0) | select.POLLOUT
                 else:
                     waits.append(due - now)
-        return min(waits, default=None)
+        return min(waits, default=math.inf)
 
     def _links_of(self, connection: _Connection) -> tuple[_Link, _Link]:
         """Returns what disturbs a connection, forward and backward."""
@@ -299,13 +300,9 @@ def _aside(inbox: Path) -> Path:
     return inbox.with_name("relayed")
 
 
-def _or_infinite(wait: float | None) -> float:
-    return float("inf") if wait is None else wait
-
-
-def _poll(interest: Mapping[int, int], wait: float | None) -> dict[int, int]:
-    """Returns the events that happen within ``wait`` seconds; None for no limit."""
+def _poll(interest: Mapping[int, int], wait: float) -> dict[int, int]:
+    """Returns the events that happen within ``wait`` seconds, which may be infinite."""
     poll = select.poll()
     for fd, mask in interest.items():
         poll.register(fd, mask)
-    return dict(poll.poll(None if wait is None else int(wait * 1000) + 1))
+    return dict(poll.poll(None if wait == math.inf else int(wait * 1000) + 1))
