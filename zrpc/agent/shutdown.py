@@ -116,7 +116,7 @@ class Shutdown:
 
     @property
     def waits_long_for_all(self) -> bool:
-        """Whether this worker leads, and has waited for the others, all of which must answer."""
+        """Whether this worker leads, and has waited for the others; each of them must answer."""
         return self._termination.waits_for_all and time.monotonic() > self._monitor_at
 
     @property
