@@ -176,9 +176,8 @@ class HandlerPool:
         self._name = name
         self._context = context or contextvars.Context()
         self._copy_of_context = copies_of(self._context)
-        # The lock guards everything below. It is held for a few instructions at a time, or while a
-        # thread starts, and no other lock is taken while it is held. So nothing is logged then: the
-        # program's log handlers may make calls.
+        # Guards everything below. No other lock is taken while it is held, and nothing is logged:
+        # the program's log handlers may make calls.
         self._lock = threading.Lock()
         self._backlog: deque[Job] = deque()
         self._threads: set[_PoolThread] = set()
@@ -288,9 +287,7 @@ class HandlerPool:
             self._backlog = deque(job for job in before if not useless(job))
 
     def relieve(self) -> None:
-        """Starts threads in place of those that wait unseen, and one that the system has refused.
-
-        Reports that the system refuses a thread.
+        """Starts threads in place of those that wait unseen; tries again what the system refused.
 
         Must be called periodically. If jobs are queued and none was begun since the last call,
         every thread that used no processor time since then is assumed to be waiting.
