@@ -78,7 +78,8 @@ connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 connection.connect({path!r})
 body = _pickle.dumps(("run", kind, arguments, os.getcwd(), env, buffered, foreground))
 fds = b"".join(fd.to_bytes(4, sys.byteorder) for fd in range(3))
-connection.sendmsg([bytes(1)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, fds)])
+head = len(body).to_bytes(8, sys.byteorder)
+connection.sendmsg([head], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, fds)])
 connection.sendall(body)
 def pass_on(number, _):
     try:
