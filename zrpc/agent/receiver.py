@@ -73,8 +73,8 @@ class Receiver:
         self._handler_taken = False
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], object]] = deque()
-        # The gate that a thread has waited for in `receive`, until the leader finds it open; and
-        # since when.
+        # The gate of the call that a thread waits for although the leader receives, until the
+        # leader finds it open; and since when.
         self._awaited: threading.Lock | None = None
         self._awaited_since = 0.0
 
@@ -125,12 +125,13 @@ class Receiver:
             gate: opened by what is to be received.
             timeout: seconds; negative means without limit.
             own_calls: the number of calls in flight whose answers this thread will soon wait for.
-                The I/O thread may go on resting meanwhile.
+                The I/O thread may go on resting meanwhile. None if the gate is that of a call.
         """
         begun = now = time.monotonic()
-        self._awaited, self._awaited_since = gate, begun
+        self._awaited, self._awaited_since = gate if own_calls is None else None, begun
         if self._threads.receiving or not self._threads.sit():
             return
+        self._awaited = None  # this thread receives it itself
         end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
         awake = begun + self._waiter_spin.seconds
         try:
